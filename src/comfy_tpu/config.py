@@ -1,0 +1,62 @@
+"""The only home of defaults: frozen dataclasses, passed whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+MESH_AXES = ("dp", "sp", "tp")
+"""dp: batch and CFG branches; sp: sequence; tp: heads and columns. Every mesh has all three, of size 1 where unused."""
+
+Platform = Literal["tpu", "gpu", "cpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSizes:
+    dp: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @property
+    def device_count(self) -> int:
+        return self.dp * self.sp * self.tp
+
+    def __str__(self) -> str:
+        return f"dp={self.dp},sp={self.sp},tp={self.tp}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Tile of the splash kernel: query rows, key rows fetched, key rows computed at a time."""
+
+    query: int
+    key: int
+    key_compute: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    implementation: Literal["auto", "splash", "cudnn", "chunked"] = "auto"
+    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
+    smooth_keys: bool = True
+    """Subtract the mean key before the splash kernel: the softmax is the same, its exponents smaller."""
+    block_sizes: BlockSizes | None = None
+    """None: from the table by chip and length."""
+    dense_max_tokens: int = 4096
+    """Up to this many keys an L×L score array may be made; above it never, on any backend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    directory: Path | None = None
+    """None: JAX_COMPILATION_CACHE_DIR, else comfy-tpu/xla under the user's cache directory."""
+    enabled: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidencyConfig:
+    weights_fraction: float = 0.85
+    """Share of each device's memory that weights may fill; the rest is for activations."""
+    budget_bytes: int | None = None
+    """Bytes per device, instead of the fraction."""
