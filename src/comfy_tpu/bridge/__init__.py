@@ -1,0 +1,25 @@
+"""torchax, and the boundary around it. Nothing else imports torchax."""
+
+from comfy_tpu.bridge.boundary import check_host_data, to_device, to_host
+from comfy_tpu.bridge.calls import call_function, call_module
+from comfy_tpu.bridge.constraints import constrain
+from comfy_tpu.bridge.layers import run_layers
+from comfy_tpu.bridge.operators import operator
+from comfy_tpu.bridge.scope import TraceContext, current_trace, trace_scope
+from comfy_tpu.bridge.skeleton import build_skeleton, weight_shapes
+
+__all__ = [
+    "TraceContext",
+    "build_skeleton",
+    "call_function",
+    "call_module",
+    "check_host_data",
+    "constrain",
+    "current_trace",
+    "operator",
+    "run_layers",
+    "to_device",
+    "to_host",
+    "trace_scope",
+    "weight_shapes",
+]

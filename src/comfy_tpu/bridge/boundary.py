@@ -1,0 +1,71 @@
+"""Host tensors in, host tensors out: nested structures of them, with their dtypes, and nothing of torchax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Sharding
+
+from comfy_tpu.bridge.dtypes import as_numpy, as_tensor
+from comfy_tpu.bridge.environment import DeviceTensor
+from comfy_tpu.errors import EscapeError
+
+
+def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
+    """Torch tensors and numpy arrays in nested containers become jax arrays; everything else stays.
+
+    The arrays never share memory with what was given: jax on CPU would alias it (measured, also with
+    `may_alias=False`), and a node that later writes into its tensor would change our input.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            leaf = as_numpy(leaf)
+        if isinstance(leaf, np.ndarray):
+            return jax.device_put(np.array(leaf), sharding)
+        return leaf
+
+    return jax.tree.map(move, tree, is_leaf=_is_tensor)
+
+
+def to_host(tree: Any, *, consume: bool = False) -> Any:
+    """jax arrays in nested containers become writable torch CPU tensors; everything else stays.
+
+    `consume=True` promises that the arrays are not used again: on CPU the tensor then takes over their memory.
+    """
+
+    def fetch(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if all(device.platform == "cpu" for device in leaf.devices()):
+            # Shares memory with the array unless copied; several devices have no single memory to share.
+            return torch.from_dlpack(leaf) if consume and len(leaf.devices()) == 1 else as_tensor(np.array(leaf))
+        return torch.from_dlpack(jax.device_put(leaf, jax.local_devices(backend="cpu")[0]))
+
+    return jax.tree.map(fetch, tree)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray))
+
+
+def check_host_data(value: Any, where: str = "result") -> None:
+    """Raises if a device tensor, a traced value or a live model hides anywhere in what is about to be handed out."""
+    if isinstance(value, DeviceTensor) or isinstance(value, (jax.Array, torch.nn.Module)):
+        raise EscapeError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, expected host data; use to_host()")
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise EscapeError(f"{where} is a tensor on {value.device}, expected one on cpu; use to_host()")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_host_data(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            check_host_data(item, f"{where}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            check_host_data(getattr(value, field.name), f"{where}.{field.name}")

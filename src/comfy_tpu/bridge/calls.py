@@ -1,0 +1,95 @@
+"""Calling a torch module as a pure function of jax arrays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import torch
+import torch.nn.utils.stateless
+
+from comfy_tpu.bridge.model_source import raising_line
+from comfy_tpu.bridge.scope import TraceContext, trace_scope
+from comfy_tpu.errors import TraceError
+
+Weights = Mapping[str, jax.Array]
+
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """A forward may keep tensors on the module (a VAE its frame cache); traced ones must not outlive the trace."""
+    before = [(owner, _copied_lists(vars(owner))) for owner in module.modules()]
+    try:
+        yield
+    finally:
+        for owner, attributes in before:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+
+
+def _copied_lists(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if type(value) is list else value for name, value in attributes.items()}
+
+
+def _computed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers() if buffer.device.type == "cpu"}
+
+
+def is_stacked(name: str) -> bool:
+    """Weights of scanned layers, which are gathered layer by layer instead of here."""
+    return ".*." in name
+
+
+def call_module(
+    module: torch.nn.Module,
+    weights: Weights,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    context: TraceContext,
+    method: str = "forward",
+) -> Any:
+    """`module.method(*args)` with `weights` in place of its parameters and buffers: jax arrays in, jax arrays out.
+
+    Meant to run under `jax.jit`. The module itself is a skeleton: nothing is written to it.
+    """
+    function = module if method == "forward" else getattr(module, method)
+    return call_function(function, args, kwargs, context=context, module=module, weights=weights)
+
+
+def call_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    context: TraceContext,
+    module: torch.nn.Module | None = None,
+    weights: Weights | None = None,
+) -> Any:
+    """The same for any torch function, with a module whose weights it uses, or without one."""
+    with trace_scope(context) as environment:
+        try:
+            inputs = environment.as_torch((tuple(args), dict(kwargs or {})))
+            if module is None:
+                return environment.as_jax(function(*inputs[0], **inputs[1]))
+            arrays = {name: array if is_stacked(name) else context.for_compute(name, array) for name, array in (weights or {}).items()}
+            # Computed buffers go in as traced constants: left on the host, everything derived from them (a RoPE table
+            # of 75,600 rows) would be worked out on the host and become a constant of its own.
+            parameters = environment.as_torch(environment.t2j_copy(_computed_buffers(module)) | arrays)
+            with _attributes_kept(module), torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True):
+                return environment.as_jax(function(*inputs[0], **inputs[1]))
+        except _NEEDS_A_VALUE as error:
+            raise TraceError(
+                f"the value of a tensor was needed{raising_line(error)} (an `if` on a tensor, `.item()`, an assert, "
+                "or indexing by a mask): in a compiled program it is known only while running; "
+                "decide it outside and pass it as a static argument, or use torch.where"
+            ) from error

@@ -1,0 +1,144 @@
+"""Importing torchax: on torch versions it does not know yet, and without leaving traces in torch.
+
+torchax 0.0.13 names about twenty operator overloads that torch 2.13 removed (named tensors), and whole operators
+that later versions removed, in tables it builds at import. A stand-in answers torchax for exactly those names, only
+while the import runs; where nothing is missing it is never asked.
+
+The import also changes torch for everybody else: it renames the PrivateUse1 backend, after which
+`torch.accelerator.current_accelerator()` is "jax" (even on a machine with CUDA), switches off the fast path of
+`nn.MultiheadAttention`, adds entries to torch's decomposition table and sets an environment variable. None of that
+is needed to trace, so none of it is let through. Device tensors call themselves "xla", which every torch knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch._decomp
+
+DEVICE = torch.device("xla:0")
+"""What tensors in a trace answer to `.device`."""
+
+
+class MissingName:
+    """Answers for an operator that this torch does not have, as a table key that nothing will ever look up."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, key: str) -> MissingName:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return MissingName(f"{self._name}.{key}")
+
+    def __repr__(self) -> str:
+        return f"<missing from torch {torch.__version__}: {self._name}>"
+
+
+@contextlib.contextmanager
+def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
+    def answering(owner: type, describe: Callable[[Any], str]) -> Callable[[], None]:
+        original = owner.__getattr__  # type: ignore[attr-defined]
+
+        @functools.wraps(original)
+        def __getattr__(self: Any, key: str) -> Any:  # noqa: N807
+            try:
+                return original(self, key)
+            except AttributeError:
+                # Others ask too while the import runs (torch's own modules, other threads): they get torch's answer.
+                asking = sys._getframe(1).f_globals.get("__name__", "")
+                name = f"{describe(self)}.{key}"
+                if key.startswith("__") or asking.split(".")[0] != "torchax" or not name.startswith("aten."):
+                    raise
+                found.append(name)
+                return MissingName(found[-1])
+
+        owner.__getattr__ = __getattr__  # type: ignore[attr-defined]
+        return lambda: setattr(owner, "__getattr__", original)
+
+    with contextlib.ExitStack() as restore:
+        restore.callback(answering(torch._ops.OpOverloadPacket, str))
+        restore.callback(answering(torch._ops._OpNamespace, lambda namespace: namespace.name))
+        yield
+
+
+@contextlib.contextmanager
+def _torch_kept_as_it_is() -> Iterator[None]:
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    environment = set(os.environ)
+    decompositions = {kind: set(table) for kind, table in torch._decomp.global_decomposition_table.items()}
+    rename, register = torch.utils.rename_privateuse1_backend, torch._register_device_module
+    torch.utils.rename_privateuse1_backend = lambda name: None  # type: ignore[assignment]
+    torch._register_device_module = lambda device_type, module: None
+    try:
+        yield
+    finally:
+        torch.utils.rename_privateuse1_backend, torch._register_device_module = rename, register
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        for name in set(os.environ) - environment:
+            del os.environ[name]
+        for kind, table in torch._decomp.global_decomposition_table.items():
+            for added in set(table) - decompositions[kind]:
+                del table[added]
+
+
+def _mend(tensor: types.ModuleType, view: types.ModuleType) -> None:
+    """Where torchax 0.0.13 departs from torch in a way that a model can notice."""
+    tensor.Tensor.device = view.View.device = property(lambda self: DEVICE)
+    # torchax changes the dtype of its operand in place; torch returns a converted copy.
+    tensor.Tensor.type_as = view.View.type_as = lambda self, other: self.to(other.dtype)
+    # An assignment converts to the dtype of what is assigned into. JAX will refuse to, and warns already.
+    set_item, update = tensor.Tensor.__setitem__, view.NarrowInfo.update_tensor
+    tensor.Tensor.__setitem__ = lambda self, key, value: set_item(self, key, _in_dtype_of(self.jax(), value))
+    view.NarrowInfo.update_tensor = lambda self, new_value, jax_array: update(
+        self, _in_dtype_of(jax_array, new_value), jax_array
+    )
+
+
+def _in_dtype_of(target: jax.Array, value: Any) -> jax.Array:
+    array = value.jax() if hasattr(value, "jax") else value
+    return jnp.asarray(array).astype(target.dtype)
+
+
+_lock = threading.Lock()
+_torchax: types.ModuleType | None = None
+substituted_names: list[str] = []
+"""What the stand-in had to answer for, once torchax is loaded; empty with a torchax that knows this torch."""
+
+
+def load_torchax() -> types.ModuleType:
+    """torchax, imported once per process, ready to use."""
+    global _torchax
+    with _lock:
+        if _torchax is None:
+            with _torch_kept_as_it_is(), _answer_for_missing_names(substituted_names):
+                module = importlib.import_module("torchax")
+                for name in ("tensor", "view", "decompositions", "ops.jaten", "ops.jtorch", "ops.ops_registry", "ops.mappings"):
+                    importlib.import_module(f"torchax.{name}")
+            _forget_missing_names()
+            _mend(module.tensor, module.view)
+            _torchax = module
+        return _torchax
+
+
+def _forget_missing_names() -> None:
+    for module, table in (
+        ("amp", "autocast_policy"),
+        ("decompositions", "DECOMPOSITIONS"),
+        ("ops.ops_registry", "all_aten_ops"),
+        ("ops.ops_registry", "all_torch_functions"),
+    ):
+        entries = getattr(importlib.import_module(f"torchax.{module}"), table)
+        for key in [key for key in entries if isinstance(key, MissingName)]:
+            del entries[key]

@@ -1,0 +1,25 @@
+"""Sharding constraints that can be written on torch tensors inside a model."""
+
+from __future__ import annotations
+
+import torch
+
+from comfy_tpu.bridge.environment import DeviceTensor, environment
+from comfy_tpu.bridge.scope import current_trace
+from comfy_tpu.parallel.constraints import constrain as constrain_array
+
+
+def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torch.Tensor:
+    """Asks that `tensor` be split over the mesh, an axis name (or several, or None) per dimension.
+
+    `constrain(hidden_states, "dp", "sp", None)`. Outside a trace, and on one device, it does nothing: a model that
+    has such lines stays an ordinary torch model.
+    """
+    if not isinstance(tensor, DeviceTensor):
+        return tensor
+    placement = current_trace().placement
+    if placement is None:
+        return tensor
+    bridge = environment()
+    constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, axes))
+    return constrained

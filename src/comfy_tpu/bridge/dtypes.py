@@ -1,0 +1,37 @@
+"""torch tensors and numpy arrays over the same memory, also for the dtypes numpy does not know."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+_EXTENDED = {
+    torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+_TORCH_OF_EXTENDED = {np.dtype(extended): (plain, dtype) for dtype, (plain, extended) in _EXTENDED.items()}
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as a numpy array: no copy if it is contiguous, and never through another dtype."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype in _EXTENDED:
+        plain, extended = _EXTENDED[tensor.dtype]
+        return tensor.view(plain).numpy().view(extended)
+    return tensor.numpy()
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """The array's memory as a torch tensor; the array must be writable."""
+    if array.dtype in _TORCH_OF_EXTENDED:
+        plain, dtype = _TORCH_OF_EXTENDED[array.dtype]
+        return torch.from_numpy(array.view(str(plain).removeprefix("torch."))).view(dtype)
+    return torch.from_numpy(array)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    if dtype in _EXTENDED:
+        return np.dtype(_EXTENDED[dtype][1])
+    return np.dtype(str(dtype).removeprefix("torch."))

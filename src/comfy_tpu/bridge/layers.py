@@ -1,0 +1,60 @@
+"""One traced block over stacked weights: the torch side of the scan over layers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import torch
+import torch.nn.utils.stateless
+
+from comfy_tpu.bridge.environment import environment
+from comfy_tpu.bridge.scope import current_trace
+from comfy_tpu.bridge.skeleton import weight_shapes
+from comfy_tpu.errors import StackingError
+from comfy_tpu.parallel.constraints import constrain, even_batch
+
+
+def run_layers(
+    block: torch.nn.Module,
+    call: inspect.BoundArguments,
+    carry: tuple[str, ...],
+    *,
+    carry_axes: tuple[str | None, ...],
+    path: str,
+) -> Any:
+    """Runs `block` once per leading index of its weights, its outputs replacing the arguments named by `carry`.
+
+    Returns what the last layer returns, with None for outputs beyond the carried ones.
+    """
+    bridge, trace = environment(), current_trace()
+    stacked = bridge.as_jax(weight_shapes(block))
+    output_count: int | None = None
+
+    def place(value: jax.Array) -> jax.Array:
+        if trace.placement is None or value.ndim != len(carry_axes):
+            return value
+        return constrain(value, trace.placement, even_batch(carry_axes, value.shape, trace.placement))
+
+    def layer(carried: tuple[jax.Array, ...], weights: dict[str, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+        nonlocal output_count
+        weights = {name: trace.for_compute(f"{path}.*.{name}", array) for name, array in weights.items()}
+        call.arguments.update(zip(carry, bridge.as_torch(tuple(map(place, carried))), strict=True))
+        with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
+            outputs = block(*call.args, **call.kwargs)
+        output_count = len(outputs) if isinstance(outputs, tuple) else None
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results = tuple(bridge.as_jax(outputs[: len(carry)]))
+        for name, before, after in zip(carry, carried, results, strict=True):
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                raise StackingError(
+                    f"a block of {path} turns {name} from {before.dtype}{list(before.shape)} into "
+                    f"{after.dtype}{list(after.shape)}; a scan needs the same in and out: cast before the first block"
+                )
+        return tuple(map(place, results)), None
+
+    initial = tuple(bridge.as_jax(tuple(call.arguments[name] for name in carry)))
+    final, _ = jax.lax.scan(layer, initial, stacked)
+    results = tuple(bridge.as_torch(final))
+    return results[0] if output_count is None else results + (None,) * (output_count - len(results))

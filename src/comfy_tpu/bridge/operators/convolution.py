@@ -1,0 +1,68 @@
+"""Convolutions with every form of padding that torch accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import torch
+from jaxtyping import Array, Float
+
+from comfy_tpu.bridge.operators.table import operator
+
+F = torch.nn.functional
+
+
+def _per_axis(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * rank if len(values) == 1 else values
+
+
+def _convolution(
+    rank: int,
+    input: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    bias: Float[Array, " out"] | None,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    groups: int,
+) -> Float[Array, "..."]:
+    if input.ndim == rank + 1:
+        return _convolution(rank, input[None], weight, bias, stride, padding, dilation, groups)[0]
+    strides, dilations = _per_axis(stride, rank), _per_axis(dilation, rank)
+    if padding == "same":
+        if any(s != 1 for s in strides):
+            raise RuntimeError("padding='same' is not supported for strided convolutions")
+        reach = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+        pads = [(r // 2, r - r // 2) for r in reach]
+    elif padding == "valid":
+        pads = [(0, 0)] * rank
+    elif isinstance(padding, str):
+        raise RuntimeError(f"Invalid padding string: {padding!r}, expected one of 'same', 'valid'")
+    else:
+        pads = [(p, p) for p in _per_axis(padding, rank)]
+    out = jax.lax.conv_general_dilated(
+        input,
+        weight,
+        window_strides=strides,
+        padding=pads,
+        rhs_dilation=dilations,
+        feature_group_count=groups,
+    )
+    return out if bias is None else out + bias.reshape((-1,) + (1,) * rank)
+
+
+@operator(F.conv1d)
+def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):  # type: ignore[no-untyped-def]
+    return _convolution(1, input, weight, bias, stride, padding, dilation, groups)
+
+
+@operator(F.conv2d)
+def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):  # type: ignore[no-untyped-def]
+    return _convolution(2, input, weight, bias, stride, padding, dilation, groups)
+
+
+@operator(F.conv3d)
+def conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):  # type: ignore[no-untyped-def]
+    return _convolution(3, input, weight, bias, stride, padding, dilation, groups)

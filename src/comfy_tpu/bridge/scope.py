@@ -1,0 +1,101 @@
+"""The trace scope: where, and only where, torch calls become JAX operations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import torch
+import torch.overrides
+import torch.utils._python_dispatch
+from jax.sharding import PartitionSpec
+
+from comfy_tpu.config import AttentionConfig
+from comfy_tpu.errors import TraceError
+from comfy_tpu.parallel.constraints import constrain
+from comfy_tpu.parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from comfy_tpu.bridge.environment import TraceEnvironment
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceContext:
+    """What operators may want to know of the program that is being traced."""
+
+    placement: Placement | None = None
+    attention: AttentionConfig = AttentionConfig()
+    weight_axes: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
+    """How weights are split while computing, by name; stored they may be split further and are gathered where used."""
+
+    def for_compute(self, name: str, weight: jax.Array) -> jax.Array:
+        if self.placement is None or name not in self.weight_axes:
+            return weight
+        return constrain(weight, self.placement, tuple(self.weight_axes[name]))
+
+
+_tracing = threading.RLock()
+# torchax keeps state on its mode objects, which all threads share. Torch's mode stacks themselves are per thread:
+# a thread that is not tracing never sees ours. Tracing is rare and holds the interpreter lock anyway.
+_active: list[TraceContext] = []
+
+
+def current_trace() -> TraceContext:
+    if not _active:
+        raise TraceError("this operator needs a trace scope; call the model through a Program")
+    return _active[-1]
+
+
+@contextlib.contextmanager
+def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
+    """Torch code in the block runs on the environment's tensors. Everything of torch's state is put back afterwards."""
+    from comfy_tpu.bridge.environment import environment
+
+    with _tracing, _torch_state_kept(), torch.no_grad(), _quiet_about_int64(), jax.default_matmul_precision("highest"):
+        # "highest" makes float32 mean float32, as in torch: left to itself JAX multiplies float32 in bfloat16 on a TPU.
+        # Products of bfloat16 are the same either way.
+        _active.append(context)
+        try:
+            with environment() as active:
+                yield active
+        finally:
+            _active.pop()
+
+
+@contextlib.contextmanager
+def _quiet_about_int64() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch indexes with int64 everywhere; JAX narrows to int32 and says so at each one.
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype.*int64")
+        yield
+
+
+@contextlib.contextmanager
+def _torch_state_kept() -> Iterator[None]:
+    """Also when the model raises half-way, or changes a global of torch and does not change it back."""
+    dtype = torch.get_default_dtype()
+    random_state = torch.get_rng_state()
+    function_modes = torch.overrides._get_current_function_mode_stack()
+    dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    try:
+        yield
+    finally:
+        if torch.overrides._get_current_function_mode_stack() != function_modes:
+            while torch._C._len_torch_function_stack():
+                torch._C._pop_torch_function_stack()
+            for mode in function_modes:
+                torch._C._push_on_torch_function_stack(mode)
+        if torch.utils._python_dispatch._get_current_dispatch_mode_stack() != dispatch_modes:
+            while torch._C._len_torch_dispatch_stack():
+                torch.utils._python_dispatch._pop_mode()
+            for mode in dispatch_modes:
+                torch.utils._python_dispatch._push_mode(mode)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = default_device
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(random_state)

@@ -1,0 +1,140 @@
+"""The persistent compile cache, and a count of what was really compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import logging
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from comfy_tpu.config import CacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+def cache_directory(config: CacheConfig) -> Path:
+    """The directory itself need not exist yet."""
+    if config.directory is not None:
+        return config.directory
+    if from_environment := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(from_environment)
+    return platformdirs.user_cache_path("comfy-tpu") / "xla"
+
+
+def enable_cache(config: CacheConfig) -> Path | None:
+    """Turns JAX's persistent cache on for this process; None, with a warning, if the directory cannot be written."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if not config.enabled:
+        return None
+    directory = cache_directory(config)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        logger.warning(
+            "compile cache %s cannot be written (%s): programs will be compiled again in every process; "
+            "set JAX_COMPILATION_CACHE_DIR to a directory that can",
+            directory,
+            error.strerror or error,
+        )
+        return None
+    if jax.config.jax_compilation_cache_dir != str(directory):
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        compilation_cache.reset_cache()  # JAX opens its cache once, possibly before this call
+    # Small programs count too: a second process must compile nothing at all.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+_DAMAGED = "Error reading persistent compilation cache entry for '(?P<program>[^']+)'"
+
+
+@contextlib.contextmanager
+def damaged_entries_replaced(directory: Path | None) -> Iterator[None]:
+    """JAX warns of an entry it cannot read and compiles, but never overwrites it: every process would compile again.
+
+    The entry is removed at the moment of the warning, so that the program just compiled is stored in its place.
+    """
+
+    def on_warning(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
+        match = re.match(_DAMAGED, str(message))
+        if directory is None or match is None:
+            show(message, category, *details, **more)
+            return
+        logger.warning("compile cache: the stored %s is damaged (%s); compiling it again", match["program"], message)
+        for entry in directory.glob(f"{glob.escape(match['program'])}-*-cache"):
+            entry.unlink(missing_ok=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_DAMAGED)
+        show = warnings.showwarning
+        warnings.showwarning = on_warning
+        yield
+
+
+@dataclasses.dataclass
+class CompileCount:
+    """Programs that XLA compiled, and programs that came from the cache instead."""
+
+    requested: int = 0
+    from_cache: int = 0
+
+    @property
+    def compiled(self) -> int:
+        return self.requested - self.from_cache
+
+
+_open_counts: list[CompileCount] = []
+_lock = threading.Lock()
+_listening = False
+
+
+def _listen() -> None:
+    global _listening
+    import jax.monitoring
+
+    def on_event(event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            with _lock:
+                for count in _open_counts:
+                    count.from_cache += 1
+
+    def on_duration(event: str, duration: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            with _lock:
+                for count in _open_counts:
+                    count.requested += 1
+
+    with _lock:
+        if not _listening:
+            jax.monitoring.register_event_listener(on_event)
+            jax.monitoring.register_event_duration_secs_listener(on_duration)
+            _listening = True
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[CompileCount]:
+    """Counts every compilation in this process, whoever asks for it, for the length of the block."""
+    _listen()
+    count = CompileCount()
+    with _lock:
+        _open_counts.append(count)
+    try:
+        yield count
+    finally:
+        with _lock:
+            _open_counts.remove(count)

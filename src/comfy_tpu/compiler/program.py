@@ -1,0 +1,204 @@
+"""A torch module as a compiled program: trace, lower, compile, run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.export
+import numpy as np
+import torch
+from jax.sharding import NamedSharding
+
+from comfy_tpu.bridge import TraceContext, call_module, to_device
+from comfy_tpu.compiler.cache import count_compilations, damaged_entries_replaced, enable_cache
+from comfy_tpu.config import CacheConfig
+from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
+from comfy_tpu.parallel.constraints import even_batch
+
+logger = logging.getLogger(__name__)
+
+Axes = tuple[str | tuple[str, ...] | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramEvent:
+    """Something a progress bar may want to say."""
+
+    program: str
+    stage: Literal["tracing", "lowering", "compiling", "ready"]
+    seconds: float
+    """Since the stage before; for "ready", how long compiling took."""
+    from_cache: bool = False
+    """With "ready": nothing was compiled, the persistent cache had it."""
+
+
+def _log_event(event: ProgramEvent) -> None:
+    logger.info("%s: %s (%.1f s%s)", event.program, event.stage, event.seconds, ", cached" if event.from_cache else "")
+
+
+class Program:
+    """`module.method(**inputs)` for weights that live on the devices, compiled once for every shape of its inputs.
+
+    Inputs are given by name. Arrays and tensors (also in nested containers) are placed as `input_axes` says; plain
+    values must be named in `static`, because each different one is a program of its own. `donate` names inputs whose
+    memory the outputs may take over: they are gone after the call.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        context: TraceContext,
+        method: str = "forward",
+        name: str | None = None,
+        static: tuple[str, ...] = (),
+        donate: tuple[str, ...] = (),
+        input_axes: Mapping[str, Axes] | None = None,
+        output_axes: Axes | None = None,
+        cache: CacheConfig = CacheConfig(),
+        on_event: Callable[[ProgramEvent], None] = _log_event,
+    ) -> None:
+        self.name = name or f"{type(module).__name__}.{method}"
+        self._module = module
+        self._context = context
+        self._method = method
+        self._static = frozenset(static)
+        self._donate = frozenset(donate)
+        self._input_axes = dict(input_axes or {})
+        self._output_axes = output_axes
+        self._cache = cache
+        self._on_event = on_event
+        self._executables: dict[Hashable, jax.stages.Compiled] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, weights: Mapping[str, jax.Array], **inputs: Any) -> Any:
+        """The outputs, as jax arrays still on the devices."""
+        static, kept, donated = self._split({name: self._place(name, value) for name, value in inputs.items()})
+        executable = self._executable(static, dict(weights), kept, donated)
+        with device_errors(self.name):
+            return executable(dict(weights), kept, donated)
+
+    def compile(self, weights: Mapping[str, Any], **inputs: Any) -> None:
+        """Compiles ahead of the first call. Weights and inputs may be abstract (`jax.ShapeDtypeStruct`)."""
+        static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
+        self._executable(static, dict(weights), kept, donated)
+
+    def lower(self, weights: Mapping[str, Any], **inputs: Any) -> jax.stages.Lowered:
+        """The program before compilation, for looking at."""
+        static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
+        return self._jitted(static).lower(dict(weights), kept, donated)
+
+    def export(self, platform: str, weights: Mapping[str, Any], **inputs: Any) -> jax.export.Exported:
+        """The program lowered for a platform that need not be attached; its mesh may be abstract."""
+        static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
+        jax_platform = {"gpu": "cuda"}.get(platform, platform)
+        return jax.export.export(self._jitted(static), platforms=[jax_platform])(dict(weights), kept, donated)
+
+    @property
+    def compiled_count(self) -> int:
+        return len(self._executables)
+
+    def _split(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Hashable], dict[str, Any], dict[str, Any]]:
+        static = {name: value for name, value in inputs.items() if name in self._static}
+        kept = {name: value for name, value in inputs.items() if name not in self._static | self._donate}
+        donated = {name: value for name, value in inputs.items() if name in self._donate}
+        for name, value in (kept | donated).items():
+            for leaf in jax.tree.leaves(value):
+                if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+                    raise InvalidValueError(
+                        f"{self.name}: input {name!r} holds a {type(leaf).__name__}, expected an array; "
+                        "pass a tensor, or name the input in `static` if a new value may compile a new program"
+                    )
+        return static, kept, donated
+
+    def _sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+        placement = self._context.placement
+        if placement is None:
+            return None
+        axes = even_batch(self._input_axes.get(name, ()), shape, placement)
+        return placement.sharding(*axes)
+
+    def _place(self, name: str, value: Any) -> Any:
+        if name in self._static:
+            return value
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, (jax.Array, torch.Tensor, np.ndarray)):
+                return leaf
+            sharding = self._sharding(name, tuple(leaf.shape))
+            return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) else to_device(leaf, sharding)
+
+        return jax.tree.map(place, value)
+
+    def _abstract(self, name: str, value: Any) -> Any:
+        if name in self._static:
+            return value
+
+        def describe(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                leaf = to_device(leaf)
+            if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(name, tuple(leaf.shape)))
+
+        return jax.tree.map(describe, value)
+
+    def _jitted(self, static: Mapping[str, Hashable]) -> Any:
+        def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
+            inputs = {**kept, **donated, **static}
+            return call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+
+        run.__name__ = self.name.replace(".", "_")
+        placement = self._context.placement
+        out = None if placement is None or self._output_axes is None else placement.sharding(*self._output_axes)
+        return jax.jit(run, donate_argnums=(2,) if self._donate else (), out_shardings=out)
+
+    def _executable(
+        self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]
+    ) -> jax.stages.Compiled:
+        leaves, structure = jax.tree.flatten((weights, kept, donated))
+        key = (tuple(sorted(static.items())), structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves))
+        with self._lock:  # two threads that want the same shape wait for one compilation
+            if key not in self._executables:
+                self._executables[key] = self._build(static, weights, kept, donated)
+            return self._executables[key]
+
+    def _build(self, static: dict[str, Hashable], *arguments: dict[str, Any]) -> jax.stages.Compiled:
+        directory = enable_cache(self._cache)
+        clock = time.perf_counter()
+
+        def enter(stage: Literal["tracing", "lowering", "compiling", "ready"], from_cache: bool = False) -> None:
+            nonlocal clock
+            before, clock = clock, time.perf_counter()
+            self._on_event(ProgramEvent(self.name, stage, clock - before, from_cache))
+
+        enter("tracing")
+        traced = self._jitted(static).trace(*arguments)
+        enter("lowering")
+        lowered = traced.lower()
+        enter("compiling")
+        with count_compilations() as count, damaged_entries_replaced(directory), device_errors(self.name):
+            compiled = lowered.compile()
+        enter("ready", from_cache=count.compiled == 0)
+        return compiled
+
+
+@contextlib.contextmanager
+def device_errors(what: str) -> Iterator[None]:
+    """Turns the runtime's out-of-memory error into ours."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DeviceMemoryError(
+            f"{what} does not fit in device memory ({str(error).splitlines()[0]}); use a smaller size, fewer frames, "
+            "or a mesh with more devices"
+        ) from error

@@ -1,0 +1,132 @@
+"""A trace leaves torch as it found it, whatever the model does, and other threads never notice it."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+from comfy_tpu.bridge import TraceContext, call_function, current_trace, trace_scope
+from comfy_tpu.bridge.environment import DeviceTensor
+from comfy_tpu.errors import TraceError
+from tests.tracing import run_traced
+
+x = torch.arange(6.0).reshape(2, 3)
+
+
+def torch_state() -> dict[str, Any]:
+    return {
+        "function modes": torch.overrides._get_current_function_mode_stack(),
+        "dispatch modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "random": torch.get_rng_state().tolist(),
+        "grad": torch.is_grad_enabled(),
+        "filters": list(warnings.filters),
+        "functional": dict(vars(torch.nn.functional)),
+    }
+
+
+def well_behaved(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x) * 2
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("in the middle of the model")
+
+
+def raises_in_an_operator(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+def leaves_a_mess(x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.manual_seed(1234)
+    warnings.simplefilter("ignore")
+    torch.set_grad_enabled(True)
+    torch.utils._python_dispatch.TorchDispatchMode().__enter__()
+    raise RuntimeError("and then it failed")
+
+
+@pytest.mark.parametrize("model", [well_behaved, raises, raises_in_an_operator, leaves_a_mess])
+@pytest.mark.parametrize("around", ["nothing", "a device", "a mode", "no_grad"])
+def test_torch_is_as_before(model: Callable[..., Any], around: str) -> None:
+    surroundings = {
+        "nothing": lambda: torch.enable_grad(),
+        "a device": lambda: torch.device("meta"),
+        "a mode": lambda: torch.overrides.BaseTorchFunctionMode(),
+        "no_grad": lambda: torch.no_grad(),
+    }
+    with surroundings[around]():
+        before = torch_state()
+        try:
+            run_traced(model, x)
+            assert model is well_behaved
+        except (KeyError, RuntimeError, TypeError):
+            assert model is not well_behaved
+        assert torch_state() == before
+    torch.testing.assert_close(run_traced(well_behaved, x), well_behaved(x))
+
+
+def test_scopes_nest() -> None:
+    outer, inner = TraceContext(), TraceContext()
+    with trace_scope(outer) as bridge:
+        with trace_scope(inner):
+            assert current_trace() is inner
+        assert current_trace() is outer
+        made = torch.zeros(2, device="meta") + bridge.as_torch(jax.numpy.ones(2))
+        assert isinstance(made, DeviceTensor)
+    with pytest.raises(TraceError, match="needs a trace scope"):
+        current_trace()
+
+
+def test_another_thread_does_ordinary_torch_meanwhile() -> None:
+    inside, done = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def other() -> None:
+        inside.wait(60)
+        linear = torch.nn.Linear(3, 3)
+        y = linear(torch.randn(2, 3)).relu()
+        seen.extend([y, torch.arange(3), torch.nn.functional.layer_norm(y, (3,)), *linear.parameters()])
+        seen.append(len(torch.overrides._get_current_function_mode_stack()))
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.relu()
+        inside.set()
+        assert done.wait(60)
+        return y + 1
+
+    result = run_traced(model, x)
+    thread.join()
+    assert torch.equal(result, x.relu() + 1)
+    assert seen[-1] == 0
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" for tensor in seen[:-1])
+
+
+def test_two_threads_trace_at_once() -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        results[index] = run_traced(lambda t: torch.nn.functional.layer_norm(t * index, (3,)).sum(-1), x)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(1, 5):
+        torch.testing.assert_close(results[index], torch.nn.functional.layer_norm(x * index, (3,)).sum(-1))
+
+
+def test_float32_products_are_not_rounded_to_bfloat16_on_tpu() -> None:
+    traced = jax.jit(lambda a: call_function(lambda t: t @ t.T, (a,), context=TraceContext()))
+    assert "HIGHEST" in str(jax.make_jaxpr(traced)(jax.numpy.ones((2, 3))))

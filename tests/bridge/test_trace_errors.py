@@ -1,0 +1,96 @@
+"""What cannot be traced says so: what, where in the model, and what to do."""
+
+import pytest
+import torch
+
+from comfy_tpu.errors import MissingOperatorError, TraceError
+from tests.tracing import run_traced
+
+x = torch.arange(6.0).reshape(2, 3)
+
+
+def line_of(function: object, offset: int) -> str:
+    code = function.__code__  # type: ignore[attr-defined]
+    return f"{code.co_filename}:{code.co_firstlineno + offset} in {code.co_name}"
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def asks_for_a_number(x: torch.Tensor) -> torch.Tensor:
+    return x * x.max().item()
+
+
+def indexes_by_mask(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 2]
+
+
+def asserts(x: torch.Tensor) -> torch.Tensor:
+    assert (x == 0).all()
+    return x
+
+
+@pytest.mark.parametrize("model", [branches, asks_for_a_number, indexes_by_mask, asserts])
+def test_needing_a_value_names_the_line(model: object) -> None:
+    with pytest.raises(TraceError, match="known only while running.*static argument, or use torch.where") as caught:
+        run_traced(model, x)  # type: ignore[arg-type]
+    assert line_of(model, 1) in str(caught.value)
+
+
+def test_a_missing_operator_names_itself_its_caller_and_the_line_to_write() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.special_airy_ai(x)
+
+    with pytest.raises(MissingOperatorError) as caught:
+        run_traced(model, x)
+    text = str(caught.value)
+    assert "operator aten.special_airy_ai.default is not implemented" in text
+    assert line_of(model, 1) in text
+    assert "`@operator(torch.ops.aten.special_airy_ai.default)`" in text
+    assert "comfy_tpu/bridge/operators/" in text
+
+
+@pytest.mark.parametrize("draw", [lambda x: x + torch.randn(2, 3, device=x.device), lambda x: torch.rand_like(x)])
+def test_random_numbers_are_refused(draw: object) -> None:
+    with pytest.raises(TraceError, match="random numbers were drawn at .*test_trace_errors.py.*pass them as an input"):
+        run_traced(draw, x)  # type: ignore[arg-type]
+
+
+def test_host_tensors_become_constants_within_reason() -> None:
+    table = torch.arange(3.0)
+    assert torch.equal(run_traced(lambda x: x + table, x), x + table)
+    large = torch.zeros(17 * 2**20)
+    with pytest.raises(TraceError, match=r"host tensor of 68 MiB.*test_trace_errors.py.*may have 64 MiB: pass it as an input"):
+        run_traced(lambda x: x.sum() + large, x)
+
+
+def test_a_weight_that_was_not_given_is_named_as_such() -> None:
+    absent = torch.zeros(3, device="meta")
+    with pytest.raises(TraceError, match=r"meta tensor of shape \(3,\) has no data.*test_trace_errors.py"):
+        run_traced(lambda x: x + absent, x)
+
+
+def test_moving_between_devices_is_no_move() -> None:
+    assert torch.equal(run_traced(lambda x: x.cpu().to("cuda").to(torch.device("meta")) + 1, x), x + 1)
+
+
+def test_type_as_converts_a_copy() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x + 0
+        return y.type_as(torch.zeros(1, dtype=torch.bfloat16, device=x.device)), y
+
+    low, kept = run_traced(model, x)
+    assert (low.dtype, kept.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_assignment_converts_to_the_target() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+        out[..., 0::2] = x[..., 0::2]
+        out[:, 1] = x[:, 1] * 2
+        return out
+
+    assert torch.equal(run_traced(model, x), model(x))
