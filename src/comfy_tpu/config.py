@@ -27,6 +27,13 @@ class MeshSizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShardingConfig:
+    gather_min_bytes: int = 64 * 1024
+    """Weights with one dimension, or smaller than this (per layer), are not split only to be gathered again: on the
+    interconnect such a gather is all latency, and what it would save on the device is next to nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockSizes:
     """Tile of the splash kernel: query rows, key rows fetched, key rows computed at a time."""
 

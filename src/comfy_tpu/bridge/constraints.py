@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
@@ -21,5 +22,5 @@ def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torc
     if placement is None:
         return tensor
     bridge = environment()
-    constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, axes))
+    constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, PartitionSpec(*axes)))
     return constrained

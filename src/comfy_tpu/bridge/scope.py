@@ -36,7 +36,7 @@ class TraceContext:
     def for_compute(self, name: str, weight: jax.Array) -> jax.Array:
         if self.placement is None or name not in self.weight_axes:
             return weight
-        return constrain(weight, self.placement, tuple(self.weight_axes[name]))
+        return constrain(weight, self.placement, self.weight_axes[name])
 
 
 _tracing = threading.RLock()

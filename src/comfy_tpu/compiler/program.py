@@ -20,11 +20,9 @@ from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.compiler.cache import count_compilations, damaged_entries_replaced, enable_cache
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
-from comfy_tpu.parallel.constraints import even_batch
+from comfy_tpu.parallel.constraints import Axes, even_batch
 
 logger = logging.getLogger(__name__)
-
-Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +120,7 @@ class Program:
         placement = self._context.placement
         if placement is None:
             return None
-        axes = even_batch(self._input_axes.get(name, ()), shape, placement)
-        return placement.sharding(*axes)
+        return placement.sharding(*even_batch(self._input_axes.get(name, ()), shape, placement))
 
     def _place(self, name: str, value: Any) -> Any:
         if name in self._static:

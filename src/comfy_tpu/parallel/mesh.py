@@ -1,0 +1,205 @@
+"""Devices by platform, mesh sizes from text, and the placement made of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
+from comfy_tpu.errors import MeshError
+from comfy_tpu.parallel.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+PLATFORMS: tuple[Platform, ...] = get_args(Platform)
+
+NAMED_MESHES = {
+    "1": MeshSizes(),
+    "single": MeshSizes(),
+    # The layout the Wan 2.1 node pack was first published with: two CFG branches, four columns.
+    "seed": MeshSizes(dp=2, tp=4),
+}
+
+# Written out because jax means to change the default to Explicit, which would put shardings into every traced type.
+_AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
+
+# Longest names first: "tpu v5" is how the driver calls a v5p and is also how a v5e ("tpu v5 lite") begins.
+_CHIPS = (
+    ("tpu v5 lite", "v5e"),
+    ("tpu v5e", "v5e"),
+    ("tpu v5p", "v5p"),
+    ("tpu v5", "v5p"),
+    ("tpu v6 lite", "v6e"),
+    ("tpu v6e", "v6e"),
+    ("tpu v7x", "v7x"),
+    ("tpu7x", "v7x"),
+    ("nvidia h200", "h200"),
+)
+
+# What a driver calls the chip, and its cores: Pallas asks an abstract mesh for both while lowering without devices.
+_ABSTRACT_DEVICES = {
+    "v5e": ("TPU v5 lite", 1),
+    "v5p": ("TPU v5p", 2),
+    "v6e": ("TPU v6 lite", 1),
+    "v7x": ("TPU7x", 1),
+    "h200": ("NVIDIA H200", None),
+}
+
+
+def find_devices(platform: str = "auto") -> list[jax.Device]:
+    """The devices of a platform; with "auto" those of the first of tpu, gpu and cpu that jax can start."""
+    if platform != "auto":
+        _check_platform(platform, ("auto", *PLATFORMS))
+        try:
+            return jax.devices(platform)
+        except RuntimeError as error:
+            raise MeshError(
+                f"platform {platform!r} was asked for but jax could not start it ({error}); install its jax plugin "
+                f"(`pip install 'comfy-tpu[{'cuda' if platform == 'gpu' else 'tpu'}]'`), look at JAX_PLATFORMS, "
+                "or choose platform 'auto'"
+            ) from error
+    reasons = []
+    # jax starts every platform at the first of these calls and remembers which failed: asking again starts nothing.
+    for candidate in PLATFORMS:
+        try:
+            devices = jax.devices(candidate)
+        except RuntimeError as error:
+            reasons.append(f"{candidate}: {error}")
+            continue
+        if candidate == "cpu":
+            _notice_cpu(len(devices), "; ".join(reasons))
+        return devices
+    raise MeshError(f"jax could start none of {', '.join(PLATFORMS)} ({'; '.join(reasons)}); look at JAX_PLATFORMS")
+
+
+@functools.cache  # once per process, however many placements are made
+def _notice_cpu(count: int, reasons: str) -> None:
+    logger.warning("no TPU or GPU was found: running on %d CPU device(s), which is slow. %s", count, reasons)
+
+
+def chip_name(device: jax.Device) -> str:
+    """The name a device has in the tuning tables, else what its driver calls it, in lower case."""
+    kind = device.device_kind.lower()
+    for prefix, chip in _CHIPS:
+        if kind == prefix or kind.startswith(prefix + " "):
+            return chip
+    return kind
+
+
+def parse_mesh(mesh: str | MeshSizes, device_count: int) -> MeshSizes:
+    """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1."""
+    if isinstance(mesh, MeshSizes):
+        sizes = mesh
+    elif mesh.strip() == "auto":
+        sizes = _auto_sizes(device_count)
+    elif mesh.strip() in NAMED_MESHES:
+        sizes = NAMED_MESHES[mesh.strip()]
+    else:
+        sizes = _parse_axes(mesh)
+    for axis in MESH_AXES:
+        _check_size(f"mesh {sizes}", axis, getattr(sizes, axis))
+    if sizes.device_count > device_count:
+        raise MeshError(
+            f"mesh {sizes} needs {sizes.device_count} devices but there are {device_count}; "
+            f"choose sizes whose product is at most {device_count}"
+        )
+    return sizes
+
+
+def _auto_sizes(device_count: int) -> MeshSizes:
+    # A fixed preference that suits video at guidance > 1: the two CFG branches never talk to each other, and the
+    # sequence is the longest dimension. The planner will rank layouts by model, chip and memory instead.
+    if device_count % 2 == 0:
+        return MeshSizes(dp=2, sp=device_count // 2)
+    return MeshSizes(sp=device_count)
+
+
+def _parse_axes(text: str) -> MeshSizes:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\S+)\s*", part)
+        if match is None:
+            raise MeshError(
+                f"mesh {text!r}: {part.strip()!r} is not of the form axis=size; write axes such as 'dp=2,sp=4', "
+                f"or one of {', '.join(('auto', *NAMED_MESHES))}"
+            )
+        axis, size = match.groups()
+        if axis not in MESH_AXES:
+            raise MeshError(f"mesh {text!r}: unknown axis {axis!r}; choose axes from {', '.join(MESH_AXES)}")
+        if axis in sizes:
+            raise MeshError(f"mesh {text!r}: axis {axis!r} is given twice; give each axis once")
+        try:
+            sizes[axis] = int(size)
+        except ValueError:
+            raise MeshError(f"mesh {text!r}: {axis}={size} is not a whole number; sizes start at 1") from None
+        _check_size(f"mesh {text!r}", axis, sizes[axis])
+    return MeshSizes(**sizes)
+
+
+def _check_size(where: str, axis: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise MeshError(f"{where}: {axis}={size!r} is not a size; sizes are whole numbers from 1")
+
+
+def _check_platform(platform: str, choices: Sequence[str]) -> None:
+    if platform not in choices:
+        raise MeshError(f"unknown platform {platform!r}; choose from {', '.join(choices)}")
+
+
+def make_placement(
+    mesh: str | MeshSizes = "auto", *, platform: str = "auto", devices: Sequence[jax.Device] | None = None
+) -> Placement:
+    """A mesh over the given devices, or over those of a platform."""
+    if devices is None:
+        devices = find_devices(platform)
+    found = sorted({device.platform for device in devices})
+    if len(found) != 1 or platform not in ("auto", found[0]):
+        raise MeshError(
+            f"{len(devices)} devices of platform {' and '.join(found) or 'none'} were given, expected at least one, all "
+            f"of {'one platform' if platform == 'auto' else repr(platform)}; pass devices of one platform"
+        )
+    _check_platform(found[0], PLATFORMS)
+    sizes = parse_mesh(mesh, len(devices))
+    if sizes.device_count < len(devices):
+        logger.info("mesh %s uses the first %d of %d devices", sizes, sizes.device_count, len(devices))
+    used = list(devices)[: sizes.device_count]
+    jax_mesh = Mesh(arrange_devices(sizes, used), MESH_AXES, axis_types=_AXIS_TYPES)
+    return Placement(mesh=jax_mesh, platform=used[0].platform, chip=chip_name(used[0]))
+
+
+def arrange_devices(sizes: MeshSizes, devices: Sequence[Any]) -> np.ndarray:
+    """Devices as an array of the mesh's shape, neighbours on an axis being neighbours on the interconnect."""
+    shape = (sizes.dp, sizes.sp, sizes.tp)
+    try:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        # A part of a TPU slice need not be a box. Slower collectives are better than no run.
+        logger.warning("mesh %s: devices stay in the driver's order, collectives may be slower (%s)", sizes, error)
+        return np.array(devices, dtype=object).reshape(shape)
+
+
+def abstract_placement(sizes: MeshSizes, *, platform: Platform, chip: str) -> Placement:
+    """A placement without devices, to trace and lower for a machine that is not attached."""
+    _check_platform(platform, PLATFORMS)
+    parse_mesh(sizes, sizes.device_count)
+    device = None if platform == "cpu" else _abstract_device(platform, chip)
+    shape = (sizes.dp, sizes.sp, sizes.tp)
+    mesh = AbstractMesh(shape, MESH_AXES, axis_types=_AXIS_TYPES, abstract_device=device)
+    return Placement(mesh=mesh, platform=platform, chip=chip)
+
+
+def _abstract_device(platform: Platform, chip: str) -> AbstractDevice:
+    kind, cores = _ABSTRACT_DEVICES.get(chip, (chip, None))
+    facts: dict[str, Any] = {"device_kind": kind, "num_cores": cores, "platform": platform}
+    # jax 0.10.0 has no platform field yet.
+    known = {field.name for field in dataclasses.fields(AbstractDevice)}
+    return AbstractDevice(**{name: value for name, value in facts.items() if name in known})
