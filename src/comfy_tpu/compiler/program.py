@@ -20,7 +20,7 @@ from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.compiler.cache import count_compilations, damaged_entries_replaced, enable_cache
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
-from comfy_tpu.parallel.constraints import Axes, even_batch
+from comfy_tpu.parallel.constraints import Axes, constrain, even_batch, evenly
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ def _log_event(event: ProgramEvent) -> None:
 class Program:
     """`module.method(**inputs)` for weights that live on the devices, compiled once for every shape of its inputs.
 
-    Inputs are given by name. Arrays and tensors (also in nested containers) are placed as `input_axes` says; plain
-    values must be named in `static`, because each different one is a program of its own. `donate` names inputs whose
-    memory the outputs may take over: they are gone after the call.
+    Inputs are given by name. Arrays and tensors (also in nested containers) are split over the mesh as `input_axes`
+    says, whether their sizes divide or not; plain values must be named in `static`, because each different one is a
+    program of its own. `donate` names inputs whose memory the outputs may take over: they are gone after the call.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Program:
         placement = self._context.placement
         if placement is None:
             return None
-        return placement.sharding(*even_batch(self._input_axes.get(name, ()), shape, placement))
+        return placement.sharding(*evenly(self._input_axes.get(name, ()), shape, placement))
 
     def _place(self, name: str, value: Any) -> Any:
         if name in self._static:
@@ -147,9 +147,20 @@ class Program:
 
         return jax.tree.map(describe, value)
 
-    def _jitted(self, static: Mapping[str, Hashable]) -> Any:
+    def _constrained(self, name: str, value: Any) -> Any:
+        """Inside the program an array may be split unevenly, which it could not be when it was passed in."""
+        placement, axes = self._context.placement, self._input_axes.get(name)
+        if placement is None or axes is None:
+            return value
+
+        def split(leaf: jax.Array) -> jax.Array:
+            return constrain(leaf, placement, even_batch(axes, leaf.shape, placement))
+
+        return jax.tree.map(split, value)
+
+    def _jitted(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
-            inputs = {**kept, **donated, **static}
+            inputs = {name: self._constrained(name, value) for name, value in {**kept, **donated}.items()} | static
             return call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
 
         run.__name__ = self.name.replace(".", "_")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,11 +23,25 @@ def constrain(array: jax.Array, placement: Placement, spec: PartitionSpec) -> ja
 
 
 def even_batch(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
-    """A spec for an array of this shape that leaves a batch whole which dp does not divide.
+    """The axes as a spec for an array of this shape, without dp where it does not divide the batch.
 
     A batch of one over dp=2 would be padded to two and computed twice over, with the collectives of both.
     """
-    return PartitionSpec(*(None if axis == "dp" and size % placement.sizes.dp else axis for axis, size in zip(axes, shape, strict=False)))
+    return PartitionSpec(*(None if axis == "dp" and size % placement.sizes.dp else axis for axis, size in _pairs(axes, shape)))
+
+
+def evenly(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
+    """The same without every axis that does not divide its dimension: what an array can be placed with."""
+    sizes = dict(placement.mesh.shape)
+    return PartitionSpec(*(None if size % math.prod(sizes[a] for a in _names(axis)) else axis for axis, size in _pairs(axes, shape)))
+
+
+def _pairs(axes: Axes, shape: tuple[int, ...]) -> zip[tuple[str | tuple[str, ...] | None, int]]:
+    return zip(axes, shape, strict=False)
+
+
+def _names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
 
 def _check(array: jax.Array, placement: Placement, spec: PartitionSpec) -> None:
@@ -37,9 +53,8 @@ def _check(array: jax.Array, placement: Placement, spec: PartitionSpec) -> None:
     sizes = dict(placement.mesh.shape)
     used: list[str] = []
     for dimension, entry in enumerate(spec):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         ways = 1
-        for axis in axes:
+        for axis in _names(entry):
             if axis not in sizes:
                 raise ShardingError(f"constraint {spec}: unknown mesh axis {axis!r}; choose from {', '.join(sizes)}")
             if axis in used:

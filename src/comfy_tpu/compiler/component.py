@@ -1,0 +1,99 @@
+"""A module of a model, ready to run: skeleton, sharding plan, weight slots, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec
+
+from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
+from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.program import Program
+from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
+from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
+from comfy_tpu.config import AttentionConfig
+from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class ComponentSpec:
+    """What a family says of one of its modules; the rest is generic."""
+
+    name: str
+    build: Callable[[Mapping[str, Any]], torch.nn.Module]
+    """From the `config.json` of the component."""
+    rules: tuple[Rule, ...]
+    stacks: tuple[LayerStack, ...] = ()
+    float32: tuple[str, ...] = ()
+    """Globs of weights that stay float32 whatever the model's dtype is."""
+
+
+class Component:
+    """A component on a placement. Holds no weights: those are loaded into slots, and live in the residency registry."""
+
+    def __init__(
+        self,
+        spec: ComponentSpec,
+        config: Mapping[str, Any],
+        placement: Placement,
+        *,
+        dtype: torch.dtype,
+        attention: AttentionConfig = AttentionConfig(),
+        scan: bool = True,
+    ) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.module = build_skeleton(lambda: spec.build(config))
+        if scan:
+            stack_layers(self.module, spec.stacks)
+        shapes, sources = self._shapes(dtype)
+        stacked = [name for name, names in sources.items() if names != (name,)]
+        self.plan: ShardingPlan = plan_shardings(spec.rules, shapes, placement, stacked)
+        self.slots = tuple(
+            WeightSlot(name, sources[name], shape.shape, shape.dtype, self.plan.storage(name))
+            for name, shape in shapes.items()
+        )
+        self.context = TraceContext(
+            placement=placement,
+            attention=attention,
+            weight_axes={name: self._axes_of_one_layer(name, name in stacked) for name in shapes},
+        )
+
+    def _shapes(self, dtype: torch.dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
+        counts = stack_counts(self.module)
+        shapes, sources = {}, {}
+        for name, tensor in weight_shapes(self.module).items():
+            sources[name] = split_layer_name(name, counts)
+            leading = (len(sources[name]),) if sources[name] != (name,) else ()
+            shapes[name] = jax.ShapeDtypeStruct(leading + tuple(tensor.shape), self._dtype(name, tensor, dtype))
+        return shapes, sources
+
+    def _dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> np.dtype:
+        if not tensor.dtype.is_floating_point:
+            return numpy_dtype(tensor.dtype)
+        keeps_float32 = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.spec.float32)
+        return numpy_dtype(torch.float32 if keeps_float32 else dtype)
+
+    def _axes_of_one_layer(self, name: str, stacked: bool) -> PartitionSpec:
+        spec = self.plan.entries[name].compute
+        return PartitionSpec(*spec[1:]) if stacked else spec
+
+    def load(
+        self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, jax.Array]:
+        return load_weights(checkpoint, self.slots, on_progress=on_progress)
+
+    def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return abstract_weights(self.slots)
+
+    def program(self, method: str = "forward", **options: Any) -> Program:
+        """A program over this component's weights; `options` are those of `Program`."""
+        return Program(self.module, context=self.context, method=method, name=f"{self.spec.name}.{method}", **options)
