@@ -1,0 +1,262 @@
+"""Safetensors checkpoints: one file, or a directory of shards with or without an index. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from comfy_tpu.errors import CheckpointError
+
+REMAP_BYTES = 64 * 1024**2
+"""A file is mapped anew after this much of it was read. Pages of a mapping count as our memory from their first touch
+until it is unmapped, so one mapping per file would end at the size of the file (measured: +256 MB for 256 MB read).
+Mapping anew parses one header again, well under a millisecond per shard of a 14B model."""
+
+_LISTED = 5
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_WHY_NO_PICKLE = (
+    "such files are pickles, and opening a pickle runs the code inside it; use the model's safetensors version, or "
+    "convert it once in a sandbox with safetensors.torch.save_file(torch.load(path, weights_only=True), ...)"
+)
+
+# diffusers and transformers write a variant at different places: model.fp16.safetensors.index.json,
+# model.safetensors.index.fp16.json, model.safetensors.fp16.index.json.
+_INDEX_NAME = re.compile(r"(?P<stem>.+)\.safetensors(?P<before>\.\w+)?\.index(?P<after>\.\w+)?\.json")
+_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Checkpoint:
+    """The headers of a checkpoint, read when it is opened, and its tensors one at a time. For one thread at a time."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self.path = path
+        self.tensors = tensors
+        """In the order of the files and of the bytes in them: reading in this order reads the disk in sequence."""
+        self._files: dict[Path, Any] = {}
+        self._read_bytes = 0
+
+    @classmethod
+    def open(cls, path: str | Path, *, variant: str | None = None) -> Checkpoint:
+        """A .safetensors file, an index, or a directory. `variant` ("fp16") chooses among several in a directory."""
+        path = Path(path)
+        if not path.exists():
+            raise CheckpointError(
+                f"checkpoint {path} does not exist; give a .safetensors file or a directory with some"
+            )
+        if path.is_dir():
+            index, files = _find_files(path, variant)
+        elif _INDEX_NAME.fullmatch(path.name):
+            index, files = path, []
+        else:
+            _check_suffix(path)
+            index, files = None, [path]
+        weight_map = _read_index(index) if index else {}
+        if index:
+            files = sorted({index.parent / shard for shard in weight_map.values()})
+        tensors = _read_headers(files)
+        if index:
+            _check_index(index, weight_map, tensors)
+        if not tensors:
+            raise CheckpointError(f"checkpoint {path} holds no tensors; download it again")
+        return cls(path, tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as a view of the mapped file: copy what must outlive the next reads or a change of the file."""
+        info = self.tensors[name]
+        if self._read_bytes >= REMAP_BYTES:
+            self.close()
+        if info.file not in self._files:
+            with _explained(info.file):
+                self._files[info.file] = safe_open(info.file, framework="pt", device="cpu")
+        with _explained(info.file):
+            tensor = self._files[info.file].get_tensor(name)
+        if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+            raise CheckpointError(f"{info.file} changed while it was being read ({name}); load the checkpoint again")
+        self._read_bytes += info.nbytes
+        return tensor
+
+    def close(self) -> None:
+        """Unmap the files; a later read maps them again. A tensor that is still held keeps its own mapping."""
+        self._files.clear()
+        self._read_bytes = 0
+
+
+@dataclasses.dataclass
+class _Candidate:
+    """What a directory holds under one name: an index, or files without one."""
+
+    index: Path | None = None
+    files: list[Path] = dataclasses.field(default_factory=list)
+
+
+def _find_files(directory: Path, variant: str | None) -> tuple[Path | None, list[Path]]:
+    """The index of a directory, or its files where it has none."""
+    candidates: dict[tuple[str, str | None], _Candidate] = {}
+    for path in sorted(directory.iterdir()):
+        if match := _INDEX_NAME.fullmatch(path.name):
+            key = _name_and_variant(match["stem"], match["before"] or match["after"])
+            candidates.setdefault(key, _Candidate()).index = path
+        elif path.suffix == ".safetensors":
+            shard = _SHARD_NAME.fullmatch(path.stem)
+            key = _name_and_variant(shard["stem"] if shard else path.stem, None)
+            candidates.setdefault(key, _Candidate()).files.append(path)
+    if not candidates:
+        raise CheckpointError(_nothing_found(directory))
+    if variant is None:
+        # "a.fp16" beside "a" is the same model in another form; without an "a", the dot is just part of a name.
+        plain = {name for name, found in candidates if found is None}
+        chosen = [candidates[key] for key in candidates if key[1] is None or key[0] not in plain]
+    else:
+        chosen = [candidate for (_, found), candidate in candidates.items() if found == variant]
+    if not chosen:
+        variants = sorted({found for _, found in candidates if found}) or ["none"]
+        raise CheckpointError(f"{directory} has no variant {variant!r}; its variants: {', '.join(variants)}")
+    indexes = [candidate.index for candidate in chosen if candidate.index]
+    if len(indexes) > 1:
+        names = ", ".join(index.name for index in indexes)
+        raise CheckpointError(f"{directory} has several indexes ({names}); give the path of one of them")
+    if indexes:
+        return indexes[0], []
+    files = [path for candidate in chosen for path in candidate.files]
+    _check_shard_numbers(directory, files)
+    return None, files
+
+
+def _name_and_variant(stem: str, variant: str | None) -> tuple[str, str | None]:
+    if variant:
+        return stem, variant.removeprefix(".")
+    head, dot, tail = stem.rpartition(".")
+    return (head, tail) if dot else (stem, None)
+
+
+def _nothing_found(directory: Path) -> str:
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        return f"{directory} has no .safetensors files, only {', '.join(pickles[:_LISTED])}: {_WHY_NO_PICKLE}"
+    return f"{directory} has no .safetensors files; give the directory of one model part, such as .../transformer"
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix in _PICKLE_SUFFIXES:
+        raise CheckpointError(f"{path} is not read: {_WHY_NO_PICKLE}")
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is not a .safetensors file; convert it to safetensors first")
+
+
+def _check_shard_numbers(directory: Path, files: Iterable[Path]) -> None:
+    for path in files:
+        if match := _SHARD_NAME.fullmatch(path.stem):
+            count = int(match["count"])
+            names = [f"{match['stem']}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+            _check_present(directory, names, "its other shards' names")
+
+
+def _check_present(directory: Path, names: Iterable[str], according_to: str) -> None:
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {_listed(missing)}, which should be there according to {according_to}; "
+            "download the missing files"
+        )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise TypeError("weight_map must map tensor names to file names")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"index {index} cannot be read ({error!r}); download it again") from error
+    outside = sorted({shard for shard in weight_map.values() if Path(shard).name != shard})
+    if outside:
+        raise CheckpointError(f"index {index} names files outside its directory: {_listed(outside)}; do not trust it")
+    _check_present(index.parent, sorted(set(weight_map.values())), index.name)
+    return weight_map
+
+
+def _read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        with _explained(file), safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.offset_keys():
+                if name in tensors:
+                    raise CheckpointError(
+                        f"tensor {name} is in both {tensors[name].file} and {file.name}; "
+                        "remove the file that does not belong, or give the path of the one to load"
+                    )
+                header = opened.get_slice(name)
+                dtype = header.get_dtype()
+                if dtype not in _DTYPES:
+                    raise CheckpointError(
+                        f"{file}: tensor {name} has dtype {dtype}, expected one of {', '.join(_DTYPES)}; convert it first"
+                    )
+                tensors[name] = TensorInfo(name, tuple(header.get_shape()), getattr(torch, _DTYPES[dtype]), file)
+    return tensors
+
+
+def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+    absent = [name for name, shard in weight_map.items() if name not in tensors or tensors[name].file.name != shard]
+    unlisted = [name for name in tensors if name not in weight_map]
+    if absent or unlisted:
+        problems = [f"not in the shard it names: {_listed(absent)}"] if absent else []
+        problems += [f"in a shard but not in the index: {_listed(unlisted)}"] if unlisted else []
+        raise CheckpointError(
+            f"index {index} and its shards disagree ({'; '.join(problems)}); download index and shards again, together"
+        )
+
+
+@contextlib.contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size if file.exists() else None
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({error}); it has {size} bytes and is truncated, damaged or of "
+            "another format: download it again"
+        ) from error
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

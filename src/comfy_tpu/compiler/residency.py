@@ -1,0 +1,337 @@
+"""One registry of what is on the devices, in bytes; the least recently used goes first.
+
+Switching models must never be the user's job: whatever a run needs is loaded when it is used, and what is not in use
+makes room for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+
+from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.errors import DeviceMemoryError
+
+logger = logging.getLogger(__name__)
+
+Arrays = Any
+"""Any pytree of jax.Array, such as a dict of weights. The registry owns them: it deletes them to free memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidentEntry:
+    key: Hashable
+    label: str
+    bytes_per_device: int
+    """On the device that holds most of it."""
+    in_use: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidencyEvent:
+    kind: Literal["loaded", "evicted"]
+    entry: ResidentEntry
+
+
+Listener = Callable[[ResidencyEvent], None]
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    key: Hashable
+    label: str
+    reserved: int
+    """Bytes per device that were announced; counts until the arrays are there."""
+    loader: int | None
+    """The thread that is loading it; None once the arrays are there."""
+    arrays: Arrays = None
+    held: dict[jax.Device, int] = dataclasses.field(default_factory=dict)
+    users: int = 0
+    evict_at_release: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        return self.users > 0 or self.loader is not None
+
+    @property
+    def bytes_per_device(self) -> int:
+        return self.reserved if self.loader is not None else max(self.held.values(), default=0)
+
+    def view(self) -> ResidentEntry:
+        return ResidentEntry(self.key, self.label, self.bytes_per_device, self.in_use)
+
+
+class Residency:
+    """What is on the devices. Every method may be called from any thread."""
+
+    def __init__(self, config: ResidencyConfig, *, devices: Sequence[jax.Device] | None = None) -> None:
+        self._config = config
+        self._devices = devices
+        self._budget: int | None = None
+        self._entries: collections.OrderedDict[Hashable, _Entry] = collections.OrderedDict()  # oldest use first
+        self._changed = threading.Condition()
+        self._pins: collections.Counter[int] = collections.Counter()  # thread -> entries it keeps on the devices
+        self._listeners: list[Listener] = []
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that weights may take on each device. Asks the devices at its first use, not when it is made."""
+        if self._budget is None:
+            self._budget = _budget_bytes(self._config, self._devices or jax.local_devices())
+        return self._budget
+
+    @contextlib.contextmanager
+    def use(self, key: Hashable, *, label: str, nbytes_per_device: int, load: Callable[[], Arrays]) -> Iterator[Arrays]:
+        """The arrays of a key, loaded if they are not there, and kept there until the with block ends.
+
+        nbytes_per_device is what load will take, at most, on one device. Do not keep the arrays after the block:
+        they may be deleted. load must not use the registry itself.
+        """
+        thread = threading.get_ident()
+        entry = self._acquire(key, label, nbytes_per_device, load, thread)
+        try:
+            yield entry.arrays
+        finally:
+            self._release(entry, thread)
+
+    def entries(self) -> tuple[ResidentEntry, ...]:
+        """What is on the devices or on its way, least recently used first."""
+        with self._changed:
+            return tuple(entry.view() for entry in self._entries.values())
+
+    def bytes_per_device(self) -> dict[jax.Device, int]:
+        """Bytes of the arrays held, by device."""
+        with self._changed:
+            total: collections.Counter[jax.Device] = collections.Counter()
+            for entry in self._entries.values():
+                total.update(entry.held)
+            return dict(total)
+
+    def evict(self, key: Hashable) -> bool:
+        """Free a key now, or as soon as it is no longer in use. False if it is not here."""
+        with self._changed:
+            entry = self._entries.get(key)
+            events = self._evict_or_mark([entry]) if entry else []
+        self._tell(events)
+        return entry is not None
+
+    def clear(self) -> None:
+        """Free everything: what is in use, as soon as it no longer is."""
+        with self._changed:
+            events = self._evict_or_mark(list(self._entries.values()))
+        self._tell(events)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Call listener after every load and eviction. Returns what ends it."""
+        with self._changed:
+            self._listeners.append(listener)
+
+        def stop() -> None:
+            with self._changed, contextlib.suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return stop
+
+    def _acquire(self, key: Hashable, label: str, nbytes: int, load: Callable[[], Arrays], thread: int) -> _Entry:
+        if nbytes > self.budget_bytes:
+            raise DeviceMemoryError(self._too_large(label, nbytes))
+        with self._changed:
+            while True:
+                entry = self._entries.get(key)
+                if entry is None:
+                    victims = self._victims(nbytes)
+                    if victims is not None:
+                        break
+                    # Whoever holds something and waits for more can wait for ever: two such threads, or this one
+                    # for itself. Only a thread with empty hands waits for the others.
+                    if self._pins[thread]:
+                        raise DeviceMemoryError(
+                            f"{label} needs {_gb(nbytes)} on each device beside what is in use: {self._inventory()}; "
+                            f"weights may take {_gb(self.budget_bytes)}. Use one model after the other, or split over "
+                            "more devices"
+                        )
+                elif entry.loader is None:
+                    self._pin(entry, thread)
+                    return entry
+                elif entry.loader == thread:
+                    raise RuntimeError(f"the load function of {label} uses the registry; it must only load")
+                self._changed.wait()
+            events = self._evict_or_mark(victims)
+            entry = self._entries[key] = _Entry(key, label, reserved=nbytes, loader=thread)
+            self._pin(entry, thread)
+        try:
+            self._tell(events)
+            self._fill(entry, load)
+        except BaseException:
+            with self._changed:
+                del self._entries[key]
+                self._unpin(entry, thread)
+                self._changed.notify_all()
+            raise
+        return entry
+
+    def _fill(self, entry: _Entry, load: Callable[[], Arrays]) -> None:
+        arrays, failure = _attempt(load)
+        if failure:
+            logger.warning("loading %s ran out of device memory; evicting what is not in use: %s", entry.label, failure)
+            with self._changed:
+                events = self._evict_or_mark([other for other in self._entries.values() if not other.in_use])
+            self._tell(events)
+            arrays, failure = _attempt(load)
+        if failure:
+            raise DeviceMemoryError(
+                f"{entry.label} needs {_gb(entry.reserved)} on each device and the devices have no room, even after "
+                f"evicting what was not in use. Now there: {self._inventory()}. Close other programs on these devices, "
+                f"split over more devices, or lower ResidencyConfig.weights_fraction ({failure})"
+            )
+        held = _bytes_by_device(arrays)
+        largest = max(held.values(), default=0)
+        if largest > self.budget_bytes:
+            _delete(arrays)
+            raise DeviceMemoryError(self._too_large(entry.label, largest))
+        with self._changed:
+            entry.arrays, entry.held, entry.loader = arrays, held, None
+            # More than was announced? Then others go after all; what is in use cannot.
+            events = self._evict_or_mark(self._victims(0) or [])
+            self._changed.notify_all()
+        self._tell([ResidencyEvent("loaded", entry.view()), *events])
+
+    def _release(self, entry: _Entry, thread: int) -> None:
+        with self._changed:
+            self._unpin(entry, thread)
+            self._entries.move_to_end(entry.key)
+            events = self._evict_or_mark([entry]) if entry.evict_at_release and not entry.in_use else []
+            self._changed.notify_all()
+        self._tell(events)
+
+    # The rest is called with the lock held, except _tell, which must not be: a listener may use the registry.
+
+    def _pin(self, entry: _Entry, thread: int) -> None:
+        entry.users += 1
+        self._pins[thread] += 1
+        self._entries.move_to_end(entry.key)
+
+    def _unpin(self, entry: _Entry, thread: int) -> None:
+        entry.users -= 1
+        self._pins[thread] -= 1
+        if not self._pins[thread]:
+            del self._pins[thread]
+
+    def _victims(self, nbytes: int) -> list[_Entry] | None:
+        """What must go for nbytes more on each device, least recently used first; None where that is not enough."""
+        left = list(self._entries.values())
+        victims = []
+        for entry in self._entries.values():
+            if _total(left) + nbytes <= self.budget_bytes:
+                break
+            if not entry.in_use:
+                left.remove(entry)
+                victims.append(entry)
+        return victims if _total(left) + nbytes <= self.budget_bytes else None
+
+    def _evict_or_mark(self, entries: Sequence[_Entry]) -> list[ResidencyEvent]:
+        events = []
+        for entry in entries:
+            if entry.in_use:
+                entry.evict_at_release = True
+                continue
+            del self._entries[entry.key]
+            events.append(ResidencyEvent("evicted", entry.view()))
+            _delete(entry.arrays)
+            logger.info("evicted %s, %s on each device", entry.label, _gb(entry.bytes_per_device))
+        self._changed.notify_all()
+        return events
+
+    def _tell(self, events: Sequence[ResidencyEvent]) -> None:
+        for event in events:
+            for listener in tuple(self._listeners):
+                try:
+                    listener(event)
+                except Exception:
+                    # A display that fails must not fail the run, nor leave its weights pinned for ever.
+                    logger.exception("a residency listener failed on %s", event)
+
+    def _too_large(self, label: str, nbytes: int) -> str:
+        return (
+            f"{label} needs {_gb(nbytes)} on each device but weights may take {_gb(self.budget_bytes)}; split it over "
+            "more devices (a larger mesh, or sp and tp instead of dp), use a smaller dtype, or raise "
+            "ResidencyConfig.weights_fraction"
+        )
+
+    def _inventory(self) -> str:
+        with self._changed:
+            parts = [
+                f"{entry.label} {_gb(entry.bytes_per_device)}{' (in use)' if entry.in_use else ''}"
+                for entry in self._entries.values()
+                if entry.loader is None
+            ]
+        return ", ".join(parts) or "nothing"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is XLA's way of saying that a device is full."""
+    return isinstance(error, RuntimeError | ValueError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _attempt(load: Callable[[], Arrays]) -> tuple[Arrays, str]:
+    """The arrays, or why the devices had no room. The error itself is dropped: its traceback would keep arrays alive."""
+    try:
+        return load(), ""
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error)
+
+
+def _leaves(arrays: Arrays) -> list[jax.Array]:
+    # By identity: tied weights may appear twice but take their memory once.
+    return list({id(leaf): leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)}.values())
+
+
+def _bytes_by_device(arrays: Arrays) -> dict[jax.Device, int]:
+    held: collections.Counter[jax.Device] = collections.Counter()
+    for leaf in _leaves(arrays):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return dict(held)
+
+
+def _delete(arrays: Arrays) -> None:
+    for leaf in _leaves(arrays):
+        leaf.delete()
+
+
+def _total(entries: Sequence[_Entry]) -> int:
+    """Bytes on the fullest device. What is still loading counts on every device: nobody knows yet where it goes."""
+    held: collections.Counter[jax.Device] = collections.Counter()
+    for entry in entries:
+        held.update(entry.held)
+    return max(held.values(), default=0) + sum(entry.reserved for entry in entries if entry.loader is not None)
+
+
+def _budget_bytes(config: ResidencyConfig, devices: Sequence[jax.Device]) -> int:
+    if config.budget_bytes is not None:
+        return config.budget_bytes
+    return int(config.weights_fraction * min(_memory_limit(device, devices) for device in devices))
+
+
+def _memory_limit(device: jax.Device, devices: Sequence[jax.Device]) -> int:
+    if device.platform == "cpu":
+        # Virtual devices share the machine's memory.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if not limit:
+        raise DeviceMemoryError(f"{device} does not tell how much memory it has; set ResidencyConfig.budget_bytes")
+    return limit
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
