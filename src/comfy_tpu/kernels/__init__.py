@@ -1,0 +1,5 @@
+"""Attention in pure JAX and Pallas, for TPU, GPU and CPU, on one device or over a mesh."""
+
+from comfy_tpu.kernels.dispatch import attention as attention
+
+__all__ = ["attention"]

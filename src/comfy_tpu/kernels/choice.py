@@ -1,0 +1,142 @@
+"""Which kernel, and which way over the sequence axis, a call takes: decided from shapes and the placement alone.
+
+Never from the backend of this process: programs are lowered for TPUs on machines that have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
+from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
+from comfy_tpu.kernels import cudnn
+from comfy_tpu.kernels.masking import FULL, Band
+
+Implementation = Literal["splash", "cudnn", "chunked", "dense"]
+Strategy = Literal["ulysses", "ring", "whole_keys"]
+"""How a sequence axis larger than one is used. whole_keys: every device holds all keys and a share of the queries."""
+
+_CUDNN_HEAD_DIM = 128
+_CUDNN_HEAD_DIM_HOPPER = 256
+_HOPPER_AND_LATER = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the choice depends on, in sizes of the whole call, not of one device's share."""
+
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    dtype: DTypeLike
+    band: Band = FULL
+    key_mask: Literal["none", "bool", "float"] = "none"
+    dense_mask: bool = False
+
+
+def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
+    _check_name("sequence_parallel", config.sequence_parallel, ("auto", "ulysses", "ring"))
+    if call.heads % sizes.tp:
+        raise MeshError(f"heads={call.heads} is not divisible by tp={sizes.tp}; choose tp from {_divisors(call.heads)}")
+    # Text tokens are few: holding them everywhere costs nothing, and no device waits for another. A dense mask lies
+    # along queries × keys: sharing out only the queries keeps its rows where they are used.
+    cross = call.queries != call.keys and call.keys <= config.dense_max_tokens
+    if sizes.sp == 1 or cross or call.dense_mask:
+        return "whole_keys"
+    local_heads = call.heads // sizes.tp
+    if config.sequence_parallel == "ulysses" and local_heads % sizes.sp:
+        raise MeshError(
+            f"heads={local_heads} a device ({call.heads} over tp={sizes.tp}) is not divisible by sp={sizes.sp}, which "
+            f'sequence_parallel="ulysses" needs; choose sp from {_divisors(local_heads)}, or sequence_parallel="ring"'
+        )
+    if config.sequence_parallel != "auto":
+        return config.sequence_parallel
+    if local_heads % sizes.sp == 0:
+        return "ulysses"
+    # jax.nn rounds cuDNN's log-sum-exp to bfloat16, too coarse to merge the parts of a ring: on GPUs cuDNN over
+    # gathered keys beats a ring over the chunked fallback.
+    return "whole_keys" if platform == "gpu" else "ring"
+
+
+def choose_implementation(
+    call: Call, platform: Platform, chip: str, config: AttentionConfig, *, sharded: Strategy | None
+) -> Implementation:
+    """`sharded`: the strategy where sp > 1, None where every device sees whole sequences."""
+    _check_name("implementation", config.implementation, ("auto", "splash", "cudnn", "chunked"))
+    fallback: Implementation = "dense" if _is_short(call, config) else "chunked"
+    if config.implementation == "chunked":
+        return fallback
+    if config.implementation == "splash":
+        _refuse("splash", splash_refusal(call, platform))
+        return "splash"
+    if config.implementation == "cudnn":
+        _refuse("cudnn", cudnn_refusal(call, platform, chip, sharded))
+        return "cudnn"
+    if platform == "tpu" and fallback == "chunked" and splash_refusal(call, platform) is None:
+        return "splash"
+    if platform == "gpu" and cudnn_refusal(call, platform, chip, sharded) is None:
+        return "cudnn"
+    return fallback
+
+
+def splash_refusal(call: Call, platform: Platform) -> str | None:
+    """Why this call cannot be given to the splash kernel; None: it can."""
+    if platform == "gpu":
+        return "it is a TPU kernel (interpreted on CPU) and the placement is gpu; choose cudnn or chunked"
+    if call.dense_mask:
+        return "the mask differs by query or head; pass a mask of shape [B, 1, 1, Lk], kv_lengths, is_causal or window"
+    if jnp.dtype(call.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float32"
+    return None
+
+
+def cudnn_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy | None) -> str | None:
+    """Why this call cannot be given to cuDNN; None: it can."""
+    largest = _CUDNN_HEAD_DIM_HOPPER if chip.lower() in _HOPPER_AND_LATER else _CUDNN_HEAD_DIM
+    band = call.band
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs and the placement is {platform}; choose auto or chunked"
+    if not cudnn.is_installed():
+        return "JAX's CUDA plugin is not installed here; install jax[cuda13], or choose auto or chunked"
+    if jnp.dtype(call.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float16"
+    if call.head_dim != call.value_dim or call.head_dim % 8 or call.head_dim > largest:
+        return (
+            f"head_dim is {call.head_dim} (values {call.value_dim}); expected the same for both, a multiple of 8, "
+            f"at most {largest} on {chip}"
+        )
+    if call.dense_mask or call.key_mask == "float" or (call.key_mask == "bool" and not band.is_full):
+        return "the mask would need an array of queries × keys; pass kv_lengths, or a bool mask of shape [B, 1, 1, Lk]"
+    if not band.is_full and band.right != 0:
+        return f"window has a right side of {band.right}; cuDNN has left windows only (is_causal=True)"
+    if sharded == "ring":
+        return 'a ring needs exact log-sum-exps; choose sequence_parallel="ulysses"'
+    if sharded == "whole_keys" and not band.is_full:
+        return "queries are sharded, and cuDNN counts causal positions and windows from the first one it is given"
+    return None
+
+
+def _is_short(call: Call, config: AttentionConfig) -> bool:
+    """Whether the score array may be made. Also not for few keys under very many queries: Wan's cross-attention at 720p
+    (75,600 × 512 × 40 heads) would be 6.2 GB of float32."""
+    return call.keys <= config.dense_max_tokens and call.queries * call.keys <= config.dense_max_tokens**2
+
+
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedError(f'attention implementation="{name}" cannot take this call: {reason}')
+
+
+def _check_name(field: str, got: str, known: tuple[str, ...]) -> None:
+    if got not in known:
+        raise InvalidValueError(f'{field}="{got}" is unknown; choose from {", ".join(known)}')
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(candidate) for candidate in range(1, number + 1) if number % candidate == 0)

@@ -1,0 +1,170 @@
+"""The public attention: torch's contract checked, a kernel and a way over the mesh chosen, and the call made."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.kernels.choice import Call, Implementation, choose_implementation, choose_strategy
+from comfy_tpu.kernels.chunked import chunked
+from comfy_tpu.kernels.cudnn import cudnn
+from comfy_tpu.kernels.masking import Masking, band_of, smooth, split_mask
+from comfy_tpu.kernels.sharded import over_mesh
+from comfy_tpu.kernels.splash import splash
+from comfy_tpu.parallel.placement import Placement
+
+
+def attention(
+    query: Float[Array, "batch heads queries head_dim"],
+    key: Float[Array, "batch kv_heads keys head_dim"],
+    value: Float[Array, "batch kv_heads keys value_dim"],
+    *,
+    placement: Placement | None,
+    config: AttentionConfig,
+    mask: Bool[Array, "*mask"] | Float[Array, "*mask"] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int, int] | None = None,
+    kv_lengths: Int[Array, " batch"] | None = None,
+) -> Float[Array, "batch heads queries value_dim"]:
+    """softmax(query · keyᵀ · scale + mask) · value, as torch.nn.functional.scaled_dot_product_attention.
+
+    Beyond torch: `window=(left, right)` lets query i see keys i - left … i + right only, and `kv_lengths` hides each
+    sequence's keys from its length on. Both combine with everything else; rows without any visible key are zeros.
+
+    `placement` None: one device, plain JAX. Otherwise arrays are those of the whole mesh (dp: batch, tp: heads,
+    sp: sequence), sharded or not. Inference only: kernels have no backward pass.
+    """
+    platform: Platform = "cpu" if placement is None else placement.platform
+    chip = "cpu" if placement is None else placement.chip
+    sizes = MeshSizes() if placement is None else placement.sizes
+
+    key, value = _check_shapes(query, key, value, enable_gqa)
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = value.shape[2:]
+    if kv_lengths is not None:
+        _check_lengths(kv_lengths, batch)
+    key_mask, dense_mask = None, None
+    if mask is not None:
+        if is_causal:
+            raise InvalidValueError(
+                "mask and is_causal=True were both given; torch allows one of them; put the causal part into the mask, "
+                "or pass kv_lengths or window, which combine with is_causal"
+            )
+        key_mask, dense_mask = split_mask(jnp.asarray(mask), batch, heads, queries, keys)
+    masking = Masking(band=band_of(is_causal, window), lengths=kv_lengths, keys=key_mask, dense=dense_mask)
+
+    call = Call(
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=query.dtype,
+        band=masking.band,
+        key_mask="none" if key_mask is None else "bool" if key_mask.dtype == jnp.bool_ else "float",
+        dense_mask=dense_mask is not None,
+    )
+    strategy = choose_strategy(call, platform, sizes, config)
+    implementation = choose_implementation(call, platform, chip, config, sharded=strategy if sizes.sp > 1 else None)
+    if implementation == "splash" and config.smooth_keys:
+        key = smooth(key, masking)
+
+    local = functools.partial(
+        _local,
+        implementation=implementation,
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        platform=platform,
+        chip=chip,
+        config=config,
+    )
+    if placement is None or sizes.device_count == 1:
+        return local(query, key, value, masking, partial=False)[0]
+    return over_mesh(query, key, value, masking, placement=placement, strategy=strategy, local=local)
+
+
+def _local(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    *,
+    partial: bool,
+    implementation: Implementation,
+    scale: float,
+    platform: Platform,
+    chip: str,
+    config: AttentionConfig,
+) -> tuple[Array, Array | None]:
+    if implementation == "splash":
+        return splash(
+            query,
+            key,
+            value,
+            masking,
+            scale=scale,
+            chip=chip,
+            blocks=config.block_sizes,
+            interpret=platform == "cpu",
+            partial=partial,
+        )
+    if implementation == "cudnn":
+        return cudnn(query, key, value, masking, scale=scale), None
+    out, logsumexp = chunked(query, key, value, masking, scale=scale, whole=implementation == "dense")
+    return (out, logsumexp) if partial else (out.astype(query.dtype), None)
+
+
+def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> tuple[Array, Array]:
+    """Keys and values with the batch of the query; their heads may stay fewer."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 4:
+            raise InvalidValueError(
+                f"{name} has {array.ndim} dimensions, shape {tuple(array.shape)}; expected [batch, heads, length, "
+                "head_dim]; reshape it first"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
+            raise InvalidValueError(
+                f"{name} has dtype {array.dtype} and query {query.dtype}; expected one floating dtype for query, key and "
+                "value; convert them with astype"
+            )
+    if query.shape[3] != key.shape[3]:
+        raise InvalidValueError(
+            f"query has head_dim={query.shape[3]} and key head_dim={key.shape[3]}; they must be equal"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise InvalidValueError(
+            f"key has [batch, heads, length] = {list(key.shape[:3])} and value {list(value.shape[:3])}; they must be equal"
+        )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if key.shape[2] == 0:
+        raise InvalidValueError(f"key has length 0, shape {tuple(key.shape)}; attention needs at least one key")
+    if heads != kv_heads and kv_heads != 1 and not enable_gqa:
+        raise InvalidValueError(
+            f"query has heads={heads} and key heads={kv_heads}; pass enable_gqa=True to share each key head among "
+            "several query heads"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidValueError(
+            f"query heads={heads} is not divisible by key heads={kv_heads}; grouped-query attention gives every key head "
+            "the same number of query heads"
+        )
+    if key.shape[0] not in (1, query.shape[0]):
+        raise InvalidValueError(f"query has batch={query.shape[0]} and key batch={key.shape[0]}; expected equal, or 1")
+    if key.shape[0] != query.shape[0]:
+        key, value = (jnp.broadcast_to(array, (query.shape[0], *array.shape[1:])) for array in (key, value))
+    return key, value
+
+
+def _check_lengths(kv_lengths: Array, batch: int) -> None:
+    if kv_lengths.shape != (batch,) or not jnp.issubdtype(kv_lengths.dtype, jnp.integer):
+        raise InvalidValueError(
+            f"kv_lengths has shape {tuple(kv_lengths.shape)} and dtype {kv_lengths.dtype}; expected integers of shape "
+            f"({batch},), the number of keys of each sequence"
+        )

@@ -1,0 +1,127 @@
+"""Which keys a query may see: the parts of SDPA's contract that are not arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from comfy_tpu.errors import InvalidValueError
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Query i sees keys i - left … i + right; None: no limit on that side. Causal is Band(None, 0).
+
+    One form for causal and local windows, so that every kernel has one rule for the blocks it may skip.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.left is None and self.right is None
+
+
+FULL = Band()
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking:
+    """Everything that hides keys in one call. Arrays are local to the device that computes.
+
+    No field needs a score-sized array except `dense`, and that one comes from the caller.
+    """
+
+    band: Band = FULL
+    offset: int | Array = 0
+    """Position of the first query minus position of the first key; differs by device when sequences are sharded."""
+    lengths: Array | None = None
+    """int32 [B]: keys from here on are hidden. May be negative or beyond the end."""
+    keys: Array | None = None
+    """bool (True: attend) or float32 (added) [B, Lk]: the same for every head and query."""
+    dense: Array | None = None
+    """bool or float32, four dimensions, each 1 or full: [B, Hq, Lq, Lk]."""
+
+
+def band_of(is_causal: bool, window: tuple[int, int] | None) -> Band:
+    if window is None:
+        return Band(right=0) if is_causal else FULL
+    left, right = window
+    if left < 0 or right < 0:
+        raise InvalidValueError(
+            f"window={window} has a negative side; expected (left, right) with both >= 0, the number of tokens seen on "
+            "each side; use is_causal=True to hide everything on the right"
+        )
+    return Band(left, 0 if is_causal else right)
+
+
+def split_mask(mask: Array, batch: int, heads: int, queries: int, keys: int) -> tuple[Array | None, Array | None]:
+    """The caller's mask as (key mask [B, Lk], None) where it is the same for every head and query, else (None, mask)."""
+    full = (batch, heads, queries, keys)
+    if mask.ndim > 4 or any(size not in (1, whole) for size, whole in zip(mask.shape[::-1], full[::-1], strict=False)):
+        raise InvalidValueError(
+            f"mask has shape {tuple(mask.shape)}, which does not broadcast to [batch, heads, queries, keys] = "
+            f"{list(full)}; each dimension must be 1 or full"
+        )
+    if mask.dtype != jnp.bool_:
+        if not jnp.issubdtype(mask.dtype, jnp.floating):
+            raise InvalidValueError(
+                f"mask has dtype {mask.dtype}; expected bool (True: attend) or a float that is added to the scores; "
+                "convert an integer 0/1 mask with mask.astype(bool)"
+            )
+        mask = mask.astype(jnp.float32)
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    if mask.shape[1] == 1 and mask.shape[2] == 1:
+        return jnp.broadcast_to(mask[:, 0, 0, :], (batch, keys)), None
+    return None, mask
+
+
+def attended(mask: Array) -> Array:
+    """A key mask as bool: True where the key can have any weight."""
+    return mask if mask.dtype == jnp.bool_ else mask > -jnp.inf
+
+
+def _visible_keys(masking: Masking, keys: int) -> Array | None:
+    """bool [B, Lk]: keys that some query may see as far as lengths and the key mask say. None: all."""
+    visible = None
+    if masking.lengths is not None:
+        visible = jnp.arange(keys) < masking.lengths[:, None]
+    if masking.keys is not None:
+        shown = attended(masking.keys)
+        visible = shown if visible is None else visible & shown
+    return visible
+
+
+def key_bias(mask: Array) -> Array:
+    """A key mask as float32 to add to the scores."""
+    return jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32) if mask.dtype == jnp.bool_ else mask
+
+
+def smooth(key: Array, masking: Masking) -> Array:
+    """Keys minus their mean. A softmax does not change when all scores of a row move by the same amount.
+
+    The mean is over the keys that count: padding may hold anything. It is taken over the whole sequence before keys
+    are divided among devices, because partial results of a ring only add up if every device moved by the same amount.
+    """
+    wide = key.astype(jnp.float32)
+    visible = _visible_keys(masking, key.shape[2])
+    if visible is None:
+        mean = jnp.mean(wide, axis=2, keepdims=True)
+    else:
+        shown = visible[:, None, :, None]
+        count = jnp.maximum(jnp.sum(shown, axis=2, keepdims=True), 1)
+        mean = jnp.sum(jnp.where(shown, wide, 0.0), axis=2, keepdims=True) / count
+    return (wide - mean).astype(key.dtype)
+
+
+def merge(out: Array, logsumexp: Array, partial: Array, partial_logsumexp: Array) -> tuple[Array, Array]:
+    """Two attentions over different keys, as float32 [..., Lq, Dv] with log-sum-exp [..., Lq], as one over both."""
+    total = jnp.logaddexp(logsumexp, partial_logsumexp)
+    # A row that has seen no key yet has logsumexp -inf on both sides; its weights must be 0, not NaN.
+    anchor = jnp.where(jnp.isneginf(total), 0.0, total)
+    weight = jnp.exp(logsumexp - anchor)[..., None]
+    partial_weight = jnp.exp(partial_logsumexp - anchor)[..., None]
+    return out * weight + partial.astype(out.dtype) * partial_weight, total

@@ -1,0 +1,148 @@
+"""One attention over the mesh: batch over dp, heads over tp, sequence over sp.
+
+shard_map is given the placement's mesh as it is. That works for a concrete mesh inside and outside jit, and for an
+AbstractMesh when a program is exported for devices that are not attached
+(`jax.export.export(jax.jit(f), platforms=["tpu"])` with argument shardings on the same abstract mesh), in jax 0.10 and 0.11.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from comfy_tpu.kernels.choice import Strategy
+from comfy_tpu.kernels.masking import Masking, merge
+from comfy_tpu.parallel.placement import Placement
+
+
+class LocalAttention(Protocol):
+    """The kernel of one device. With `partial`: float32 output and log-sum-exp, to be merged with others."""
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, masking: Masking, *, partial: bool
+    ) -> tuple[Array, Array | None]: ...
+
+
+def over_mesh(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    *,
+    placement: Placement,
+    strategy: Strategy,
+    local: LocalAttention,
+) -> Array:
+    sizes = placement.sizes
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    shards_keys = strategy != "whole_keys"
+
+    copies = _kv_copies(heads, key.shape[1], sizes.tp * (sizes.sp if strategy == "ulysses" else 1))
+    if copies > 1:
+        key, value = (jnp.repeat(array, copies, axis=1) for array in (key, value))
+
+    query_padding = -queries % sizes.sp
+    query = _pad(query, 2, query_padding)
+    key_padding = -keys % sizes.sp if shards_keys else 0
+    if key_padding:
+        key, value = (_pad(array, 2, key_padding) for array in (key, value))
+        key_mask = None if masking.keys is None else _pad(masking.keys, 1, key_padding)
+        lengths = jnp.full((batch,), keys, jnp.int32) if masking.lengths is None else jnp.minimum(masking.lengths, keys)
+        masking = dataclasses.replace(masking, keys=key_mask, lengths=lengths)
+
+    dp = "dp" if batch % sizes.dp == 0 else None
+    kv_axis = "sp" if shards_keys else None
+    arrays = {"query": query, "key": key, "value": value}
+    specs = {"query": P(dp, "tp", "sp"), "key": P(dp, "tp", kv_axis), "value": P(dp, "tp", kv_axis)}
+    if masking.lengths is not None:
+        arrays["lengths"], specs["lengths"] = masking.lengths, P(dp)
+    if masking.keys is not None:
+        # Ulysses brings whole sequences to each device, a ring brings one share after the other.
+        arrays["keys"], specs["keys"] = masking.keys, P(dp, "sp" if strategy == "ring" else None)
+    if masking.dense is not None:
+        mask = masking.dense if masking.dense.shape[2] == 1 else _pad(masking.dense, 2, query_padding)
+        axes = zip(mask.shape, (dp, "tp", "sp", None), strict=True)
+        arrays["dense"], specs["dense"] = mask, P(*(None if size == 1 else axis for size, axis in axes))
+
+    def body(arrays: dict[str, Array]) -> Array:
+        inside = Masking(
+            band=masking.band,
+            lengths=arrays.get("lengths"),
+            keys=arrays.get("keys"),
+            dense=arrays.get("dense"),
+        )
+        run = {"whole_keys": _whole_keys, "ulysses": _ulysses, "ring": _ring}[strategy]
+        return run(arrays["query"], arrays["key"], arrays["value"], inside, local, sizes.sp)
+
+    # check_vma=False: a Pallas call does not say over which axes its results vary.
+    out = jax.shard_map(body, mesh=placement.mesh, in_specs=(specs,), out_specs=P(dp, "tp", "sp"), check_vma=False)(
+        arrays
+    )
+    return out[:, :, :queries]
+
+
+def _whole_keys(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
+    if sp > 1:
+        masking = dataclasses.replace(masking, offset=lax.axis_index("sp") * query.shape[2])
+    return local(query, key, value, masking, partial=False)[0]
+
+
+def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
+    query, key, value = (
+        lax.all_to_all(array, "sp", split_axis=1, concat_axis=2, tiled=True) for array in (query, key, value)
+    )
+    out, _ = local(query, key, value, masking, partial=False)
+    return lax.all_to_all(out, "sp", split_axis=2, concat_axis=1, tiled=True)
+
+
+def _ring(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
+    own = lax.axis_index("sp")
+    neighbours = [(source, (source + 1) % sp) for source in range(sp)]
+    moving: tuple[Array, ...] = (key, value) if masking.keys is None else (key, value, masking.keys)
+
+    def attend(step: int | Array, held: tuple[Array, ...]) -> tuple[Array, Array]:
+        source = (own - step) % sp
+        first_key = source * key.shape[2]
+        inside = Masking(
+            band=masking.band,
+            offset=own * query.shape[2] - first_key,
+            lengths=None if masking.lengths is None else masking.lengths - first_key,
+            keys=held[2] if len(held) == 3 else None,
+        )
+        out, logsumexp = local(query, held[0], held[1], inside, partial=True)
+        assert logsumexp is not None
+        return out, logsumexp
+
+    def step(
+        carry: tuple[tuple[Array, ...], Array, Array], index: Array
+    ) -> tuple[tuple[tuple[Array, ...], Array, Array], None]:
+        held, out, logsumexp = carry
+        # Sent on before it is used, so that the transfer runs beside the kernel.
+        coming = tuple(lax.ppermute(array, "sp", neighbours) for array in held)
+        return (coming, *merge(out, logsumexp, *attend(index, held))), None
+
+    rows = query.shape[:3]
+    empty = jnp.zeros((*rows, value.shape[3]), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32)
+    (held, out, logsumexp), _ = lax.scan(step, (moving, *empty), jnp.arange(sp - 1))
+    out, _ = merge(out, logsumexp, *attend(sp - 1, held))
+    return out.astype(query.dtype)
+
+
+def _kv_copies(heads: int, kv_heads: int, shards: int) -> int:
+    """How often each key head is repeated so that they divide among the shards: as few copies as the groups allow."""
+    group = heads // kv_heads
+    return next((n for n in range(1, group) if group % n == 0 and kv_heads * n % shards == 0), group)
+
+
+def _pad(array: Array, axis: int, amount: int) -> Array:
+    if amount == 0:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, amount)
+    return jnp.pad(array, widths)

@@ -1,0 +1,298 @@
+"""Flash attention for TPU: a forward-only Pallas kernel.
+
+Why our own: the splash kernel that JAX ships has no base-2 exponent, wants its block masks built on the host in NumPy and
+has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax version and brings many
+dependencies, and this package must run beside a user's own. What is taken from both is the shape of the computation.
+
+How scores lie: tiles are computed as k·qᵀ, [keys, queries]. The maximum and the sum over keys then run down the
+sublanes, element by element, instead of across lanes, and the running maximum and sum take 8×block_query floats
+instead of 128×block_query.
+
+The exponent: log2(e)·scale is folded into q beforehand, so that each score costs one exp2 and no multiplication.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from comfy_tpu.config import BlockSizes
+from comfy_tpu.kernels.masking import Band, Masking, attended, key_bias
+from comfy_tpu.kernels.tuning import LANES, block_sizes, vmem_limit
+
+# Finite stand-ins for -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
+# hidden scores < first running maximum < the most negative bias a caller can add (e.g. torch.finfo(float32).min).
+_HIDDEN = -3.0e38
+_FIRST_MAXIMUM = -2.5e38
+_LOWEST_BIAS = -1.0e38
+
+_SUBLANES = 8
+
+
+def splash(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    *,
+    scale: float,
+    chip: str,
+    blocks: BlockSizes | None,
+    interpret: bool,
+    partial: bool,
+) -> tuple[Array, Array | None]:
+    """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] -> [B, Hq, Lq, Dv].
+
+    With `partial`, to be merged with attentions over other keys: in float32, and with log-sum-exp [B, Hq, Lq].
+    """
+    batch, _, queries, head_dim = query.shape
+    keys, value_dim = value.shape[2:]
+    tile = block_sizes(chip, queries, keys, max(head_dim, value_dim), blocks)
+
+    query = (query.astype(jnp.float32) * (scale * math.log2(math.e))).astype(query.dtype)
+    # Whole lanes: zeros add nothing to a dot product, and the extra output columns are cut off again.
+    query = _pad(query, tile.query, LANES)
+    key = _pad(key, tile.key, LANES)
+    value = _pad(value, tile.key, LANES)
+
+    lengths = jnp.full((batch,), keys, jnp.int32)
+    bias = None
+    if masking.lengths is not None:
+        lengths = jnp.clip(masking.lengths.astype(jnp.int32), 0, keys)
+    if masking.keys is not None:
+        visible = attended(masking.keys)
+        # Trailing padding, the usual case of a key mask, is then skipped in whole blocks.
+        last = jnp.max(jnp.where(visible, jnp.arange(1, keys + 1), 0), axis=1)
+        lengths = jnp.minimum(lengths, last.astype(jnp.int32))
+        added = key_bias(masking.keys)
+        added = jnp.where(jnp.isneginf(added), _HIDDEN, jnp.maximum(added * math.log2(math.e), _LOWEST_BIAS))
+        added = jnp.pad(added, ((0, 0), (0, key.shape[2] - keys)))
+        # A column per key, filled to whole lanes: turning a row of lanes into a column inside the kernel is no TPU
+        # instruction. 39 MB a sequence at 75,600 tokens.
+        bias = jnp.broadcast_to(added[:, :, None], (*added.shape, LANES))
+    offset = jnp.asarray(masking.offset, jnp.int32).reshape(1)
+
+    out, logsumexp = _call(
+        offset,
+        lengths,
+        query,
+        key,
+        value,
+        bias,
+        tile=tile,
+        band=masking.band,
+        # Without any of these no score is ever hidden, and the kernel carries no code to hide it.
+        may_hide=masking.lengths is not None or masking.keys is not None or key.shape[2] != keys,
+        vmem_limit_bytes=vmem_limit(chip),
+        interpret=interpret,
+        partial=partial,
+    )
+    out = out[:, :, :queries, :value_dim]
+    return out, None if logsumexp is None else logsumexp[:, :, 0, :queries]
+
+
+def _pad(array: Array, rows: int, columns: int) -> Array:
+    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % rows), (0, -array.shape[3] % columns)))
+
+
+def _call(
+    offset: Array,
+    lengths: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    *,
+    tile: BlockSizes,
+    band: Band,
+    may_hide: bool,
+    vmem_limit_bytes: int,
+    interpret: bool,
+    partial: bool,
+) -> tuple[Array, Array | None]:
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    group = heads // kv_heads
+    key_blocks = keys // tile.key
+    # A window meets only this many key blocks, wherever its query block starts: the grid is no wider.
+    width = key_blocks
+    if band.left is not None and band.right is not None:
+        width = min(key_blocks, (tile.query + band.left + band.right - 2) // tile.key + 2)
+
+    def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array) -> Array:
+        first, end = _block_range(i, offset[0], lengths[b], tile, band)
+        # Steps past the end name the last block again: Pallas fetches a block only when its index changes.
+        return jnp.clip(first + j, 0, jnp.maximum(end - 1, 0))
+
+    def query_index(b: Array, h: Array, i: Array, j: Array, *_: Array) -> tuple[Array | int, ...]:
+        return b, h, i, 0
+
+    def key_index(b: Array, h: Array, i: Array, j: Array, *scalars: Array) -> tuple[Array | int, ...]:
+        return b, lax.div(h, group), key_block(b, i, j, *scalars), 0
+
+    def bias_index(b: Array, h: Array, i: Array, j: Array, *scalars: Array) -> tuple[Array | int, ...]:
+        return b, key_block(b, i, j, *scalars), 0
+
+    def logsumexp_index(b: Array, h: Array, i: Array, j: Array, *_: Array) -> tuple[Array | int, ...]:
+        return b, h, 0, i
+
+    in_specs = [
+        pl.BlockSpec((None, None, tile.query, head_dim), query_index),
+        pl.BlockSpec((None, None, tile.key, head_dim), key_index),
+        pl.BlockSpec((None, None, tile.key, value_dim), key_index),
+    ]
+    operands = [query, key, value]
+    if bias is not None:
+        in_specs.append(pl.BlockSpec((None, tile.key, LANES), bias_index))
+        operands.append(bias)
+    out_specs = [pl.BlockSpec((None, None, tile.query, value_dim), query_index)]
+    out_shape = [jax.ShapeDtypeStruct((batch, heads, queries, value_dim), jnp.float32 if partial else query.dtype)]
+    if partial:
+        out_specs.append(pl.BlockSpec((None, None, 1, tile.query), logsumexp_index))
+        out_shape.append(jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32))
+
+    kernel = functools.partial(
+        _kernel,
+        tile=tile,
+        band=band,
+        may_hide=may_hide or not band.is_full,
+        has_bias=bias is not None,
+        partial=partial,
+    )
+    results = pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, heads, queries // tile.query, width),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=[
+                pltpu.VMEM((_SUBLANES, tile.query), jnp.float32),
+                pltpu.VMEM((_SUBLANES, tile.query), jnp.float32),
+                pltpu.VMEM((value_dim, tile.query), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes,
+        ),
+        interpret=interpret,
+        name="comfy_tpu_splash",
+    )(offset, lengths, *operands)
+    return results[0], results[1] if partial else None
+
+
+def _block_range(i: Array, offset: Array, length: Array, tile: BlockSizes, band: Band) -> tuple[Array | int, Array]:
+    """First key block that query block i needs, and the one after its last; the same rule for fetching and computing."""
+    top = offset + i * tile.query
+    first: Array | int = 0
+    end = length
+    if band.left is not None:
+        first = lax.div(jnp.maximum(top - band.left, 0), tile.key)
+    if band.right is not None:
+        end = jnp.minimum(end, top + tile.query + band.right)
+    return first, lax.div(jnp.maximum(end, 0) + (tile.key - 1), tile.key)
+
+
+def _kernel(
+    offset_ref: Any,
+    lengths_ref: Any,
+    *refs: Any,
+    tile: BlockSizes,
+    band: Band,
+    may_hide: bool,
+    has_bias: bool,
+    partial: bool,
+) -> None:
+    query_ref, key_ref, value_ref = refs[:3]
+    bias_ref = refs[3] if has_bias else None
+    out_ref = refs[3 + has_bias]
+    logsumexp_ref = refs[4 + has_bias] if partial else None
+    maximum_ref, sum_ref, total_ref = refs[-3:]
+
+    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    offset, length = offset_ref[0], lengths_ref[b]
+    first, end = _block_range(i, offset, length, tile, band)
+    column = first + j
+    top = offset + i * tile.query
+    left = column * tile.key
+    # float32 stays float32: the MXU's default would round both sides to bfloat16.
+    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    @pl.when(j == 0)
+    def start() -> None:
+        maximum_ref[...] = jnp.full_like(maximum_ref, _FIRST_MAXIMUM)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        total_ref[...] = jnp.zeros_like(total_ref)
+
+    def hide(scores: Array, start: Array) -> Array:
+        keys = start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        shown = keys < length
+        if not band.is_full:
+            distance = keys - (top + lax.broadcasted_iota(jnp.int32, scores.shape, 1))
+            if band.left is not None:
+                shown &= distance >= -band.left
+            if band.right is not None:
+                shown &= distance <= band.right
+        return jnp.where(shown, scores, _HIDDEN)
+
+    def visit(hiding: bool) -> None:
+        for step in range(tile.key // tile.key_compute):
+            rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
+            scores = lax.dot_general(
+                key_ref[rows, :],
+                query_ref[...],
+                (((1,), (1,)), ((), ())),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            if bias_ref is not None:
+                scores += jnp.tile(bias_ref[rows, :], (1, tile.query // LANES))
+            if hiding:
+                scores = hide(scores, left + rows.start)
+            before = maximum_ref[...]
+            after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
+            weights = jnp.exp2(scores - after[:1])
+            shrink = jnp.exp2(before - after)
+            maximum_ref[...] = after
+            sum_ref[...] = shrink * sum_ref[...] + jnp.sum(weights, axis=0, keepdims=True)
+            product = lax.dot_general(
+                value_ref[rows, :],
+                weights.astype(value_ref.dtype),
+                (((0,), (0,)), ((), ())),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            total_ref[...] = shrink[:1] * total_ref[...] + product
+
+    runs = column < end
+    if may_hide:
+        # Only blocks that the length or the band cuts through pay for comparing positions.
+        cut = left + tile.key > length
+        if band.left is not None:
+            cut |= left < top + tile.query - 1 - band.left
+        if band.right is not None:
+            cut |= left + tile.key - 1 > top + band.right
+        pl.when(runs & cut)(functools.partial(visit, hiding=True))
+        pl.when(runs & ~cut)(functools.partial(visit, hiding=False))
+    else:
+        pl.when(runs)(functools.partial(visit, hiding=False))
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def finish() -> None:
+        weight = sum_ref[:1]
+        # No visible key: torch returns zeros, and a ring merges the row with weight 0.
+        seen = weight > 0.0
+        inverse = jnp.where(seen, 1.0 / jnp.where(seen, weight, 1.0), 0.0)
+        out_ref[...] = jnp.transpose(total_ref[...] * inverse).astype(out_ref.dtype)
+        if logsumexp_ref is not None:
+            natural = math.log(2.0) * (maximum_ref[:1] + jnp.log2(jnp.where(seen, weight, 1.0)))
+            logsumexp_ref[...] = jnp.where(seen, natural, -jnp.inf)

@@ -1,0 +1,72 @@
+"""Tiles of the splash kernel by chip, length and head size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import BlockSizes
+from comfy_tpu.errors import InvalidValueError
+
+LANES = 128
+"""Width of a TPU vector register: every tile side is a multiple of it."""
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningKey:
+    chip: str
+    length: int
+    """Bucket: the smallest of LENGTHS that holds the longer of the two sequences."""
+    head_dim: int
+    """Rounded up to whole lanes."""
+
+
+LENGTHS = (4096, 16384, 65536, 1 << 62)
+
+DEFAULT = BlockSizes(query=2048, key=2048, key_compute=1024)
+"""The seed's tile. A step holds 1024×2048 float32 scores (8 MiB) and their bf16 exponents (4 MiB), beside
+double-buffered q, k, v and output tiles (4 × 1 MiB at head_dim 128, bf16) and a 128×2048 float32 accumulator (1 MiB)."""
+
+TABLE: dict[TuningKey, BlockSizes] = {}
+
+VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
+"""What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB). The compiler's own default, 16 or 32 MiB,
+is too small for the default tile; the rest is left to what XLA keeps there between kernels."""
+VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
+
+
+def vmem_limit(chip: str) -> int:
+    return VMEM_LIMIT.get(chip, VMEM_LIMIT_UNKNOWN_CHIP)
+
+
+def block_sizes(chip: str, queries: int, keys: int, head_dim: int, chosen: BlockSizes | None) -> BlockSizes:
+    """The tile for one call: the caller's or the table's, made to fit the lengths."""
+    if chosen is None:
+        longest = max(queries, keys)
+        length = next(bucket for bucket in LENGTHS if longest <= bucket)
+        chosen = TABLE.get(TuningKey(chip, length, _round_up(head_dim, LANES)), DEFAULT)
+    else:
+        _check(chosen)
+    steps = chosen.key // chosen.key_compute
+    key = _fit(chosen.key, keys, LANES * steps)
+    return BlockSizes(query=_fit(chosen.query, queries, LANES), key=key, key_compute=key // steps)
+
+
+def _check(chosen: BlockSizes) -> None:
+    sides = (chosen.query, chosen.key, chosen.key_compute)
+    if any(side <= 0 or side % LANES for side in sides) or chosen.key % chosen.key_compute:
+        raise InvalidValueError(
+            f"{chosen} is not a possible tile; query, key and key_compute must be multiples of {LANES} and key a multiple "
+            f"of key_compute; choose for example {DEFAULT}"
+        )
+
+
+def _fit(block: int, length: int, multiple: int) -> int:
+    """As many tiles as `block` needs, of equal size: 4,099 tokens take 3 tiles of 1408, not 3 of 2048."""
+    tiles = -(-length // block)
+    return _round_up(-(-length // tiles), multiple)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
