@@ -1,4 +1,4 @@
-"""Every exception a user of comfy-tpu can meet. Messages say what happened, what was got, what was expected, what to do."""
+"""Every exception a user can meet. Messages say what happened, what was got, what was expected, what to do."""
 
 
 class ComfyTpuError(Exception):

@@ -11,7 +11,7 @@ from comfy_tpu.config import MeshSizes, Platform
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh with axes dp, sp and tp. The mesh is abstract when a program is lowered for devices that are not attached."""
+    """A mesh with axes dp, sp and tp; abstract when a program is lowered for devices that are not attached."""
 
     mesh: Mesh | AbstractMesh
     platform: Platform

@@ -1,0 +1,47 @@
+# `make demo` and `make test` start from nothing but Python: each makes .venv, installs what it needs, does its job.
+PYTHON ?= python3
+# Two workers: each loads its own torch and jax, and the runners have two cores.
+PYTEST_FLAGS ?= -n 2
+
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all lint clean
+
+demo: .venv/.installed
+	$(BIN)/comfy-tpu doctor
+	@echo
+	@echo 'The demo video comes with Wan: there is no model to run yet.'
+
+# ruff, mypy and the layer contracts run inside, from tests/test_architecture.py.
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Also what is marked slow, gpu, tpu or comfyui. Tests of a device that is not there skip themselves;
+# JAX_PLATFORMS=cuda make test-all runs on the GPU.
+test-all: .venv/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m ''
+
+lint: .venv/.installed-dev
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(make-venv)
+	@echo 'installing comfy-tpu into .venv'
+	@$(INSTALL) -e .
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml constraints.txt
+	$(make-venv)
+	@echo 'installing comfy-tpu and the development tools into .venv'
+	@$(INSTALL) -e '.[dev]'
+	@touch .venv/.installed $@
+
+# pip is the last thing that venv puts in place: without it the directory is the rest of an interrupted attempt.
+define make-venv
+@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"comfy-tpu needs Python 3.11 or newer, $(PYTHON) is {v.major}.{v.minor}; name another: make PYTHON=python3.12")'
+@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
+endef

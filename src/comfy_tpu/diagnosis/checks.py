@@ -1,0 +1,143 @@
+"""Judgements: from facts to findings, each with the command that mends what is wrong. Nothing here looks around."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from comfy_tpu.diagnosis.facts import Devices, Directory, Hardware, HostMemory, Python
+
+Status = Literal["ok", "warning", "blocked"]
+"""blocked: a run cannot start, or would land on the CPU of a machine that has a TPU."""
+
+# CUDA 13 needs this driver; CUDA 12 runs on older and newer ones.
+CUDA13_DRIVER = 580
+LOW_DISK_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    name: str
+    status: Status
+    detail: str
+    fix: str | None = None
+
+
+def check_python(python: Python) -> Finding:
+    detail = f"{python.version} ({python.executable})"
+    if SpecifierSet(python.required).contains(python.version, prereleases=True):
+        return Finding("python", "ok", detail)
+    fix = f"install Python {python.required} and comfy-tpu with it"
+    return Finding("python", "blocked", f"{detail}; needs {python.required}", fix)
+
+
+def check_package(requirement: Requirement, versions: Mapping[str, str | None]) -> Finding:
+    version = versions[requirement.name]
+    needs = f"needs {requirement.specifier}" if requirement.specifier else "needs any version"
+    fix = f'pip install "{requirement.name}{requirement.specifier}"'
+    if version is None:
+        return Finding(requirement.name, "blocked", f"not installed; {needs}", fix)
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Finding(requirement.name, "blocked", f"{version} is too old; {needs}", fix)
+    return Finding(requirement.name, "ok", version)
+
+
+def check_devices(devices: Devices) -> Finding:
+    if holder := _tpu_holder(devices):
+        return holder
+    if devices.error is None:
+        return Finding("devices", "ok", _describe(devices))
+    if devices.requested and "Unable to initialize backend" in devices.error:
+        fix = "unset JAX_PLATFORMS"
+    elif "still starting" in devices.error:
+        fix = "on one host of a TPU pod, run the command on all of its hosts at once"
+    else:
+        fix = "pip install --upgrade jax"
+    return Finding("devices", "blocked", devices.error, fix)
+
+
+def check_tpu(hardware: Hardware, devices: Devices) -> Finding | None:
+    if devices.platform is None or devices.platform == "tpu" or _tpu_holder(devices):
+        return None  # works, or check_devices has said what is wrong
+    if hardware.tpu is None:
+        if hardware.tpu_variable is None:
+            return None
+        detail = f"{hardware.tpu_variable} is set but this system shows no TPU; JAX uses the {devices.platform}"
+        return Finding("tpu", "warning", detail, "give the container the device: docker run --privileged --net=host")
+    if devices.requested:
+        detail = f"there is a TPU ({hardware.tpu}) but JAX_PLATFORMS={devices.requested} hides it"
+        return Finding("tpu", "warning", detail, "unset JAX_PLATFORMS")
+    passed_over = next((message for message in devices.messages if "'tpu'" in message), None)
+    because = f": {passed_over}" if passed_over else ""
+    detail = f"there is a TPU ({hardware.tpu}) but JAX sees only the {devices.platform}{because}"
+    return Finding("tpu", "blocked", detail, 'pip install "jax[tpu]"')
+
+
+def check_nvidia(hardware: Hardware, devices: Devices) -> Finding | None:
+    if hardware.nvidia is None or devices.platform != "cpu":
+        return None
+    if devices.requested:
+        detail = f"there is an NVIDIA GPU ({hardware.nvidia}) but JAX_PLATFORMS={devices.requested} hides it"
+        return Finding("gpu", "warning", detail, "unset JAX_PLATFORMS")
+    driver = f", driver {hardware.nvidia_driver}" if hardware.nvidia_driver else ""
+    detail = f"there is an NVIDIA GPU ({hardware.nvidia}{driver}) but JAX sees only the cpu"
+    cuda = "cuda13" if (hardware.nvidia_driver or 0) >= CUDA13_DRIVER else "cuda12"
+    return Finding("gpu", "warning", detail, f'pip install "jax[{cuda}]"')
+
+
+def check_memory(memory: HostMemory) -> Finding:
+    total = format_bytes(memory.total_bytes)
+    if memory.available_bytes is None:
+        return Finding("host memory", "ok", total)
+    return Finding("host memory", "ok", f"{format_bytes(memory.available_bytes)} free of {total}")
+
+
+def check_compile_cache(cache: Directory) -> Finding:
+    fix = "export JAX_COMPILATION_CACHE_DIR=/a/writable/directory"
+    if not cache.writable:
+        return Finding("compile cache", "warning", f"{cache.path} cannot be written: every process compiles anew", fix)
+    state = f"{cache.entries} programs, {format_bytes(cache.size_bytes)}" if cache.exists else "not made yet"
+    detail = f"{cache.path} ({state}; {format_bytes(cache.free_bytes)} free on the disk)"
+    if cache.free_bytes < LOW_DISK_BYTES:
+        return Finding("compile cache", "warning", detail, fix)
+    return Finding("compile cache", "ok", detail)
+
+
+def check_model_cache(cache: Directory) -> Finding:
+    state = f"{cache.entries} models, {format_bytes(cache.size_bytes)}" if cache.exists else "not made yet"
+    detail = f"{cache.path} ({state}; {format_bytes(cache.free_bytes)} free on the disk)"
+    if not cache.writable:
+        return Finding("model cache", "warning", f"{detail}; cannot be written", "export HF_HOME=/a/writable/directory")
+    return Finding("model cache", "ok", detail)
+
+
+def format_bytes(count: int) -> str:
+    if count < 1 << 30:
+        return f"{count / (1 << 20):.1f} MiB"
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def _describe(devices: Devices) -> str:
+    groups = Counter((device.kind, device.memory_bytes) for device in devices.devices)
+    described = []
+    for (kind, memory), count in groups.items():
+        each = f", {format_bytes(memory)} each" if memory is not None else ""
+        described.append(f"{count} x {kind}{each}")
+    return f"{devices.platform}: {'; '.join(described)}"
+
+
+def _tpu_holder(devices: Devices) -> Finding | None:
+    for message in (*devices.messages, devices.error or ""):
+        if match := re.search(r"already in use by (?:a )?process with pid (\d+)", message):
+            pid = match[1]
+            return Finding("devices", "blocked", f"the TPU is held by process {pid}", f"end that process: kill {pid}")
+        if re.search(r"libtpu_lockfile|libtpu\.so.* already in use|TPU is already in use", message):
+            fix = "end the other process, or if there is none: rm /tmp/libtpu_lockfile"
+            return Finding("devices", "blocked", "the TPU is held by another process", fix)
+    return None

@@ -1,0 +1,107 @@
+"""Gather the facts, judge them, survive whatever goes wrong on the way: a broken machine is the normal case here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from packaging.requirements import Requirement
+
+import comfy_tpu
+from comfy_tpu.compiler.cache import cache_directory
+from comfy_tpu.config import CacheConfig
+from comfy_tpu.diagnosis import checks, facts
+from comfy_tpu.diagnosis.checks import Finding
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """The ways facts are come by. A test gives its own."""
+
+    python: Callable[[], facts.Python] = facts.python
+    requirements: Callable[[], tuple[str, ...]] = facts.requirements
+    versions: Callable[[Iterable[str]], Mapping[str, str | None]] = facts.versions
+    devices: Callable[[], facts.Devices] = facts.devices
+    hardware: Callable[[], facts.Hardware] = facts.hardware
+    host_memory: Callable[[], facts.HostMemory] = facts.host_memory
+    compile_cache: Callable[[], facts.Directory] = lambda: facts.directory(cache_directory(CacheConfig()), "*-cache")
+    model_cache: Callable[[], facts.Directory] = lambda: facts.directory(facts.model_cache_directory(), "models--*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A fact is None where it could not be had; a finding then says why."""
+
+    python: facts.Python | None
+    versions: Mapping[str, str | None]
+    devices: facts.Devices | None
+    hardware: facts.Hardware | None
+    host_memory: facts.HostMemory | None
+    compile_cache: facts.Directory | None
+    model_cache: facts.Directory | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def blocked(self) -> bool:
+        return any(finding.status == "blocked" for finding in self.findings)
+
+
+class _Findings:
+    def __init__(self) -> None:
+        self.found: list[Finding] = []
+
+    def attempt(self, name: str, action: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return action(*arguments)
+        except Exception as failure:  # noqa: BLE001 - a check that fails is itself a finding
+            detail = f"could not be checked: {type(failure).__name__}: {failure}"
+            self.found.append(Finding(name, "warning", detail))
+            return None
+
+    def judge(self, name: str, check: Callable[..., Finding | None], *given: object) -> None:
+        if any(fact is None for fact in given):
+            return  # the attempt to learn it has already left a finding
+        if finding := self.attempt(name, check, *given):
+            self.found.append(finding)
+
+
+def examine(probes: Probes | None = None) -> Report:
+    probes = probes or Probes()
+    findings = _Findings()
+
+    python = findings.attempt("python", probes.python)
+    findings.judge("python", checks.check_python, python)
+
+    lines = findings.attempt("requirements", probes.requirements) or ()
+    requirements = [Requirement(line) for line in lines]
+    names = [requirement.name for requirement in requirements] + list(facts.COMPANIONS)
+    versions = dict(findings.attempt("versions", probes.versions, names) or {})
+    for requirement in requirements if versions else []:
+        findings.judge(requirement.name, checks.check_package, requirement, versions)
+
+    devices = findings.attempt("devices", probes.devices)
+    hardware = findings.attempt("hardware", probes.hardware)
+    findings.judge("devices", checks.check_devices, devices)
+    findings.judge("tpu", checks.check_tpu, hardware, devices)
+    findings.judge("gpu", checks.check_nvidia, hardware, devices)
+
+    host_memory = findings.attempt("host memory", probes.host_memory)
+    findings.judge("host memory", checks.check_memory, host_memory)
+    compile_cache = findings.attempt("compile cache", probes.compile_cache)
+    findings.judge("compile cache", checks.check_compile_cache, compile_cache)
+    model_cache = findings.attempt("model cache", probes.model_cache)
+    findings.judge("model cache", checks.check_model_cache, model_cache)
+
+    return Report(
+        python=python,
+        versions={"comfy-tpu": comfy_tpu.__version__, **versions},
+        devices=devices,
+        hardware=hardware,
+        host_memory=host_memory,
+        compile_cache=compile_cache,
+        model_cache=model_cache,
+        findings=tuple(findings.found),
+    )

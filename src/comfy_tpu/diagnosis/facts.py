@@ -1,0 +1,214 @@
+"""What can be learnt about this machine. Every function here looks; none of them judges."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import comfy_tpu
+
+# A single TPU host starts in about 10 s. One host of a pod waits for the others without end.
+DEVICE_TIMEOUT_S = 120.0
+
+# Reported beside the required packages: they decide whether the required ones work.
+COMPANIONS = ("jaxlib", "libtpu", "torchvision")
+
+
+@dataclasses.dataclass(frozen=True)
+class Python:
+    version: str
+    executable: str
+    required: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    kind: str
+    memory_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What JAX found when it started, or why it did not start."""
+
+    platform: str | None
+    devices: tuple[Device, ...] = ()
+    requested: str | None = None
+    """JAX_PLATFORMS, which keeps JAX from looking further."""
+    messages: tuple[str, ...] = ()
+    """What JAX logged about back ends that it passed over."""
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Accelerators that the operating system shows, whether or not JAX can use them."""
+
+    tpu: str | None = None
+    """Where a TPU shows, as "/dev/accel0"."""
+    tpu_variable: str | None = None
+    """An environment variable that only a TPU machine sets."""
+    nvidia: str | None = None
+    nvidia_driver: int | None = None
+    """The driver's major version."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    total_bytes: int
+    available_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Directory:
+    path: str
+    exists: bool
+    writable: bool
+    """For a directory that does not exist: whether it can be made."""
+    entries: int
+    size_bytes: int
+    free_bytes: int
+
+
+def python() -> Python:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Python(version, sys.executable, _project()[1])
+
+
+def requirements() -> tuple[str, ...]:
+    """What the package asks for, without its extras, as written in pyproject.toml."""
+    return _project()[0]
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Installed versions by distribution name; None where there is none. Imports nothing."""
+    return {name: _version(name) for name in names}
+
+
+def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
+    """Start JAX in a process of its own: there it can crash, wait for ever, or hold the accelerator without harm."""
+    environment = dict(os.environ)
+    requested = environment.get("JAX_PLATFORMS") or None
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # or the probe takes 75% of a GPU that is in use
+    source = str(Path(comfy_tpu.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), source]))
+    command = [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.device_probe"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Devices(None, requested=requested, error=f"JAX was still starting after {timeout_s:.0f} s")
+    if done.returncode != 0 or not done.stdout.strip():
+        said = done.stderr.strip().splitlines()
+        error = f"JAX {_ending(done.returncode)}: {said[-1] if said else 'it said nothing'}"
+        return Devices(None, requested=requested, error=error)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return Devices(
+        platform=answer["platform"],
+        devices=tuple(Device(**device) for device in answer["devices"]),
+        requested=requested,
+        messages=tuple(answer["messages"]),
+        error=answer["error"],
+    )
+
+
+def hardware(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Hardware:
+    driver_file = root / "proc/driver/nvidia/version"
+    driver = re.search(r"Kernel Module.*?\s(\d+)\.\d", driver_file.read_text()) if driver_file.exists() else None
+    return Hardware(
+        tpu=_tpu_device(root),
+        tpu_variable=_tpu_variable(environ),
+        nvidia=_nvidia_device(root),
+        nvidia_driver=int(driver[1]) if driver else None,
+    )
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo")) -> HostMemory:
+    if not meminfo.exists():
+        return HostMemory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None)
+    kibibytes = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo.read_text(), re.MULTILINE))
+    return HostMemory(int(kibibytes["MemTotal"]) * 1024, int(kibibytes["MemAvailable"]) * 1024)
+
+
+def directory(path: Path, entry_pattern: str) -> Directory:
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    return Directory(
+        path=str(path),
+        exists=path.is_dir(),
+        writable=nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
+        entries=sum(1 for _ in path.glob(entry_pattern)) if path.is_dir() else 0,
+        size_bytes=sum(file.lstat().st_size for file in files),
+        free_bytes=shutil.disk_usage(nearest).free,
+    )
+
+
+def model_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where huggingface_hub keeps downloads, by its documented variables."""
+    if cache := environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def _project() -> tuple[tuple[str, ...], str]:
+    """Requirements and Python versions, from the installed package or, in a plain checkout, from its pyproject.toml."""
+    try:
+        metadata = importlib.metadata.metadata("comfy-tpu")
+    except importlib.metadata.PackageNotFoundError:
+        import tomllib  # not in Python 3.10, which must live long enough to be told that it is too old
+
+        file = Path(comfy_tpu.__file__).parents[2] / "pyproject.toml"
+        project = tomllib.loads(file.read_text())["project"]
+        return tuple(project["dependencies"]), project["requires-python"]
+    lines = metadata.get_all("Requires-Dist") or []
+    return tuple(line for line in lines if "extra ==" not in line), metadata["Requires-Python"]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ending(returncode: int) -> str:
+    if returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name} while starting"
+    return f"exited with status {returncode} while starting"
+
+
+def _tpu_device(root: Path) -> str | None:
+    for device in sorted((root / "dev").glob("accel[0-9]*")):
+        return f"/dev/{device.name}"
+    # Newer TPU machines bind the chips to vfio, where their device files look like anybody's. Google's other PCI
+    # functions in a virtual machine are its network card (class 02) and its disks (class 01).
+    for vendor in sorted((root / "sys/bus/pci/devices").glob("*/vendor")):
+        kind = (vendor.parent / "class").read_text().strip()
+        if vendor.read_text().strip() == "0x1ae0" and not kind.startswith(("0x01", "0x02")):
+            return f"PCI {vendor.parent.name}"
+    return None
+
+
+def _tpu_variable(environ: Mapping[str, str]) -> str | None:
+    if environ.get("TPU_SKIP_MDS_QUERY"):  # set to compile for a TPU where there is none
+        return None
+    names = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
+    return next((name for name in names if environ.get(name)), None)
+
+
+def _nvidia_device(root: Path) -> str | None:
+    for device in sorted((root / "dev").glob("nvidia[0-9]*")):
+        return f"/dev/{device.name}"
+    if (root / "dev/dxg").exists() and shutil.which("nvidia-smi"):
+        return "/dev/dxg"
+    return None

@@ -1,0 +1,110 @@
+"""Style, types and layers. Here, and only here, so that plain `pytest` checks all of them."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+
+
+def run_tool(name, *arguments, cwd=ROOT, source=ROOT / "src"):
+    tool = SCRIPTS / name
+    if not tool.exists():
+        tool = Path(sysconfig.get_path("scripts")) / name
+    environment = {**os.environ, "PYTHONPATH": str(source), "NO_COLOR": "1"}
+    return subprocess.run([tool, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ruff", "check"), ("ruff", "format", "--check"), ("mypy",), ("lint-imports",)],
+    ids=" ".join,
+)
+def test_tool_is_content(command):
+    done = run_tool(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+LAYERS = ["comfy", "cli", "diagnosis", "pipeline", "families", "compiler", "bridge", "kernels", "parallel"]
+
+VIOLATIONS = {
+    "a lower layer imports a higher one": ("compiler/x.py", "import comfy_tpu.families", "Imports go downwards"),
+    "kernels import bridge": ("kernels/x.py", "import comfy_tpu.bridge", "Imports go downwards"),
+    "parallel imports kernels": ("parallel/x.py", "import comfy_tpu.kernels", "Imports go downwards"),
+    "the command imports the nodes": ("cli/x.py", "import comfy_tpu.comfy", "Imports go downwards"),
+    "the nodes import the command": ("comfy/x.py", "import comfy_tpu.cli", "Imports go downwards"),
+    "a diagnosis is used by a pipeline": ("pipeline/x.py", "import comfy_tpu.diagnosis", "Imports go downwards"),
+    "config imports a layer": ("config.py", "import comfy_tpu.parallel", "Imports go downwards"),
+    "a package without a layer": ("utils.py", "", "Imports go downwards"),
+    "torchax in a family": ("families/x.py", "import torchax", "Only bridge imports torchax"),
+    "torchax in the compiler, inside a function": (
+        "compiler/x.py",
+        "def f():\n    from torchax import interop",
+        "Only bridge imports torchax",
+    ),
+    "torch in a kernel": ("kernels/x.py", "import torch.nn", "kernels and parallel are plain JAX"),
+    "torch in parallel": ("parallel/x.py", "from torch import nn", "kernels and parallel are plain JAX"),
+    "ComfyUI in the compiler": ("compiler/x.py", "import comfy.model_management", "Only comfy/ imports ComfyUI"),
+    "ComfyUI's paths in the command": ("cli/x.py", "import folder_paths", "Only comfy/ imports ComfyUI"),
+    "ComfyUI's server in a pipeline": (
+        "pipeline/x.py",
+        "from server import PromptServer",
+        "Only comfy/ imports ComfyUI",
+    ),
+    "one family imports another": (
+        "families/flux.py",
+        "import comfy_tpu.families.wan",
+        "Families do not import each other",
+    ),
+}
+
+ALLOWED = {
+    "torchax in bridge": ("bridge/x.py", "import torchax"),
+    "torchax through bridge": ("compiler/x.py", "import comfy_tpu.bridge.y"),
+    "torch in a family": ("families/x.py", "import torch"),
+    "ComfyUI in the nodes": ("comfy/x.py", "import comfy.utils, comfy_api.latest, folder_paths, nodes, server"),
+    "the registry names the families": (
+        "families/registry.py",
+        "import comfy_tpu.families.flux, comfy_tpu.families.wan",
+    ),
+    "a family uses the shared vocabulary": ("families/flux.py", "import comfy_tpu.families.family"),
+}
+
+
+@pytest.fixture
+def skeleton(tmp_path):
+    """A package with the layers and nothing in them, under our contracts."""
+    package = tmp_path / "comfy_tpu"
+    files = ["__init__.py", "config.py", "errors.py", *(f"{layer}/__init__.py" for layer in LAYERS)]
+    files += ["families/family.py", "families/flux.py", "families/wan.py"]
+    for file in files:
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).touch()
+    (package / "bridge/y.py").write_text("import torchax")
+    return tmp_path
+
+
+def lint(skeleton):
+    return run_tool("lint-imports", "--config", ROOT / "pyproject.toml", "--no-cache", cwd=skeleton, source=skeleton)
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_contract_is_broken_by(violation, skeleton):
+    file, line, contract = VIOLATIONS[violation]
+    (skeleton / "comfy_tpu" / file).write_text(line)
+    done = lint(skeleton)
+    broken = [line.split(" BROKEN")[0] for line in done.stdout.splitlines() if " BROKEN" in line]
+    assert broken == [contract], done.stdout + done.stderr
+    assert done.returncode == 1
+
+
+def test_contracts_allow_what_they_should(skeleton):
+    for file, line in ALLOWED.values():
+        (skeleton / "comfy_tpu" / file).write_text(line)
+    done = lint(skeleton)
+    assert done.returncode == 0, done.stdout + done.stderr
