@@ -35,7 +35,10 @@ before = state()
 from comfy_tpu.bridge import compat
 import comfy_tpu.bridge
 after = state()
-present = [name for name in compat.substituted_names if hasattr(getattr(torch.ops.aten, name.split(".")[1], None), name.split(".")[-1])]
+def is_present(name):
+    _, packet, *overload = name.split(".")
+    return hasattr(getattr(torch.ops.aten, packet, None), overload[0]) if overload else hasattr(torch.ops.aten, packet)
+present = [name for name in compat.substituted_names if is_present(name)]
 print(json.dumps({"before": before, "after": after, "present": present, "torchax": "torchax" in sys.modules}))
 """
 
@@ -53,7 +56,9 @@ def test_the_stand_in_answers_torchax_only() -> None:
     with compat._answer_for_missing_names(found):
         assert not hasattr(torch.ops.aten, "no_such_operator")
         assert not hasattr(torch.ops.aten.add, "no_such_overload")
-        asked_by_torchax = eval("torch.ops.aten.add.no_such_overload", {"torch": torch, "__name__": "torchax.ops.jaten"})
+        asked_by_torchax = eval(
+            "torch.ops.aten.add.no_such_overload", {"torch": torch, "__name__": "torchax.ops.jaten"}
+        )
         assert isinstance(asked_by_torchax, compat.MissingName)
         kept = eval("torch.ops.aten.add.Tensor", {"torch": torch, "__name__": "torchax.ops.jaten"})
         assert kept is torch.ops.aten.add.Tensor

@@ -109,7 +109,9 @@ def test_another_thread_does_ordinary_torch_meanwhile() -> None:
     thread.join()
     assert torch.equal(result, x.relu() + 1)
     assert seen[-1] == 0
-    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" for tensor in seen[:-1])
+    assert all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" for tensor in seen[:-1]
+    )
 
 
 def test_two_threads_trace_at_once() -> None:

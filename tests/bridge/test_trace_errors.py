@@ -63,7 +63,9 @@ def test_host_tensors_become_constants_within_reason() -> None:
     table = torch.arange(3.0)
     assert torch.equal(run_traced(lambda x: x + table, x), x + table)
     large = torch.zeros(17 * 2**20)
-    with pytest.raises(TraceError, match=r"host tensor of 68 MiB.*test_trace_errors.py.*may have 64 MiB: pass it as an input"):
+    with pytest.raises(
+        TraceError, match=r"host tensor of 68 MiB.*test_trace_errors.py.*may have 64 MiB: pass it as an input"
+    ):
         run_traced(lambda x: x.sum() + large, x)
 
 

@@ -157,7 +157,8 @@ def test_list_of_one_layer_and_tied_weights(tmp_path):
         WeightSlot("two", ("shared",), (3,), jnp.float32, place),
     ]
     arrays = load_weights(Checkpoint.open(tmp_path), slots)
-    assert arrays["blocks.*.w"].shape == (1, 2, 2) and float(arrays["blocks.*.w"].sum()) == 4
+    assert arrays["blocks.*.w"].shape == (1, 2, 2)
+    assert float(arrays["blocks.*.w"].sum()) == 4
     assert arrays["one"].shape == arrays["two"].shape == (3,)
 
 
@@ -216,7 +217,8 @@ def test_misfits_are_told_before_anything_is_read(checkpoint, edit, message, mon
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("read before the check"))
     with pytest.raises(CheckpointError, match=message) as error:
         load_weights(checkpoint, edit(make_slots(make_placement("single"))))
-    assert "does not fit the model" in str(error.value) and "nothing was loaded" in str(error.value)
+    assert "does not fit the model" in str(error.value)
+    assert "nothing was loaded" in str(error.value)
 
 
 def test_all_misfits_come_in_one_error(checkpoint):
@@ -237,7 +239,9 @@ def test_many_misfits_are_counted_and_the_missing_still_shown(tmp_path):
     with pytest.raises(CheckpointError) as error:
         load_weights(Checkpoint.open(tmp_path), slots)
     text = str(error.value)
-    assert "and 21 more problems" in text and "missing from the checkpoint: x0, x1" in text and "x9 and 2 more" in text
+    assert "and 21 more problems" in text
+    assert "missing from the checkpoint: x0, x1" in text
+    assert "x9 and 2 more" in text
     assert len(text.splitlines()) == 13
 
 

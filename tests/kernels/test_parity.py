@@ -102,7 +102,9 @@ def test_rows_without_keys_are_zero_and_huge_biases_finite(config: AttentionConf
     got, _ = run(case, config)
     assert not got[0].any()
     # torch in float32: the scores vanish beside the bias, and every key weighs the same.
-    np.testing.assert_allclose(got[1], np.broadcast_to(case.inputs()["value"][1].mean(1, keepdims=True), got[1].shape), atol=1e-5)
+    np.testing.assert_allclose(
+        got[1], np.broadcast_to(case.inputs()["value"][1].mean(1, keepdims=True), got[1].shape), atol=1e-5
+    )
 
 
 def test_random_shapes_match_torch() -> None:

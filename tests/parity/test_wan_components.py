@@ -21,7 +21,14 @@ every_precision = pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, id
 
 
 def run(
-    model: SmallModel, mesh: str, dtype: torch.dtype, *, method: str = "forward", scan: bool = True, input_axes: Any = None, **inputs: Any
+    model: SmallModel,
+    mesh: str,
+    dtype: torch.dtype,
+    *,
+    method: str = "forward",
+    scan: bool = True,
+    input_axes: Any = None,
+    **inputs: Any,
 ) -> Any:
     component = Component(model.spec, model.config, make_placement(mesh), dtype=dtype, scan=scan)
     weights = component.load(Checkpoint.open(model.checkpoint))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import torch
 from jax.sharding import Sharding
+from torch.utils.dlpack import from_dlpack
 
 from comfy_tpu.bridge.dtypes import as_numpy, as_tensor
 from comfy_tpu.bridge.environment import DeviceTensor
@@ -44,8 +45,8 @@ def to_host(tree: Any, *, consume: bool = False) -> Any:
             return leaf
         if all(device.platform == "cpu" for device in leaf.devices()):
             # Shares memory with the array unless copied; several devices have no single memory to share.
-            return torch.from_dlpack(leaf) if consume and len(leaf.devices()) == 1 else as_tensor(np.array(leaf))
-        return torch.from_dlpack(jax.device_put(leaf, jax.local_devices(backend="cpu")[0]))
+            return from_dlpack(leaf) if consume and len(leaf.devices()) == 1 else as_tensor(np.array(leaf))
+        return from_dlpack(jax.device_put(leaf, jax.local_devices(backend="cpu")[0]))
 
     return jax.tree.map(fetch, tree)
 
@@ -56,8 +57,10 @@ def _is_tensor(leaf: Any) -> bool:
 
 def check_host_data(value: Any, where: str = "result") -> None:
     """Raises if a device tensor, a traced value or a live model hides anywhere in what is about to be handed out."""
-    if isinstance(value, DeviceTensor) or isinstance(value, (jax.Array, torch.nn.Module)):
-        raise EscapeError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, expected host data; use to_host()")
+    if isinstance(value, (DeviceTensor, jax.Array, torch.nn.Module)):
+        raise EscapeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, expected host data; use to_host()"
+        )
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise EscapeError(f"{where} is a tensor on {value.device}, expected one on cpu; use to_host()")
     if isinstance(value, Mapping):

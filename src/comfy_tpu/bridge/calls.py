@@ -81,11 +81,17 @@ def call_function(
             inputs = environment.as_torch((tuple(args), dict(kwargs or {})))
             if module is None:
                 return environment.as_jax(function(*inputs[0], **inputs[1]))
-            arrays = {name: array if is_stacked(name) else context.for_compute(name, array) for name, array in (weights or {}).items()}
+            arrays = {
+                name: array if is_stacked(name) else context.for_compute(name, array)
+                for name, array in (weights or {}).items()
+            }
             # Computed buffers go in as traced constants: left on the host, everything derived from them (a RoPE table
             # of 75,600 rows) would be worked out on the host and become a constant of its own.
             parameters = environment.as_torch(environment.t2j_copy(_computed_buffers(module)) | arrays)
-            with _attributes_kept(module), torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True):
+            with (
+                _attributes_kept(module),
+                torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True),
+            ):
                 return environment.as_jax(function(*inputs[0], **inputs[1]))
         except _NEEDS_A_VALUE as error:
             raise TraceError(

@@ -47,9 +47,19 @@ class MissingName:
 
 
 @contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
 def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
-    def answering(owner: type, describe: Callable[[Any], str]) -> Callable[[], None]:
-        original = owner.__getattr__  # type: ignore[attr-defined]
+    def answering(owner: Any, describe: Callable[[Any], str]) -> contextlib.AbstractContextManager[None]:
+        original = owner.__getattr__
 
         @functools.wraps(original)
         def __getattr__(self: Any, key: str) -> Any:  # noqa: N807
@@ -62,14 +72,13 @@ def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
                 if key.startswith("__") or asking.split(".")[0] != "torchax" or not name.startswith("aten."):
                     raise
                 found.append(name)
-                return MissingName(found[-1])
+                return MissingName(name)
 
-        owner.__getattr__ = __getattr__  # type: ignore[attr-defined]
-        return lambda: setattr(owner, "__getattr__", original)
+        return _replaced(owner, "__getattr__", __getattr__)
 
-    with contextlib.ExitStack() as restore:
-        restore.callback(answering(torch._ops.OpOverloadPacket, str))
-        restore.callback(answering(torch._ops._OpNamespace, lambda namespace: namespace.name))
+    overloads = answering(torch._ops.OpOverloadPacket, str)
+    operators = answering(torch._ops._OpNamespace, lambda namespace: namespace.name)
+    with overloads, operators:
         yield
 
 
@@ -78,13 +87,12 @@ def _torch_kept_as_it_is() -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     environment = set(os.environ)
     decompositions = {kind: set(table) for kind, table in torch._decomp.global_decomposition_table.items()}
-    rename, register = torch.utils.rename_privateuse1_backend, torch._register_device_module
-    torch.utils.rename_privateuse1_backend = lambda name: None  # type: ignore[assignment]
-    torch._register_device_module = lambda device_type, module: None
+    without_renaming = _replaced(torch.utils, "rename_privateuse1_backend", lambda name: None)
+    without_registering = _replaced(torch, "_register_device_module", lambda device_type, module: None)
     try:
-        yield
+        with without_renaming, without_registering:
+            yield
     finally:
-        torch.utils.rename_privateuse1_backend, torch._register_device_module = rename, register
         torch.backends.mha.set_fastpath_enabled(fastpath)
         for name in set(os.environ) - environment:
             del os.environ[name]
@@ -124,7 +132,15 @@ def load_torchax() -> types.ModuleType:
         if _torchax is None:
             with _torch_kept_as_it_is(), _answer_for_missing_names(substituted_names):
                 module = importlib.import_module("torchax")
-                for name in ("tensor", "view", "decompositions", "ops.jaten", "ops.jtorch", "ops.ops_registry", "ops.mappings"):
+                for name in (
+                    "tensor",
+                    "view",
+                    "decompositions",
+                    "ops.jaten",
+                    "ops.jtorch",
+                    "ops.ops_registry",
+                    "ops.mappings",
+                ):
                     importlib.import_module(f"torchax.{name}")
             _forget_missing_names()
             _mend(module.tensor, module.view)

@@ -25,11 +25,11 @@ CONSTANT_BYTES_MAX = 64 * 2**20
 # cache, so a constant of weight size is a mistake: it should have been an input.
 
 
-class _MissingOperator(MissingOperatorError, torchax.tensor.OperatorNotFound):  # type: ignore[misc, name-defined]
+class _MissingOperatorError(MissingOperatorError, torchax.tensor.OperatorNotFound):  # type: ignore[name-defined]
     """torchax's function mode catches its own exception to try the operator's ATen form, so ours must be one too."""
 
 
-class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[misc, name-defined]
+class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined]
     def __init__(self) -> None:
         super().__init__()
         load_operators()
@@ -69,8 +69,9 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[misc, name-d
             )
         if tensor.nbytes > CONSTANT_BYTES_MAX:
             raise TraceError(
-                f"a host tensor of {tensor.nbytes / 2**20:.0f} MiB, shape {tuple(tensor.shape)}, was used{calling_line()}; "
-                f"constants of a program may have {CONSTANT_BYTES_MAX / 2**20:.0f} MiB: pass it as an input"
+                f"a host tensor of {tensor.nbytes / 2**20:.0f} MiB, shape {tuple(tensor.shape)}, was used"
+                f"{calling_line()}; constants of a program may have {CONSTANT_BYTES_MAX / 2**20:.0f} MiB: pass it as an "
+                "input"
             )
         return jnp.array(as_numpy(tensor))  # a copy: the program must not change when the tensor does
 
@@ -92,9 +93,13 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[misc, name-d
         try:
             return super()._get_op_or_decomp(func)
         except torchax.tensor.OperatorNotFound:
-            name = str(func) if isinstance(func, torch._ops.OpOverload) else torch.overrides.resolve_name(func) or str(func)
+            name = (
+                str(func)
+                if isinstance(func, torch._ops.OpOverload)
+                else torch.overrides.resolve_name(func) or str(func)
+            )
             target = name if name.startswith("torch.") else f"torch.ops.{name}"
-            raise _MissingOperator(
+            raise _MissingOperatorError(
                 f"operator {name} is not implemented by torchax or comfy-tpu; it was called{calling_line()}; "
                 f"add `@operator({target})` over a function on jax arrays in comfy_tpu/bridge/operators/"
             ) from None

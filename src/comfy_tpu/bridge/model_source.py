@@ -7,16 +7,14 @@ import sys
 import sysconfig
 import traceback
 import types
+from pathlib import Path
 
 import jax
 import torch
 
 import comfy_tpu
 
-_MACHINERY = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, jax.__file__, comfy_tpu.__file__)
-)
+_MACHINERY = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, jax.__file__, comfy_tpu.__file__))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -24,7 +22,7 @@ def _is_model_source(filename: str) -> bool:
     in_torchax = f"{os.sep}torchax{os.sep}" in filename
     in_standard_library = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
     in_machinery = filename.startswith(_MACHINERY) or in_torchax or in_standard_library
-    return os.path.exists(filename) and not in_machinery
+    return Path(filename).exists() and not in_machinery
 
 
 def calling_line() -> str:

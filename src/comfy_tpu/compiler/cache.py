@@ -51,7 +51,7 @@ def enable_cache(config: CacheConfig) -> Path | None:
             error.strerror or error,
         )
         return None
-    if jax.config.jax_compilation_cache_dir != str(directory):
+    if jax.config.values["jax_compilation_cache_dir"] != str(directory):
         jax.config.update("jax_compilation_cache_dir", str(directory))
         compilation_cache.reset_cache()  # JAX opens its cache once, possibly before this call
     # Small programs count too: a second process must compile nothing at all.
@@ -113,7 +113,7 @@ def _listen() -> None:
                 for count in _open_counts:
                     count.from_cache += 1
 
-    def on_duration(event: str, duration: float, **_: str | int) -> None:
+    def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             with _lock:
                 for count in _open_counts:

@@ -79,7 +79,9 @@ class ScannedLayers(torch.nn.Module):
                 f"{self.stack.path} is said to carry {missing[0]!r}, but its blocks were called with "
                 f"{', '.join(bound.arguments)}; correct the carry of its LayerStack"
             )
-        return run_layers(self.template, bound, self.stack.carry, carry_axes=self.stack.carry_axes, path=self.stack.path)
+        return run_layers(
+            self.template, bound, self.stack.carry, carry_axes=self.stack.carry_axes, path=self.stack.path
+        )
 
 
 def stack_layers(module: torch.nn.Module, stacks: tuple[LayerStack, ...]) -> torch.nn.Module:

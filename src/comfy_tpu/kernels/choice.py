@@ -42,6 +42,8 @@ class Call:
 
 def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
     _check_name("sequence_parallel", config.sequence_parallel, ("auto", "ulysses", "ring"))
+    if call.heads == 1:
+        return "whole_keys"
     if call.heads % sizes.tp:
         raise MeshError(f"heads={call.heads} is not divisible by tp={sizes.tp}; choose tp from {_divisors(call.heads)}")
     # Text tokens are few: holding them everywhere costs nothing, and no device waits for another. A dense mask lies

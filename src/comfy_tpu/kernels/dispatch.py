@@ -73,7 +73,8 @@ def attention(
         dense_mask=dense_mask is not None,
     )
     strategy = choose_strategy(call, platform, sizes, config)
-    implementation = choose_implementation(call, platform, chip, config, sharded=strategy if sizes.sp > 1 else None)
+    shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
+    implementation = choose_implementation(call, platform, chip, config, sharded=strategy if shares_sequence else None)
     if implementation == "splash" and config.smooth_keys:
         key = smooth(key, masking)
 

@@ -42,12 +42,15 @@ def over_mesh(
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     shards_keys = strategy != "whole_keys"
+    # A single head (a VAE's) leaves tp nothing to divide: it takes a share of the queries instead.
+    head_axis, query_axes = ("tp", ("sp",)) if heads > 1 else (None, ("sp", "tp"))
+    head_shards, query_shards = (sizes.tp, sizes.sp) if heads > 1 else (1, sizes.sp * sizes.tp)
 
-    copies = _kv_copies(heads, key.shape[1], sizes.tp * (sizes.sp if strategy == "ulysses" else 1))
+    copies = _kv_copies(heads, key.shape[1], head_shards * (sizes.sp if strategy == "ulysses" else 1))
     if copies > 1:
         key, value = (jnp.repeat(array, copies, axis=1) for array in (key, value))
 
-    query_padding = -queries % sizes.sp
+    query_padding = -queries % query_shards
     query = _pad(query, 2, query_padding)
     key_padding = -keys % sizes.sp if shards_keys else 0
     if key_padding:
@@ -59,7 +62,8 @@ def over_mesh(
     dp = "dp" if batch % sizes.dp == 0 else None
     kv_axis = "sp" if shards_keys else None
     arrays = {"query": query, "key": key, "value": value}
-    specs = {"query": P(dp, "tp", "sp"), "key": P(dp, "tp", kv_axis), "value": P(dp, "tp", kv_axis)}
+    key_spec = P(dp, head_axis, kv_axis)
+    specs = {"query": P(dp, head_axis, query_axes), "key": key_spec, "value": key_spec}
     if masking.lengths is not None:
         arrays["lengths"], specs["lengths"] = masking.lengths, P(dp)
     if masking.keys is not None:
@@ -67,7 +71,7 @@ def over_mesh(
         arrays["keys"], specs["keys"] = masking.keys, P(dp, "sp" if strategy == "ring" else None)
     if masking.dense is not None:
         mask = masking.dense if masking.dense.shape[2] == 1 else _pad(masking.dense, 2, query_padding)
-        axes = zip(mask.shape, (dp, "tp", "sp", None), strict=True)
+        axes = zip(mask.shape, (dp, head_axis, query_axes, None), strict=True)
         arrays["dense"], specs["dense"] = mask, P(*(None if size == 1 else axis for size, axis in axes))
 
     def body(arrays: dict[str, Array]) -> Array:
@@ -77,20 +81,16 @@ def over_mesh(
             keys=arrays.get("keys"),
             dense=arrays.get("dense"),
         )
-        run = {"whole_keys": _whole_keys, "ulysses": _ulysses, "ring": _ring}[strategy]
+        if strategy == "whole_keys":
+            if query_shards > 1:
+                inside = dataclasses.replace(inside, offset=lax.axis_index(query_axes) * arrays["query"].shape[2])
+            return local(arrays["query"], arrays["key"], arrays["value"], inside, partial=False)[0]
+        run = {"ulysses": _ulysses, "ring": _ring}[strategy]
         return run(arrays["query"], arrays["key"], arrays["value"], inside, local, sizes.sp)
 
     # check_vma=False: a Pallas call does not say over which axes its results vary.
-    out = jax.shard_map(body, mesh=placement.mesh, in_specs=(specs,), out_specs=P(dp, "tp", "sp"), check_vma=False)(
-        arrays
-    )
+    out = jax.shard_map(body, mesh=placement.mesh, in_specs=(specs,), out_specs=specs["query"], check_vma=False)(arrays)
     return out[:, :, :queries]
-
-
-def _whole_keys(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
-    if sp > 1:
-        masking = dataclasses.replace(masking, offset=lax.axis_index("sp") * query.shape[2])
-    return local(query, key, value, masking, partial=False)[0]
 
 
 def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:

@@ -27,13 +27,17 @@ def even_batch(axes: Axes, shape: tuple[int, ...], placement: Placement) -> Part
 
     A batch of one over dp=2 would be padded to two and computed twice over, with the collectives of both.
     """
-    return PartitionSpec(*(None if axis == "dp" and size % placement.sizes.dp else axis for axis, size in _pairs(axes, shape)))
+    return PartitionSpec(
+        *(None if axis == "dp" and size % placement.sizes.dp else axis for axis, size in _pairs(axes, shape))
+    )
 
 
 def evenly(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
     """The same without every axis that does not divide its dimension: what an array can be placed with."""
     sizes = dict(placement.mesh.shape)
-    return PartitionSpec(*(None if size % math.prod(sizes[a] for a in _names(axis)) else axis for axis, size in _pairs(axes, shape)))
+    return PartitionSpec(
+        *(None if size % math.prod(sizes[a] for a in _names(axis)) else axis for axis, size in _pairs(axes, shape))
+    )
 
 
 def _pairs(axes: Axes, shape: tuple[int, ...]) -> zip[tuple[str | tuple[str, ...] | None, int]]:

@@ -52,7 +52,9 @@ def _without_four_dimensions(
         return x.reshape((-1, x.shape[-3] if query.ndim > 4 else 1, *x.shape[-2:]))
 
     if mask is not None and mask.ndim > 2:
-        mask = jnp.broadcast_to(mask, (*leading, heads, *mask.shape[-2:]) if query.ndim > 4 else (*leading, *mask.shape[-2:]))
+        mask = jnp.broadcast_to(
+            mask, (*leading, heads, *mask.shape[-2:]) if query.ndim > 4 else (*leading, *mask.shape[-2:])
+        )
         mask = mask.reshape((-1, heads, *mask.shape[-2:]))
     out = scaled_dot_product_attention(
         folded(query), folded(key), folded(value), mask, 0.0, is_causal, scale, enable_gqa

@@ -43,9 +43,7 @@ def interpolate(
     return input
 
 
-def _nearest(
-    x: Shaped[Array, "..."], axis: int, target: int, ratio: float, half_pixel: bool
-) -> Shaped[Array, "..."]:
+def _nearest(x: Shaped[Array, "..."], axis: int, target: int, ratio: float, half_pixel: bool) -> Shaped[Array, "..."]:
     length = x.shape[axis]
     # float32, because torch's CPU kernel chooses its source rows in float32
     rows = (np.arange(target, dtype=np.float32) + np.float32(0.5 if half_pixel else 0)) * np.float32(ratio)
