@@ -49,8 +49,7 @@ def attention(
     key, value = _check_shapes(query, key, value, enable_gqa)
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = value.shape[2:]
-    if kv_lengths is not None:
-        _check_lengths(kv_lengths, batch)
+    lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
     key_mask, dense_mask = None, None
     if mask is not None:
         if is_causal:
@@ -59,7 +58,7 @@ def attention(
                 "or pass kv_lengths or window, which combine with is_causal"
             )
         key_mask, dense_mask = split_mask(jnp.asarray(mask), batch, heads, queries, keys)
-    masking = Masking(band=band_of(is_causal, window), lengths=kv_lengths, keys=key_mask, dense=dense_mask)
+    masking = Masking(band=band_of(is_causal, window), lengths=lengths, keys=key_mask, dense=dense_mask)
 
     call = Call(
         heads=heads,
@@ -74,6 +73,8 @@ def attention(
     )
     strategy = choose_strategy(call, platform, sizes, config)
     implementation = choose_implementation(call, platform, chip, config, sharded=strategy if sizes.sp > 1 else None)
+    if query.size == 0:
+        return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
     if implementation == "splash" and config.smooth_keys:
         key = smooth(key, masking)
 
@@ -162,9 +163,10 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
     return key, value
 
 
-def _check_lengths(kv_lengths: Array, batch: int) -> None:
+def _check_lengths(kv_lengths: Array, batch: int) -> Array:
     if kv_lengths.shape != (batch,) or not jnp.issubdtype(kv_lengths.dtype, jnp.integer):
         raise InvalidValueError(
             f"kv_lengths has shape {tuple(kv_lengths.shape)} and dtype {kv_lengths.dtype}; expected integers of shape "
             f"({batch},), the number of keys of each sequence"
         )
+    return kv_lengths.astype(jnp.int32)

@@ -28,12 +28,22 @@ DEFAULT = BlockSizes(query=2048, key=2048, key_compute=1024)
 """The seed's tile. A step holds 1024×2048 float32 scores (8 MiB) and their bf16 exponents (4 MiB), beside
 double-buffered q, k, v and output tiles (4 × 1 MiB at head_dim 128, bf16) and a 128×2048 float32 accumulator (1 MiB)."""
 
-TABLE: dict[TuningKey, BlockSizes] = {}
+_WIDE = BlockSizes(query=1024, key=1024, key_compute=512)
+"""Head sizes over 128 (the Wan VAE has one head of 384): operand tiles grow with the head, 24 MiB at 384 in float32 with the
+default tile, so that scores get a quarter of it."""
 
 VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
 """What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB). The compiler's own default, 16 or 32 MiB,
 is too small for the default tile; the rest is left to what XLA keeps there between kernels."""
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
+
+
+TABLE: dict[TuningKey, BlockSizes] = {
+    TuningKey(chip, length, head_dim): _WIDE
+    for chip in VMEM_LIMIT
+    for length in LENGTHS
+    for head_dim in (256, 384, 512)
+}
 
 
 def vmem_limit(chip: str) -> int:
