@@ -6,11 +6,12 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
-from attention_reference import abstract_placement
 
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.kernels import attention
 from comfy_tpu.parallel.placement import Placement
+
+from .attention_reference import abstract_placement
 
 TOKENS = 75_600  # Wan 2.1, 720p, 81 frames
 
@@ -35,6 +36,14 @@ def test_splash_on_one_chip(options: dict[str, Any]) -> None:
     text = exported(abstract_placement("tpu", "v6e"), 10, **options)
     assert text.count("tpu_custom_call") == 1
     assert f"{TOKENS}x{TOKENS}" not in text
+
+
+def test_scores_cost_one_base_2_exponent_each() -> None:
+    query = jax.ShapeDtypeStruct((1, 1, TOKENS, 128), jnp.bfloat16)
+    placement = abstract_placement("tpu", "v6e")
+    text = str(jax.make_jaxpr(lambda q: attention(q, q, q, placement=placement, config=AttentionConfig()))(query))
+    assert "= exp2 " in text
+    assert "= exp " not in text
 
 
 def test_ulysses_around_splash_on_eight_chips() -> None:

@@ -1,7 +1,7 @@
 """NVIDIA GPUs: cuDNN's flash attention through jax.nn.
 
-Checked on an H200 (jax 0.11.2, bfloat16) against float32 softmax for ragged lengths, GQA, head sizes 8 to 256, causal with
-more keys and with more queries (aligned top-left, as torch), left windows and key lengths, alone and combined:
+Checked on an H200 (jax 0.11.2, bfloat16) against a float32 softmax for ragged lengths, GQA, head sizes 8 to 256, causal
+with more keys and with more queries (aligned top-left, as torch), left windows and key lengths, alone and combined:
 largest relative error 3.4e-3. Windows with more queries than keys are refused by cuDNN itself.
 """
 

@@ -132,8 +132,8 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
             )
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
             raise InvalidValueError(
-                f"{name} has dtype {array.dtype} and query {query.dtype}; expected one floating dtype for query, key and "
-                "value; convert them with astype"
+                f"{name} has dtype {array.dtype} and query {query.dtype}; expected one floating dtype for query, key "
+                "and value; convert them with astype"
             )
     if query.shape[3] != key.shape[3]:
         raise InvalidValueError(
@@ -141,7 +141,8 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
         )
     if key.shape[:3] != value.shape[:3]:
         raise InvalidValueError(
-            f"key has [batch, heads, length] = {list(key.shape[:3])} and value {list(value.shape[:3])}; they must be equal"
+            f"key has [batch, heads, length] = {list(key.shape[:3])} and value {list(value.shape[:3])}; "
+            "they must be equal"
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     if key.shape[2] == 0:
@@ -153,8 +154,8 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
         )
     if kv_heads == 0 or heads % kv_heads:
         raise InvalidValueError(
-            f"query heads={heads} is not divisible by key heads={kv_heads}; grouped-query attention gives every key head "
-            "the same number of query heads"
+            f"query heads={heads} is not divisible by key heads={kv_heads}; grouped-query attention gives every key "
+            "head the same number of query heads"
         )
     if key.shape[0] not in (1, query.shape[0]):
         raise InvalidValueError(f"query has batch={query.shape[0]} and key batch={key.shape[0]}; expected equal, or 1")

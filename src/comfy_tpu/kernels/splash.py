@@ -1,7 +1,7 @@
 """Flash attention for TPU: a forward-only Pallas kernel.
 
-Why our own: the splash kernel that JAX ships has no base-2 exponent, wants its block masks built on the host in NumPy and
-has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax version and brings many
+Why our own: the splash kernel that JAX ships has no base-2 exponent, wants its block masks built on the host in NumPy
+and has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax version and brings many
 dependencies, and this package must run beside a user's own. What is taken from both is the shape of the computation.
 
 How scores lie: tiles are computed as k·qᵀ, [keys, queries]. The maximum and the sum over keys then run down the
@@ -191,7 +191,7 @@ def _call(
 
 
 def _block_range(i: Array, offset: Array, length: Array, tile: BlockSizes, band: Band) -> tuple[Array | int, Array]:
-    """First key block that query block i needs, and the one after its last; the same rule for fetching and computing."""
+    """First key block that query block i needs, and the one after its last; one rule for fetching and computing."""
     top = offset + i * tile.query
     first: Array | int = 0
     end = length
@@ -273,8 +273,8 @@ def _kernel(
             )
             total_ref[...] = shrink[:1] * total_ref[...] + product
 
-    runs = column < end
     if may_hide:
+        runs = column < end
         # Only blocks that the length or the band cuts through pay for comparing positions.
         cut = left + tile.key > length
         if band.left is not None:
@@ -284,7 +284,7 @@ def _kernel(
         pl.when(runs & cut)(functools.partial(visit, hiding=True))
         pl.when(runs & ~cut)(functools.partial(visit, hiding=False))
     else:
-        pl.when(runs)(functools.partial(visit, hiding=False))
+        visit(hiding=False)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
