@@ -126,6 +126,8 @@ def _call(
     if band.left is not None and band.right is not None:
         width = min(key_blocks, (tile.query + band.left + band.right - 2) // tile.key + 2)
 
+    scores = batch * heads * queries * width * tile.key
+
     def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array) -> Array:
         first, end = _block_range(i, offset[0], lengths[b], tile, band)
         # Steps past the end name the last block again: Pallas fetches a block only when its index changes.
@@ -183,6 +185,13 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes,
+        ),
+        # XLA cannot look inside; without this its scheduler takes the kernel for free and hides no transfer behind it.
+        cost_estimate=pl.CostEstimate(
+            flops=2 * scores * (head_dim + value_dim),
+            transcendentals=scores,
+            bytes_accessed=query.dtype.itemsize
+            * (2 * query.size + (queries // tile.query) * batch * heads * width * tile.key * (head_dim + value_dim)),
         ),
         interpret=interpret,
         name="comfy_tpu_splash",
