@@ -1,11 +1,20 @@
 """Every implementation against torch on one device."""
 
+import dataclasses
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_reference import Case, relative_error, run
 
 from comfy_tpu.config import AttentionConfig, BlockSizes
+from comfy_tpu.kernels import attention
+from comfy_tpu.kernels.cudnn import cudnn
+from comfy_tpu.kernels.masking import Masking, band_of
+
+from .attention_reference import Case, relative_error, run
 
 # dense_max_tokens=16: every case below is "long", so that chunks and tiles are really used.
 CHUNKED = AttentionConfig(implementation="chunked", dense_max_tokens=16)
@@ -107,9 +116,27 @@ def test_rows_without_keys_are_zero_and_huge_biases_finite(config: AttentionConf
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "keys", "first_poisoned"), [(CHUNKED, 3000, 1024), (SPLASH, 900, 256)], ids=["chunked", "splash"]
+)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (9, 9)}, {"lengths": (100, 60)}], ids=str)
+def test_blocks_out_of_sight_are_not_computed(
+    config: AttentionConfig, keys: int, first_poisoned: int, options: dict[str, Any]
+) -> None:
+    """A NaN times a weight of zero is NaN: it stays out only if the block was never multiplied."""
+    case = Case(queries=128, keys=keys, **options)
+    inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
+    expected = case.expected(inputs)
+    inputs["value"] = inputs["value"].at[:, :, first_poisoned:].set(jnp.nan)
+    if case.lengths:
+        inputs["key"] = inputs["key"].at[:, :, first_poisoned:].set(jnp.nan)
+    got = jax.jit(lambda arrays: attention(**arrays, placement=None, config=config, **case.options()))(inputs)
+    assert relative_error(np.asarray(got), expected) <= 1e-5
+
+
 def test_random_shapes_match_torch() -> None:
     rng = np.random.default_rng(7)
-    for seed in range(6):
+    for seed in range(4):
         kv_heads = int(rng.integers(1, 4))
         queries, keys = (int(n) for n in rng.integers(1, 200, 2))
         case = Case(
@@ -127,3 +154,33 @@ def test_random_shapes_match_torch() -> None:
         for config in (CHUNKED, SPLASH):
             got, expected = run(case, config, seed=seed)
             assert np.abs(got - expected).max() <= 1e-5 * max(np.abs(expected).max(), 1.0), case
+
+
+def test_no_queries_give_no_rows() -> None:
+    got, _ = run(Case(queries=0, keys=5000), CHUNKED)
+    assert got.shape == (2, 4, 0, 16)
+
+
+CUDNN_CASES = ["ragged", "gqa", "causal more keys", "causal window", "causal lengths", "length zero", "key padding"]
+
+
+@pytest.mark.parametrize("name", CUDNN_CASES)
+def test_the_call_to_cudnn_means_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax.nn's plain implementation in the place of cuDNN, which needs a GPU: the arguments we give it are right."""
+    original = jax.nn.dot_product_attention
+
+    def plain(*args: Any, implementation: str, **options: Any) -> jax.Array:
+        assert implementation == "cudnn"
+        return original(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    case = dataclasses.replace(CASES[name], value_dim=CASES[name].head_dim)
+    inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
+    masking = Masking(
+        band=band_of(case.is_causal, case.window),
+        lengths=inputs.get("kv_lengths"),
+        keys=inputs["mask"][:, 0, 0] if case.mask else None,
+    )
+    call = functools.partial(cudnn, masking=masking, scale=case.head_dim**-0.5)
+    got = jax.jit(call)(inputs["query"], inputs["key"], inputs["value"])
+    assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5

@@ -117,6 +117,8 @@ def cudnn_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy |
         return "the mask would need an array of queries × keys; pass kv_lengths, or a bool mask of shape [B, 1, 1, Lk]"
     if not band.is_full and band.right != 0:
         return f"window has a right side of {band.right}; cuDNN has left windows only (is_causal=True)"
+    if band.left is not None and call.queries > call.keys:
+        return f"a window over {call.queries} queries and {call.keys} keys; cuDNN wants at least as many keys"
     if sharded == "ring":
         return 'a ring needs exact log-sum-exps; choose sequence_parallel="ulysses"'
     if sharded == "whole_keys" and not band.is_full:

@@ -138,7 +138,7 @@ def _hide(scores: Array, masking: Masking, row: Array | int, column: Array | int
     _, kv_heads, group, queries, keys = scores.shape
     positions = column + jnp.arange(keys)
     if masking.keys is not None:
-        part = lax.dynamic_slice_in_dim(key_bias(masking.keys), column, keys, axis=1)
+        part = key_bias(lax.dynamic_slice_in_dim(masking.keys, column, keys, axis=1))
         scores += part[:, None, None, None, :]
     if masking.dense is not None:
         part = masking.dense

@@ -49,8 +49,7 @@ def attention(
     key, value = _check_shapes(query, key, value, enable_gqa)
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = value.shape[2:]
-    if kv_lengths is not None:
-        _check_lengths(kv_lengths, batch)
+    lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
     key_mask, dense_mask = None, None
     if mask is not None:
         if is_causal:
@@ -59,7 +58,7 @@ def attention(
                 "or pass kv_lengths or window, which combine with is_causal"
             )
         key_mask, dense_mask = split_mask(jnp.asarray(mask), batch, heads, queries, keys)
-    masking = Masking(band=band_of(is_causal, window), lengths=kv_lengths, keys=key_mask, dense=dense_mask)
+    masking = Masking(band=band_of(is_causal, window), lengths=lengths, keys=key_mask, dense=dense_mask)
 
     call = Call(
         heads=heads,
@@ -75,6 +74,8 @@ def attention(
     strategy = choose_strategy(call, platform, sizes, config)
     shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
     implementation = choose_implementation(call, platform, chip, config, sharded=strategy if shares_sequence else None)
+    if query.size == 0:
+        return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
     if implementation == "splash" and config.smooth_keys:
         key = smooth(key, masking)
 
@@ -132,8 +133,8 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
             )
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
             raise InvalidValueError(
-                f"{name} has dtype {array.dtype} and query {query.dtype}; expected one floating dtype for query, key and "
-                "value; convert them with astype"
+                f"{name} has dtype {array.dtype} and query {query.dtype}; expected one floating dtype for query, key "
+                "and value; convert them with astype"
             )
     if query.shape[3] != key.shape[3]:
         raise InvalidValueError(
@@ -141,7 +142,8 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
         )
     if key.shape[:3] != value.shape[:3]:
         raise InvalidValueError(
-            f"key has [batch, heads, length] = {list(key.shape[:3])} and value {list(value.shape[:3])}; they must be equal"
+            f"key has [batch, heads, length] = {list(key.shape[:3])} and value {list(value.shape[:3])}; "
+            "they must be equal"
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     if key.shape[2] == 0:
@@ -153,8 +155,8 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
         )
     if kv_heads == 0 or heads % kv_heads:
         raise InvalidValueError(
-            f"query heads={heads} is not divisible by key heads={kv_heads}; grouped-query attention gives every key head "
-            "the same number of query heads"
+            f"query heads={heads} is not divisible by key heads={kv_heads}; grouped-query attention gives every key "
+            "head the same number of query heads"
         )
     if key.shape[0] not in (1, query.shape[0]):
         raise InvalidValueError(f"query has batch={query.shape[0]} and key batch={key.shape[0]}; expected equal, or 1")
@@ -163,9 +165,10 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
     return key, value
 
 
-def _check_lengths(kv_lengths: Array, batch: int) -> None:
+def _check_lengths(kv_lengths: Array, batch: int) -> Array:
     if kv_lengths.shape != (batch,) or not jnp.issubdtype(kv_lengths.dtype, jnp.integer):
         raise InvalidValueError(
             f"kv_lengths has shape {tuple(kv_lengths.shape)} and dtype {kv_lengths.dtype}; expected integers of shape "
             f"({batch},), the number of keys of each sequence"
         )
+    return kv_lengths.astype(jnp.int32)

@@ -59,7 +59,7 @@ def band_of(is_causal: bool, window: tuple[int, int] | None) -> Band:
 
 
 def split_mask(mask: Array, batch: int, heads: int, queries: int, keys: int) -> tuple[Array | None, Array | None]:
-    """The caller's mask as (key mask [B, Lk], None) where it is the same for every head and query, else (None, mask)."""
+    """The caller's mask as (key mask [B, Lk], None) if it is the same for every head and query, else (None, mask)."""
     full = (batch, heads, queries, keys)
     if mask.ndim > 4 or any(size not in (1, whole) for size, whole in zip(mask.shape[::-1], full[::-1], strict=False)):
         raise InvalidValueError(

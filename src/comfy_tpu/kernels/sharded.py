@@ -1,8 +1,8 @@
 """One attention over the mesh: batch over dp, heads over tp, sequence over sp.
 
 shard_map is given the placement's mesh as it is. That works for a concrete mesh inside and outside jit, and for an
-AbstractMesh when a program is exported for devices that are not attached
-(`jax.export.export(jax.jit(f), platforms=["tpu"])` with argument shardings on the same abstract mesh), in jax 0.10 and 0.11.
+AbstractMesh when a program is exported for devices that are not attached: `jax.export.export(jax.jit(f),
+platforms=["tpu"])` with argument shardings on the same abstract mesh. No use_abstract_mesh or set_mesh is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flash attention for TPU: a forward-only Pallas kernel.
 
-Why our own: the splash kernel that JAX ships has no base-2 exponent, wants its block masks built on the host in NumPy and
-has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax version and brings many
+Why our own: the splash kernel that JAX ships has no base-2 exponent, wants its block masks built on the host in NumPy
+and has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax version and brings many
 dependencies, and this package must run beside a user's own. What is taken from both is the shape of the computation.
 
 How scores lie: tiles are computed as k·qᵀ, [keys, queries]. The maximum and the sum over keys then run down the
@@ -126,6 +126,8 @@ def _call(
     if band.left is not None and band.right is not None:
         width = min(key_blocks, (tile.query + band.left + band.right - 2) // tile.key + 2)
 
+    scores = batch * heads * queries * width * tile.key
+
     def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array) -> Array:
         first, end = _block_range(i, offset[0], lengths[b], tile, band)
         # Steps past the end name the last block again: Pallas fetches a block only when its index changes.
@@ -184,6 +186,13 @@ def _call(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes,
         ),
+        # XLA cannot look inside; without this its scheduler takes the kernel for free and hides no transfer behind it.
+        cost_estimate=pl.CostEstimate(
+            flops=2 * scores * (head_dim + value_dim),
+            transcendentals=scores,
+            bytes_accessed=query.dtype.itemsize
+            * (2 * query.size + (queries // tile.query) * batch * heads * width * tile.key * (head_dim + value_dim)),
+        ),
         interpret=interpret,
         name="comfy_tpu_splash",
     )(offset, lengths, *operands)
@@ -191,7 +200,7 @@ def _call(
 
 
 def _block_range(i: Array, offset: Array, length: Array, tile: BlockSizes, band: Band) -> tuple[Array | int, Array]:
-    """First key block that query block i needs, and the one after its last; the same rule for fetching and computing."""
+    """First key block that query block i needs, and the one after its last; one rule for fetching and computing."""
     top = offset + i * tile.query
     first: Array | int = 0
     end = length
@@ -273,8 +282,8 @@ def _kernel(
             )
             total_ref[...] = shrink[:1] * total_ref[...] + product
 
-    runs = column < end
     if may_hide:
+        runs = column < end
         # Only blocks that the length or the band cuts through pay for comparing positions.
         cut = left + tile.key > length
         if band.left is not None:
@@ -284,7 +293,7 @@ def _kernel(
         pl.when(runs & cut)(functools.partial(visit, hiding=True))
         pl.when(runs & ~cut)(functools.partial(visit, hiding=False))
     else:
-        pl.when(runs)(functools.partial(visit, hiding=False))
+        visit(hiding=False)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:

@@ -26,14 +26,24 @@ LENGTHS = (4096, 16384, 65536, 1 << 62)
 
 DEFAULT = BlockSizes(query=2048, key=2048, key_compute=1024)
 """The seed's tile. A step holds 1024×2048 float32 scores (8 MiB) and their bf16 exponents (4 MiB), beside
-double-buffered q, k, v and output tiles (4 × 1 MiB at head_dim 128, bf16) and a 128×2048 float32 accumulator (1 MiB)."""
+double-buffered q, k, v and output tiles (4 × 1 MiB at head_dim 128, bf16) and a 128×2048 accumulator (1 MiB)."""
 
-TABLE: dict[TuningKey, BlockSizes] = {}
+_WIDE = BlockSizes(query=1024, key=1024, key_compute=512)
+"""Head sizes over 128 (the Wan VAE has one head of 384): operand tiles grow with the head, 24 MiB at 384 in float32
+with the default tile."""
 
 VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
 """What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB). The compiler's own default, 16 or 32 MiB,
 is too small for the default tile; the rest is left to what XLA keeps there between kernels."""
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
+
+
+TABLE: dict[TuningKey, BlockSizes] = {
+    TuningKey(chip, length, head_dim): _WIDE
+    for chip in VMEM_LIMIT
+    for length in LENGTHS
+    for head_dim in (256, 384, 512)
+}
 
 
 def vmem_limit(chip: str) -> int:
@@ -57,8 +67,8 @@ def _check(chosen: BlockSizes) -> None:
     sides = (chosen.query, chosen.key, chosen.key_compute)
     if any(side <= 0 or side % LANES for side in sides) or chosen.key % chosen.key_compute:
         raise InvalidValueError(
-            f"{chosen} is not a possible tile; query, key and key_compute must be multiples of {LANES} and key a multiple "
-            f"of key_compute; choose for example {DEFAULT}"
+            f"{chosen} is not a possible tile; query, key and key_compute must be multiples of {LANES} and key a "
+            f"multiple of key_compute; choose for example {DEFAULT}"
         )
 
 
