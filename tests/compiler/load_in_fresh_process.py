@@ -49,4 +49,4 @@ arrays = load_weights(checkpoint, wanted)
 resident = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
 assert arrays["blocks.*.b"].dtype == jnp.bfloat16 and len(jax.devices()) == devices
 last = jax.device_get(arrays["blocks.*.b"][-1, -1, -1])
-print(json.dumps({"peak": memory("VmHWM") - before, "resident": resident, "last": float(last)}))
+sys.stdout.write(json.dumps({"peak": memory("VmHWM") - before, "resident": resident, "last": float(last)}))
