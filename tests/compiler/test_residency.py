@@ -61,7 +61,8 @@ def test_second_use_loads_nothing():
     with a.use(residency) as first:
         pass
     with a.use(residency) as second:
-        assert second["split"] is first["split"] and not second["split"].is_deleted()
+        assert second["split"] is first["split"]
+        assert not second["split"].is_deleted()
     assert a.loads == 1
 
 
@@ -141,7 +142,8 @@ def test_larger_than_the_budget_is_refused_before_loading():
     message = "model b needs .* but weights may take .*; split it over more devices"
     with pytest.raises(DeviceMemoryError, match=message), b.use(residency):
         pass
-    assert b.loads == 0 and labels(residency) == ["model a"]
+    assert b.loads == 0
+    assert labels(residency) == ["model a"]
 
 
 def test_estimate_that_was_too_low():
@@ -167,7 +169,8 @@ def test_load_that_raises_leaves_nothing():
     for error, load in ((OSError, fail), (KeyboardInterrupt, lambda: (_ for _ in ()).throw(KeyboardInterrupt))):
         with pytest.raises(error), a.use(residency, load=load):
             pass
-        assert residency.entries() == () and residency.bytes_per_device() == {}
+        assert residency.entries() == ()
+        assert residency.bytes_per_device() == {}
     with a.use(residency) as arrays:
         assert set(arrays) == {"split", "whole"}
 
@@ -215,7 +218,8 @@ def test_device_that_stays_full():
     )
     with a.use(residency), pytest.raises(DeviceMemoryError, match=message), b.use(residency, load=load):
         pass
-    assert load.tries == 2 and labels(residency) == ["model a"]
+    assert load.tries == 2
+    assert labels(residency) == ["model a"]
 
 
 def test_only_full_devices_are_retried():
@@ -237,12 +241,15 @@ def test_evict_and_clear():
     for model in (a, b):
         with model.use(residency):
             pass
-    assert residency.evict("a") and labels(residency) == ["model b"]
+    assert residency.evict("a")
+    assert labels(residency) == ["model b"]
     assert not residency.evict("a")
     with b.use(residency) as arrays:
         residency.clear()
-        assert not arrays["split"].is_deleted() and labels(residency) == ["model b"]
-    assert arrays["split"].is_deleted() and residency.entries() == ()
+        assert not arrays["split"].is_deleted()
+        assert labels(residency) == ["model b"]
+    assert arrays["split"].is_deleted()
+    assert residency.entries() == ()
 
 
 def test_clear_during_a_load():
@@ -254,7 +261,8 @@ def test_clear_during_a_load():
 
     with a.use(residency, load=load) as arrays:
         assert not arrays["split"].is_deleted()
-    assert arrays["split"].is_deleted() and residency.entries() == ()
+    assert arrays["split"].is_deleted()
+    assert residency.entries() == ()
 
 
 def test_listeners():
@@ -321,7 +329,8 @@ def start(function):
 
     def join():
         thread.join(TIMEOUT)
-        assert not thread.is_alive() and failures == []
+        assert not thread.is_alive()
+        assert failures == []
 
     return join
 
@@ -349,7 +358,8 @@ def test_two_threads_load_the_same_key_once(monkeypatch):
     joins = [start(first), start(second)]
     for join in joins:
         join()
-    assert a.loads == 1 and seen[0] is seen[1]
+    assert a.loads == 1
+    assert seen[0] is seen[1]
 
 
 def test_waiter_loads_itself_when_the_other_load_fails(monkeypatch):
@@ -389,9 +399,11 @@ def test_thread_with_empty_hands_waits_for_room(monkeypatch):
         join = start(second)
         assert waiting.wait(TIMEOUT)
         order.append("a done")
-        assert not arrays["split"].is_deleted() and b.loads == 0
+        assert not arrays["split"].is_deleted()
+        assert b.loads == 0
     join()
-    assert order == ["a done", "b in use"] and labels(residency) == ["model b"]
+    assert order == ["a done", "b in use"]
+    assert labels(residency) == ["model b"]
 
 
 def test_what_is_still_loading_takes_its_room_already(monkeypatch):
@@ -411,7 +423,8 @@ def test_what_is_still_loading_takes_its_room_already(monkeypatch):
     with a.use(residency, load=load):
         assert b.loads == 0
     joins[0]()
-    assert b.loads == 1 and labels(residency) == ["model b"]
+    assert b.loads == 1
+    assert labels(residency) == ["model b"]
 
 
 def test_loads_of_different_keys_run_side_by_side():

@@ -25,7 +25,8 @@ def test_length_that_does_not_divide_inside_jit():
         return jnp.flip(y, 0) + y.sum(0), y
 
     text = f.lower(x).as_text()
-    assert '[{"sp"' in text and "77x3" in text
+    assert '[{"sp"' in text
+    assert "77x3" in text
     out, _ = f(x)
     expected = np.flip(np.sin(x), 0) + np.sin(x).sum(0)
     np.testing.assert_allclose(out, expected, atol=1e-5)

@@ -33,7 +33,8 @@ def test_auto_falls_back_to_cpu_with_one_notice(fresh_notice, caplog):
     notices = [record.getMessage() for record in caplog.records]
     assert len(notices) == 1
     assert notices[0].startswith("no TPU or GPU was found: running on 8 CPU device(s)")
-    assert "tpu:" in notices[0] and "gpu:" in notices[0]
+    assert "tpu:" in notices[0]
+    assert "gpu:" in notices[0]
 
 
 def test_asking_for_cpu_is_not_a_fallback(fresh_notice, caplog):

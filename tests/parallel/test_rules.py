@@ -128,7 +128,8 @@ def test_report_adds_up():
     assert report.replicated.bytes_per_device == report.replicated.nbytes == (40 * 256 + 768) * 2
     assert report.total.nbytes == sum(jnp.dtype(w.dtype).itemsize * w.size for w in WEIGHTS.values())
     data = json.loads(json.dumps(report.as_dict()))
-    assert data["total"]["tensors"] == 6 and data["mesh"] == {"dp": 1, "sp": 2, "tp": 4}
+    assert data["total"]["tensors"] == 6
+    assert data["mesh"] == {"dp": 1, "sp": 2, "tp": 4}
 
 
 def test_report_bytes_are_what_arrays_take():

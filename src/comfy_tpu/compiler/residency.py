@@ -287,7 +287,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _attempt(load: Callable[[], Arrays]) -> tuple[Arrays, str]:
-    """The arrays, or why the devices had no room. The error itself is dropped: its traceback would keep arrays alive."""
+    """The arrays, or why there was no room. The error itself is dropped: its traceback would keep arrays alive."""
     try:
         return load(), ""
     except Exception as error:
