@@ -70,8 +70,8 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         if tensor.nbytes > CONSTANT_BYTES_MAX:
             raise TraceError(
                 f"a host tensor of {tensor.nbytes / 2**20:.0f} MiB, shape {tuple(tensor.shape)}, was used"
-                f"{calling_line()}; constants of a program may have {CONSTANT_BYTES_MAX / 2**20:.0f} MiB: pass it as an "
-                "input"
+                f"{calling_line()}; constants of a program may have {CONSTANT_BYTES_MAX / 2**20:.0f} MiB: pass it "
+                "as an input"
             )
         return jnp.array(as_numpy(tensor))  # a copy: the program must not change when the tensor does
 

@@ -226,8 +226,9 @@ def _read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
                 header = opened.get_slice(name)
                 dtype = header.get_dtype()
                 if dtype not in _DTYPES:
+                    known = ", ".join(_DTYPES)
                     raise CheckpointError(
-                        f"{file}: tensor {name} has dtype {dtype}, expected one of {', '.join(_DTYPES)}; convert it first"
+                        f"{file}: {name} has dtype {dtype}, expected one of {known}; convert it first"
                     )
                 tensors[name] = TensorInfo(name, tuple(header.get_shape()), getattr(torch, _DTYPES[dtype]), file)
     return tensors

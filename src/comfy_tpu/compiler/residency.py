@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -96,8 +97,9 @@ class Residency:
         they may be deleted. load must not use the registry itself.
         """
         thread = threading.get_ident()
-        entry = self._acquire(key, label, nbytes_per_device, load, thread)
+        entry, events = self._acquire(key, label, nbytes_per_device, load, thread)
         try:
+            self._tell(events)
             yield entry.arrays
         finally:
             self._release(entry, thread)
@@ -140,7 +142,10 @@ class Residency:
 
         return stop
 
-    def _acquire(self, key: Hashable, label: str, nbytes: int, load: Callable[[], Arrays], thread: int) -> _Entry:
+    def _acquire(
+        self, key: Hashable, label: str, nbytes: int, load: Callable[[], Arrays], thread: int
+    ) -> tuple[_Entry, list[ResidencyEvent]]:
+        """The entry, pinned, and what listeners are still to be told."""
         if nbytes > self.budget_bytes:
             raise DeviceMemoryError(self._too_large(label, nbytes))
         with self._changed:
@@ -160,7 +165,7 @@ class Residency:
                         )
                 elif entry.loader is None:
                     self._pin(entry, thread)
-                    return entry
+                    return entry, []
                 elif entry.loader == thread:
                     raise RuntimeError(f"the load function of {label} uses the registry; it must only load")
                 self._changed.wait()
@@ -169,16 +174,15 @@ class Residency:
             self._pin(entry, thread)
         try:
             self._tell(events)
-            self._fill(entry, load)
+            return entry, self._fill(entry, load)
         except BaseException:
             with self._changed:
                 del self._entries[key]
                 self._unpin(entry, thread)
                 self._changed.notify_all()
             raise
-        return entry
 
-    def _fill(self, entry: _Entry, load: Callable[[], Arrays]) -> None:
+    def _fill(self, entry: _Entry, load: Callable[[], Arrays]) -> list[ResidencyEvent]:
         arrays, failure = _attempt(load)
         if failure:
             logger.warning("loading %s ran out of device memory; evicting what is not in use: %s", entry.label, failure)
@@ -202,13 +206,15 @@ class Residency:
             # More than was announced? Then others go after all; what is in use cannot.
             events = self._evict_or_mark(self._victims(0) or [])
             self._changed.notify_all()
-        self._tell([ResidencyEvent("loaded", entry.view()), *events])
+        return [*events, ResidencyEvent("loaded", entry.view())]
 
     def _release(self, entry: _Entry, thread: int) -> None:
         with self._changed:
             self._unpin(entry, thread)
             self._entries.move_to_end(entry.key)
             events = self._evict_or_mark([entry]) if entry.evict_at_release and not entry.in_use else []
+            # Over the budget only where a load took more than it announced while others were in use.
+            events += self._evict_or_mark(self._victims(0) or [])
             self._changed.notify_all()
         self._tell(events)
 
@@ -217,7 +223,6 @@ class Residency:
     def _pin(self, entry: _Entry, thread: int) -> None:
         entry.users += 1
         self._pins[thread] += 1
-        self._entries.move_to_end(entry.key)
 
     def _unpin(self, entry: _Entry, thread: int) -> None:
         entry.users -= 1
@@ -282,7 +287,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _attempt(load: Callable[[], Arrays]) -> tuple[Arrays, str]:
-    """The arrays, or why the devices had no room. The error itself is dropped: its traceback would keep arrays alive."""
+    """The arrays, or why there was no room. The error itself is dropped: its traceback would keep arrays alive."""
     try:
         return load(), ""
     except Exception as error:
@@ -299,8 +304,9 @@ def _leaves(arrays: Arrays) -> list[jax.Array]:
 def _bytes_by_device(arrays: Arrays) -> dict[jax.Device, int]:
     held: collections.Counter[jax.Device] = collections.Counter()
     for leaf in _leaves(arrays):
-        for shard in leaf.addressable_shards:
-            held[shard.device] += shard.data.nbytes
+        # Not from addressable_shards: those make, and keep, one more array object per shard.
+        nbytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        held.update(dict.fromkeys(leaf.sharding.addressable_devices, nbytes))
     return dict(held)
 
 

@@ -108,7 +108,7 @@ def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep
     target = getattr(torch, np.dtype(dtype).name)
     if keep and sharding.mesh.devices.flat[0].platform == "cpu":
         # CPU devices take over host memory that is aligned to 64 bytes instead of copying it, so an array could turn
-        # out to be the mapped file. One copy per shard, made by torch (which aligns), is taken over and not copied again.
+        # out to be the mapped file. torch aligns: its one copy per shard is taken over, not copied again.
         def piece(index: Any) -> np.ndarray:
             return _as_numpy(tensor[index].to(target, copy=True, memory_format=torch.contiguous_format))
     else:

@@ -164,8 +164,8 @@ def make_placement(
     found = sorted({device.platform for device in devices})
     if len(found) != 1 or platform not in ("auto", found[0]):
         raise MeshError(
-            f"{len(devices)} devices of platform {' and '.join(found) or 'none'} were given, expected at least one, all "
-            f"of {'one platform' if platform == 'auto' else repr(platform)}; pass devices of one platform"
+            f"{len(devices)} devices of platform {' and '.join(found) or 'none'} were given, expected at least one, "
+            f"all of {'one platform' if platform == 'auto' else repr(platform)}; pass devices of one platform"
         )
     _check_platform(found[0], PLATFORMS)
     sizes = parse_mesh(mesh, len(devices))

@@ -232,7 +232,7 @@ def _storage_spec(
             # The largest: splitting a short one leaves pieces smaller than a tile of the device's memory.
             best = max(free, key=lambda dim: shape[dim])
             entry = axes[0] if len(axes) == 1 else axes
-            return (*compute[:best], entry, *compute[best + 1:]), False
+            return (*compute[:best], entry, *compute[best + 1 :]), False
     return compute, wanted
 
 

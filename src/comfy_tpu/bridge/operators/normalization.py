@@ -84,9 +84,9 @@ def native_group_norm(
     input: Float[Array, "n c ..."],
     weight: Float[Array, " c"] | None,
     bias: Float[Array, " c"] | None,
-    N: int,  # noqa: N803
-    C: int,  # noqa: N803
-    HxW: int,  # noqa: N803
+    N: int,
+    C: int,
+    HxW: int,
     group: int,
     eps: float,
 ) -> tuple[Array, Array, Array]:
