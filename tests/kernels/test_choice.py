@@ -12,8 +12,7 @@ from comfy_tpu.kernels import attention, cudnn
 from comfy_tpu.kernels.choice import Call, choose_implementation, choose_strategy
 from comfy_tpu.kernels.masking import Band
 from comfy_tpu.kernels.tuning import DEFAULT, TABLE, block_sizes
-
-from .attention_reference import abstract_placement
+from tests.kernels.attention_reference import abstract_placement
 
 LONG = Call(heads=40, queries=32_760, keys=32_760, head_dim=128, value_dim=128, dtype=jnp.bfloat16)
 AUTO = AttentionConfig()

@@ -8,8 +8,7 @@ import pytest
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.errors import MeshError
 from comfy_tpu.kernels import attention
-
-from .attention_reference import Case, cpu_placement, relative_error, run
+from tests.kernels.attention_reference import Case, cpu_placement, relative_error, run
 
 LAYOUTS = {
     "dp2 tp4": {"dp": 2, "tp": 4},

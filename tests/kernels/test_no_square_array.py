@@ -13,8 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.kernels import attention
 from comfy_tpu.parallel.placement import Placement
-
-from .attention_reference import abstract_placement
+from tests.kernels.attention_reference import abstract_placement
 
 LENGTH = 20_011  # prime: nothing divides it, and 4 shares of it are still longer than dense_max_tokens
 

@@ -13,8 +13,7 @@ from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.kernels import attention
 from comfy_tpu.kernels.cudnn import cudnn
 from comfy_tpu.kernels.masking import Masking, band_of
-
-from .attention_reference import Case, relative_error, run
+from tests.kernels.attention_reference import Case, relative_error, run
 
 # dense_max_tokens=16: every case below is "long", so that chunks and tiles are really used.
 CHUNKED = AttentionConfig(implementation="chunked", dense_max_tokens=16)

@@ -10,8 +10,7 @@ import pytest
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.kernels import attention
 from comfy_tpu.parallel.placement import Placement
-
-from .attention_reference import abstract_placement
+from tests.kernels.attention_reference import abstract_placement
 
 TOKENS = 75_600  # Wan 2.1, 720p, 81 frames
 

@@ -21,10 +21,11 @@ def run_layers(
     call: inspect.BoundArguments,
     carry: tuple[str, ...],
     *,
+    count: int,
     carry_axes: tuple[str | None, ...],
     path: str,
 ) -> Any:
-    """Runs `block` once per leading index of its weights, its outputs replacing the arguments named by `carry`.
+    """Runs `block` `count` times over stacked weights, its outputs replacing the arguments named by `carry`.
 
     Returns what the last layer returns, with None for outputs beyond the carried ones.
     """
@@ -55,6 +56,6 @@ def run_layers(
         return tuple(map(place, results)), None
 
     initial = tuple(bridge.as_jax(tuple(call.arguments[name] for name in carry)))
-    final, _ = jax.lax.scan(layer, initial, stacked)
+    final, _ = jax.lax.scan(layer, initial, stacked, length=count)
     results = tuple(bridge.as_torch(final))
     return results[0] if output_count is None else results + (None,) * (output_count - len(results))

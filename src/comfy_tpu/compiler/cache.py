@@ -64,11 +64,14 @@ _DAMAGED = "Error reading persistent compilation cache entry for '(?P<program>[^
 
 
 @contextlib.contextmanager
-def damaged_entries_replaced(directory: Path | None) -> Iterator[None]:
+def damaged_entries_replaced() -> Iterator[None]:
     """JAX warns of an entry it cannot read and compiles, but never overwrites it: every process would compile again.
 
     The entry is removed at the moment of the warning, so that the program just compiled is stored in its place.
     """
+    import jax
+
+    directory = jax.config.values["jax_compilation_cache_dir"]
 
     def on_warning(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
         match = re.match(_DAMAGED, str(message))
@@ -76,7 +79,7 @@ def damaged_entries_replaced(directory: Path | None) -> Iterator[None]:
             show(message, category, *details, **more)
             return
         logger.warning("compile cache: the stored %s is damaged (%s); compiling it again", match["program"], message)
-        for entry in directory.glob(f"{glob.escape(match['program'])}-*-cache"):
+        for entry in Path(directory).glob(f"{glob.escape(match['program'])}-*-cache"):
             entry.unlink(missing_ok=True)
 
     with warnings.catch_warnings():
@@ -86,7 +89,7 @@ def damaged_entries_replaced(directory: Path | None) -> Iterator[None]:
         yield
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class CompileCount:
     """Programs that XLA compiled, and programs that came from the cache instead."""
 

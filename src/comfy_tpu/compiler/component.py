@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.program import Program
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
 from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
-from comfy_tpu.config import AttentionConfig
+from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings
 
@@ -47,10 +48,12 @@ class Component:
         *,
         dtype: torch.dtype,
         attention: AttentionConfig = AttentionConfig(),
+        cache: CacheConfig = CacheConfig(),
         scan: bool = True,
     ) -> None:
         self.spec = spec
         self.placement = placement
+        self._cache = cache
         self.module = build_skeleton(lambda: spec.build(config))
         if scan:
             stack_layers(self.module, spec.stacks)
@@ -89,6 +92,7 @@ class Component:
     def load(
         self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
+        enable_cache(self._cache)  # writing layers into their stacks compiles a little too
         return load_weights(checkpoint, self.slots, on_progress=on_progress)
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -96,4 +100,5 @@ class Component:
 
     def program(self, method: str = "forward", **options: Any) -> Program:
         """A program over this component's weights; `options` are those of `Program`."""
-        return Program(self.module, context=self.context, method=method, name=f"{self.spec.name}.{method}", **options)
+        name = f"{self.spec.name}.{method}"
+        return Program(self.module, context=self.context, method=method, name=name, cache=self._cache, **options)

@@ -14,10 +14,11 @@ import jax
 import jax.export
 import numpy as np
 import torch
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.compiler.cache import count_compilations, damaged_entries_replaced, enable_cache
+from comfy_tpu.compiler.residency import is_out_of_memory
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
 from comfy_tpu.parallel.constraints import Axes, constrain, even_batch, evenly
@@ -172,14 +173,17 @@ class Program:
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]
     ) -> jax.stages.Compiled:
         leaves, structure = jax.tree.flatten((weights, kept, donated))
-        key = (tuple(sorted(static.items())), structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves))
+        # An abstract leaf without a sharding stands for an array on the default device.
+        default = SingleDeviceSharding(jax.devices()[0])
+        described = tuple((leaf.shape, leaf.dtype, leaf.sharding or default) for leaf in leaves)
+        key = (tuple(sorted(static.items())), structure, described)
         with self._lock:  # two threads that want the same shape wait for one compilation
             if key not in self._executables:
                 self._executables[key] = self._build(static, weights, kept, donated)
             return self._executables[key]
 
     def _build(self, static: dict[str, Hashable], *arguments: dict[str, Any]) -> jax.stages.Compiled:
-        directory = enable_cache(self._cache)
+        enable_cache(self._cache)
         clock = time.perf_counter()
 
         def enter(stage: Literal["tracing", "lowering", "compiling", "ready"], from_cache: bool = False) -> None:
@@ -192,7 +196,7 @@ class Program:
         enter("lowering")
         lowered = traced.lower()
         enter("compiling")
-        with count_compilations() as count, damaged_entries_replaced(directory), device_errors(self.name):
+        with count_compilations() as count, damaged_entries_replaced(), device_errors(self.name):
             compiled = lowered.compile()
         enter("ready", from_cache=count.compiled == 0)
         return compiled
@@ -203,8 +207,8 @@ def device_errors(what: str) -> Iterator[None]:
     """Turns the runtime's out-of-memory error into ours."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(
             f"{what} does not fit in device memory ({str(error).splitlines()[0]}); use a smaller size, fewer frames, "

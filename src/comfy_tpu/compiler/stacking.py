@@ -79,8 +79,9 @@ class ScannedLayers(torch.nn.Module):
                 f"{self.stack.path} is said to carry {missing[0]!r}, but its blocks were called with "
                 f"{', '.join(bound.arguments)}; correct the carry of its LayerStack"
             )
+        stack = self.stack
         return run_layers(
-            self.template, bound, self.stack.carry, carry_axes=self.stack.carry_axes, path=self.stack.path
+            self.template, bound, stack.carry, count=self.count, carry_axes=stack.carry_axes, path=stack.path
         )
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from comfy_tpu.bridge.dtypes import as_numpy
+from comfy_tpu.compiler.cache import damaged_entries_replaced
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
 from comfy_tpu.errors import CheckpointError
 
@@ -69,23 +71,12 @@ def load_weights(
     done = 0
     arrays: dict[str, jax.Array] = {}
     try:
-        for slot, position in writes:
-            info = checkpoint.tensors[slot.sources[position]]
-            tensor = checkpoint.read(info.name)
-            if info.shape == slot.shape:
-                array = _put(tensor, slot.dtype, slot.sharding, keep=True)
-            else:
-                stack = arrays.get(slot.name)
-                if stack is None:
-                    stack = _zeros(slot.shape, np.dtype(slot.dtype), slot.sharding)()
-                array = _write_layer(stack, slot, tensor, position)
-            arrays[slot.name] = array
-            # Until then the devices may read from the mapped file, which would stay mapped with all its pages.
-            array.block_until_ready()
-            del tensor
-            done += info.nbytes
-            if on_progress:
-                on_progress(done, total)
+        with damaged_entries_replaced():
+            for slot, position in writes:
+                arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name))
+                done += checkpoint.tensors[slot.sources[position]].nbytes
+                if on_progress:
+                    on_progress(done, total)
     except BaseException:
         for array in arrays.values():
             array.delete()
@@ -94,6 +85,19 @@ def load_weights(
         checkpoint.close()
     logger.info("loaded %d weights, %.2f GB, from %s", len(arrays), total / 1e9, checkpoint.path)
     return {slot.name: arrays[slot.name] for slot in slots}
+
+
+def _write(checkpoint: Checkpoint, slot: WeightSlot, position: int, stack: jax.Array | None) -> jax.Array:
+    """The slot's array with one more of its sources in it."""
+    tensor = checkpoint.read(slot.sources[position])
+    if tuple(tensor.shape) == slot.shape:
+        array = _put(tensor, slot.dtype, slot.sharding, keep=True)
+    else:
+        if stack is None:
+            stack = _zeros(slot.shape, np.dtype(slot.dtype), slot.sharding)()
+        array = _write_layer(stack, slot, tensor, position)
+    # Until then the devices may read from the mapped file, which would stay mapped with all its pages.
+    return array.block_until_ready()
 
 
 def _writes_in_file_order(checkpoint: Checkpoint, slots: Sequence[WeightSlot]) -> list[tuple[WeightSlot, int]]:
@@ -110,23 +114,14 @@ def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep
         # CPU devices take over host memory that is aligned to 64 bytes instead of copying it, so an array could turn
         # out to be the mapped file. torch aligns: its one copy per shard is taken over, not copied again.
         def piece(index: Any) -> np.ndarray:
-            return _as_numpy(tensor[index].to(target, copy=True, memory_format=torch.contiguous_format))
+            return as_numpy(tensor[index].to(target, copy=True, memory_format=torch.contiguous_format))
     else:
-        whole = _as_numpy(tensor.to(target))
+        whole = as_numpy(tensor.to(target))
 
         def piece(index: Any) -> np.ndarray:
             return whole[index]
 
     return jax.make_array_from_callback(tuple(tensor.shape), sharding, piece)
-
-
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as numpy. numpy has no bfloat16 or float8 of its own: the bits go across as integers."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2 and tensor.dtype != torch.float16:
-        bits = tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.uint16)
-        return bits.numpy().view(jnp.dtype(name))
-    return tensor.numpy()
 
 
 def _write_layer(stack: jax.Array, slot: WeightSlot, tensor: torch.Tensor, position: int) -> jax.Array:

@@ -1,0 +1,138 @@
+"""Programs: compiled once per shape, ahead of time if asked, with progress, donation and clear refusals."""
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from comfy_tpu.bridge import TraceContext, build_skeleton, to_device, to_host
+from comfy_tpu.compiler.cache import count_compilations
+from comfy_tpu.compiler.program import Program, ProgramEvent, device_errors
+from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
+from comfy_tpu.parallel.mesh import make_placement
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.kept: Any = None
+
+    def forward(self, x, extra=None, doubled=False):  # type: ignore[no-untyped-def]
+        self.kept = x
+        y = self.linear(x) + (0 if extra is None else extra["shift"][0])
+        return {"y": y * 2 if doubled else y}
+
+    def refine(self, x):  # type: ignore[no-untyped-def]
+        return x + 1
+
+
+reference = Model().requires_grad_(False)
+weights = to_device(reference.state_dict())
+x = torch.arange(12.0).reshape(3, 4)
+
+
+def program(**options: Any) -> Program:
+    return Program(build_skeleton(Model), **({"context": TraceContext()} | options))
+
+
+def test_runs_and_compiles_once_per_shape_and_static_value() -> None:
+    run = program(static=("doubled",))
+    with count_compilations() as count:
+        for _ in range(3):
+            torch.testing.assert_close(to_host(run(weights, x=x))["y"], reference(x)["y"])
+            run(weights, x=x + 1)
+        assert run.compiled_count == 1
+        torch.testing.assert_close(to_host(run(weights, x=x, doubled=True))["y"], reference(x)["y"] * 2)
+        torch.testing.assert_close(to_host(run(weights, x=x[:2]))["y"], reference(x[:2])["y"])
+        assert run.compiled_count == 3
+    assert count.requested == 3
+
+
+def test_nested_inputs_and_other_methods() -> None:
+    extra = {"shift": [torch.ones(4)]}
+    torch.testing.assert_close(to_host(program()(weights, x=x, extra=extra))["y"], reference(x, extra)["y"])
+    torch.testing.assert_close(to_host(program(method="refine")(weights, x=x)), x + 1)
+
+
+def test_compiled_ahead_the_first_call_compiles_nothing() -> None:
+    events: list[ProgramEvent] = []
+    run = program(name="model", on_event=events.append)
+    abstract = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in weights.items()}
+    run.compile(abstract, x=jax.ShapeDtypeStruct((3, 4), np.float32, sharding=weights["linear.weight"].sharding))
+    assert [event.stage for event in events] == ["tracing", "lowering", "compiling", "ready"]
+    assert {event.program for event in events} == {"model"}
+    with count_compilations() as count:
+        run(weights, x=x)
+    assert count.requested == 0
+    assert len(events) == 4
+
+
+def test_compiled_ahead_on_a_mesh() -> None:
+    placement = make_placement("dp=2,sp=4")
+    run = program(context=TraceContext(placement=placement), input_axes={"x": ("dp", "sp")})
+    placed = jax.device_put(weights, placement.sharding())
+    shape = jax.ShapeDtypeStruct((6, 4), np.float32)
+    run.compile(placed, x=shape)
+    with count_compilations() as count:
+        out = run(placed, x=torch.ones(6, 4))["y"]
+    assert count.requested == 0
+    torch.testing.assert_close(to_host(out), reference(torch.ones(6, 4))["y"])
+
+
+def test_donated_inputs_are_gone_and_others_are_not() -> None:
+    array, extra = to_device(x), {"shift": [to_device(torch.ones(4))]}
+    program(donate=("x",))(weights, x=array, extra=extra)
+    assert array.is_deleted()
+    assert not extra["shift"][0].is_deleted()
+
+
+def test_outputs_are_placed_as_asked() -> None:
+    placement = make_placement("dp=2,sp=4")
+    run = program(method="refine", context=TraceContext(placement=placement), output_axes=(None, "sp"))
+    assert run(jax.device_put(weights, placement.sharding()), x=x).sharding == placement.sharding(None, "sp")
+
+
+def test_a_plain_value_must_be_static() -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"Model.forward: input 'doubled' holds a bool.*name the input in `static`"
+    ):
+        program()(weights, x=x, doubled=True)
+
+
+def test_what_a_forward_keeps_on_the_module_does_not_stay() -> None:
+    module = build_skeleton(Model)
+    Program(module, context=TraceContext())(weights, x=x)
+    assert module.kept is None
+    assert all(parameter.device.type == "meta" for parameter in module.parameters())
+
+
+def test_several_threads_share_one_compilation() -> None:
+    run, results = program(), []
+    with count_compilations() as count:
+        threads = [threading.Thread(target=lambda: results.append(to_host(run(weights, x=x))["y"])) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert count.requested == 1
+    assert len(results) == 4
+    for result in results:
+        torch.testing.assert_close(result, reference(x)["y"])
+
+
+def test_lowered_text_can_be_looked_at() -> None:
+    assert "stablehlo.dot_general" in program().lower(weights, x=x).as_text()
+
+
+def test_the_runtime_out_of_memory_error_becomes_ours() -> None:
+    with (
+        pytest.raises(DeviceMemoryError, match=r"vae does not fit in device memory \(RESOURCE_EXHAUSTED.*fewer frames"),
+        device_errors("vae"),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.\nmore")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), device_errors("vae"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: other")
