@@ -1,6 +1,11 @@
-"""Before jax is imported anywhere: eight CPU devices, so that every mesh layout can be tested on any machine."""
+"""Before jax is imported anywhere: eight CPU devices, so that every mesh layout can be tested on any machine.
+
+Compiled programs are kept in build/, not in the user's cache, and shared by the workers.
+"""
 
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a run on an accelerator names its own
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))

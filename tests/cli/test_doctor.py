@@ -54,6 +54,7 @@ def test_healthy_machine():
         "✓ jax            0.10.2",
         "✓ torchax        0.0.13",
         "✓ devices        tpu: 8 x TPU v6 lite, 32.0 GiB each",
+        "✓ tracing        torchax 0.0.13, torch 2.13.0+cpu, jax 0.10.2 work together",
         "✓ host memory    300.0 GiB free of 400.0 GiB",
         "✓ compile cache  /home/u/.cache/comfy-tpu/xla (3 programs, 5.0 GiB; 100.0 GiB free on the disk)",
         "✓ model cache    /home/u/.cache/huggingface/hub (3 models, 5.0 GiB; 100.0 GiB free on the disk)",
@@ -126,6 +127,12 @@ BLOCKING = {
         "devices",
         "ImportError: jaxlib is version 0.9",
         "pip install --upgrade jax",
+    ),
+    "torchax broken": (
+        machine(devices=dataclasses.replace(TPU, tracing="AttributeError: aten.prod has no overload 'dim_Dimname'")),
+        "tracing",
+        "torchax 0.0.13, torch 2.13.0+cpu, jax 0.10.2 do not work together: AttributeError: aten.prod",
+        "pip install --upgrade torchax comfy-tpu",
     ),
 }
 
@@ -245,7 +252,7 @@ def test_verdict_counts():
 KEYS = {
     "": "schema blocked python versions devices hardware host_memory compile_cache model_cache findings",
     "python": "version executable required",
-    "devices": "platform devices requested messages error",
+    "devices": "platform devices requested messages error tracing",
     "hardware": "tpu tpu_variable nvidia nvidia_driver",
     "host_memory": "total_bytes available_bytes",
     "compile_cache": "path exists writable entries size_bytes free_bytes",

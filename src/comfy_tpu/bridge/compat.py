@@ -47,7 +47,7 @@ class MissingName:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -74,7 +74,7 @@ def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
                 found.append(name)
                 return MissingName(name)
 
-        return _replaced(owner, "__getattr__", __getattr__)
+        return replaced(owner, "__getattr__", __getattr__)
 
     overloads = answering(torch._ops.OpOverloadPacket, str)
     operators = answering(torch._ops._OpNamespace, lambda namespace: namespace.name)
@@ -87,8 +87,8 @@ def _torch_kept_as_it_is() -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     environment = set(os.environ)
     decompositions = {kind: set(table) for kind, table in torch._decomp.global_decomposition_table.items()}
-    without_renaming = _replaced(torch.utils, "rename_privateuse1_backend", lambda name: None)
-    without_registering = _replaced(torch, "_register_device_module", lambda device_type, module: None)
+    without_renaming = replaced(torch.utils, "rename_privateuse1_backend", lambda name: None)
+    without_registering = replaced(torch, "_register_device_module", lambda device_type, module: None)
     try:
         with without_renaming, without_registering:
             yield

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from comfy_tpu.bridge.compat import load_torchax
+from comfy_tpu.bridge.compat import load_torchax, replaced
 from comfy_tpu.bridge.dtypes import as_numpy
 from comfy_tpu.bridge.model_source import calling_line
 from comfy_tpu.bridge.operators import OPERATORS, Operator, load_operators
@@ -29,9 +30,17 @@ class _MissingOperatorError(MissingOperatorError, torchax.tensor.OperatorNotFoun
     """torchax's function mode catches its own exception to try the operator's ATen form, so ours must be one too."""
 
 
+class _NoRandomness(threading.local):
+    """In place of torchax's holder of a random key, which compiles a program to make a key that no trace may use."""
+
+    def __init__(self, content_factory: Callable[[], Any]) -> None:
+        self.content = torchax.tensor.RuntimeProperty(mesh=None, prng=None, autocast_dtype=None)
+
+
 class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined]
     def __init__(self) -> None:
-        super().__init__()
+        with replaced(torchax.tensor, "_PropertyHolder", _NoRandomness):
+            super().__init__()
         load_operators()
         for entry in OPERATORS.values():
             self.install(entry)

@@ -7,7 +7,7 @@ With --json, one object. Its keys stay; new ones may be added:
     python          version, executable, required
     versions        installed version, or null, by distribution name
     devices         platform ("tpu", "gpu", "cpu", or null), devices (id, kind, memory_bytes), requested
-                    (JAX_PLATFORMS), messages, error
+                    (JAX_PLATFORMS), messages, error, tracing (why torch code cannot be traced, or null)
     hardware        tpu, tpu_variable, nvidia, nvidia_driver: what the system shows, whether or not JAX can use it
     host_memory     total_bytes, available_bytes
     compile_cache   path, exists, writable, entries, size_bytes, free_bytes

@@ -62,6 +62,16 @@ def check_devices(devices: Devices) -> Finding:
     return Finding("devices", "blocked", devices.error, fix)
 
 
+def check_tracing(devices: Devices, versions: Mapping[str, str | None]) -> Finding | None:
+    if devices.error is not None:
+        return None  # nothing was tried
+    together = ", ".join(f"{name} {versions.get(name)}" for name in ("torchax", "torch", "jax"))
+    if devices.tracing is None:
+        return Finding("tracing", "ok", f"{together} work together")
+    fix = "pip install --upgrade torchax comfy-tpu"
+    return Finding("tracing", "blocked", f"{together} do not work together: {devices.tracing}", fix)
+
+
 def check_tpu(hardware: Hardware, devices: Devices) -> Finding | None:
     if devices.platform is None or devices.platform == "tpu" or _tpu_holder(devices):
         return None  # works, or check_devices has said what is wrong

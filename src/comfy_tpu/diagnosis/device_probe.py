@@ -1,4 +1,4 @@
-"""Run as a process of its own: start JAX, write one line of JSON about its devices to stdout."""
+"""Run as a process of its own: start JAX, trace a line of torch, write one line of JSON about both to stdout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def probe() -> dict[str, Any]:
         platform, devices = _start_devices()
     except Exception as failure:  # noqa: BLE001 - whatever stops JAX is the answer to the question
         error = f"{type(failure).__name__}: {failure}"
-    return {"platform": platform, "devices": devices, "messages": listener.messages, "error": error}
+    tracing = _trace_error() if error is None else None
+    return {"platform": platform, "devices": devices, "messages": listener.messages, "error": error, "tracing": tracing}
 
 
 def _start_devices() -> tuple[str, list[dict[str, Any]]]:
@@ -42,6 +43,22 @@ def _start_devices() -> tuple[str, list[dict[str, Any]]]:
         statistics = device.memory_stats() or {}
         described.append({"id": device.id, "kind": device.device_kind, "memory_bytes": statistics.get("bytes_limit")})
     return found[0].platform, described
+
+
+def _trace_error() -> str | None:
+    """Why torch code cannot be traced here: torchax depends on internals of torch and of jax."""
+    try:
+        import jax
+        import numpy as np
+        import torch
+
+        from comfy_tpu.bridge import TraceContext, call_function
+
+        traced = jax.jit(lambda x: call_function(torch.nn.functional.gelu, (x,), context=TraceContext()))
+        jax.eval_shape(traced, jax.ShapeDtypeStruct((2,), np.float32))
+    except Exception as failure:  # noqa: BLE001 - as above
+        return f"{type(failure).__name__}: {failure}"
+    return None
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def examine(probes: Probes | None = None) -> Report:
     devices = findings.attempt("devices", probes.devices)
     hardware = findings.attempt("hardware", probes.hardware)
     findings.judge("devices", checks.check_devices, devices)
+    findings.judge("tracing", checks.check_tracing, devices, versions)
     findings.judge("tpu", checks.check_tpu, hardware, devices)
     findings.judge("gpu", checks.check_nvidia, hardware, devices)
 

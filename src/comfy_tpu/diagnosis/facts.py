@@ -48,6 +48,8 @@ class Devices:
     messages: tuple[str, ...] = ()
     """What JAX logged about back ends that it passed over."""
     error: str | None = None
+    tracing: str | None = None
+    """Why torch code cannot be traced with these versions; None where it can."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         requested=requested,
         messages=tuple(answer["messages"]),
         error=answer["error"],
+        tracing=answer["tracing"],
     )
 
 
