@@ -6,6 +6,11 @@ Compiled programs are kept in build/, not in the user's cache, and shared by the
 import os
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # Test programs run for milliseconds and take longer to optimise than to run: half the time of the parity tests.
+    "--xla_backend_optimization_level=0",
+)
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a run on an accelerator names its own
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))

@@ -1,0 +1,44 @@
+"""cuDNN attention on a real GPU against torch on the CPU."""
+
+import jax.numpy as jnp
+import pytest
+
+from comfy_tpu.config import AttentionConfig
+from comfy_tpu.errors import MeshError
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.parallel.placement import Placement
+from tests.kernels.attention_reference import Case, relative_error, run
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "plain": Case(head_dim=128, value_dim=128, queries=300, keys=300),
+    "ragged long": Case(batch=1, heads=2, kv_heads=2, head_dim=128, value_dim=128, queries=4099, keys=5003),
+    "gqa causal": Case(heads=8, kv_heads=2, head_dim=64, value_dim=64, queries=130, keys=130, is_causal=True),
+    "causal, more keys": Case(head_dim=64, value_dim=64, queries=77, keys=130, is_causal=True),
+    "left window": Case(head_dim=64, value_dim=64, queries=300, keys=300, window=(40, 0)),
+    "both windows": Case(head_dim=64, value_dim=64, queries=300, keys=300, window=(40, 9)),
+    "lengths": Case(head_dim=64, value_dim=64, lengths=(77, 3)),
+    "no keys at all": Case(head_dim=64, value_dim=64, lengths=(0, 40)),
+    "key mask": Case(head_dim=64, value_dim=64, mask=(2, 1, 1, 77)),
+    "dense mask": Case(head_dim=64, value_dim=64, mask=(2, 4, 77, 77)),
+    "float mask": Case(head_dim=64, value_dim=64, mask=(1, 4, 77, 77), mask_kind="float"),
+    "scale": Case(head_dim=64, value_dim=64, scale=0.3),
+    "odd head": Case(head_dim=12, value_dim=20),
+}
+
+
+@pytest.fixture(scope="module")
+def placement() -> Placement:
+    try:
+        return make_placement("single", platform="gpu")
+    except MeshError as error:
+        pytest.skip(f"no GPU that JAX can use: {error}")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3), (jnp.float32, 1e-5)], ids=["bf16", "f16", "f32"]
+)
+def test_matches_torch(placement: Placement, name: str, dtype: object, tolerance: float) -> None:
+    assert relative_error(*run(CASES[name], AttentionConfig(), placement, dtype=dtype)) <= tolerance
