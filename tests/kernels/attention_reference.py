@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import AbstractMesh, Mesh
 
-from comfy_tpu.config import AttentionConfig, Platform
+from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.kernels import attention
+from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.parallel.placement import Placement
 
 
@@ -108,9 +108,9 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def cpu_placement(dp: int = 1, sp: int = 1, tp: int = 1) -> Placement:
-    devices = np.array(jax.devices()[: dp * sp * tp]).reshape(dp, sp, tp)
-    return Placement(Mesh(devices, ("dp", "sp", "tp")), "cpu", "cpu")
+    return make_placement(MeshSizes(dp, sp, tp), platform="cpu")
 
 
-def abstract_placement(platform: Platform, chip: str, dp: int = 1, sp: int = 1, tp: int = 1) -> Placement:
-    return Placement(AbstractMesh((dp, sp, tp), ("dp", "sp", "tp")), platform, chip)
+def absent_placement(platform: Platform, chip: str, dp: int = 1, sp: int = 1, tp: int = 1) -> Placement:
+    """On devices that need not be here."""
+    return abstract_placement(MeshSizes(dp, sp, tp), platform=platform, chip=chip)

@@ -12,7 +12,7 @@ from comfy_tpu.kernels import attention, cudnn
 from comfy_tpu.kernels.choice import Call, choose_implementation, choose_strategy
 from comfy_tpu.kernels.masking import Band
 from comfy_tpu.kernels.tuning import DEFAULT, TABLE, block_sizes
-from tests.kernels.attention_reference import abstract_placement
+from tests.kernels.attention_reference import absent_placement
 
 LONG = Call(heads=40, queries=32_760, keys=32_760, head_dim=128, value_dim=128, dtype=jnp.bfloat16)
 AUTO = AttentionConfig()
@@ -199,7 +199,7 @@ def test_cudnn_error_reaches_the_caller_where_there_is_no_plugin(monkeypatch: py
             query,
             query,
             query,
-            placement=abstract_placement("gpu", "h200"),
+            placement=absent_placement("gpu", "h200"),
             config=AttentionConfig(implementation="cudnn"),
         )
 

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.kernels import attention
 from comfy_tpu.parallel.placement import Placement
-from tests.kernels.attention_reference import abstract_placement
+from tests.kernels.attention_reference import absent_placement
 
 LENGTH = 20_011  # prime: nothing divides it, and 4 shares of it are still longer than dense_max_tokens
 
@@ -68,7 +68,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 def test_one_device(platform: Platform, options: dict[str, Any]) -> None:
-    placement = abstract_placement(platform, "v6e" if platform == "tpu" else platform)
+    placement = absent_placement(platform, "v6e" if platform == "tpu" else platform)
     lowering = ["cuda" if platform == "gpu" else platform]
     assert largest(placement, lowering, AttentionConfig(), **options) < LENGTH * LENGTH // 2
 
@@ -79,7 +79,7 @@ def test_one_device(platform: Platform, options: dict[str, Any]) -> None:
 def test_sequence_parallel(platform: Platform, strategy: str, options: dict[str, Any]) -> None:
     """Inside the mesh an array is one device's share: not even a share × a share may be made."""
     sizes = MeshSizes(sp=4)
-    placement = abstract_placement(platform, "v6e", sp=sizes.sp)
+    placement = absent_placement(platform, "v6e", sp=sizes.sp)
     config = AttentionConfig(sequence_parallel=strategy)
     share = -(-LENGTH // sizes.sp)
     assert largest(placement, [platform], config, heads=4, **options) < share * share
@@ -89,7 +89,7 @@ def test_a_dense_mask_is_sliced_not_copied() -> None:
     """The caller's mask is queries × keys; nothing else is."""
     mask = jax.ShapeDtypeStruct((1, 1, LENGTH, LENGTH), jnp.bool_)
     query = jax.ShapeDtypeStruct((1, 1, LENGTH, 8), jnp.bfloat16)
-    placement = abstract_placement("tpu", "v6e")
+    placement = absent_placement("tpu", "v6e")
 
     def call(query: jax.Array, mask: jax.Array) -> jax.Array:
         return attention(query, query, query, mask=mask, placement=placement, config=AttentionConfig())

@@ -10,7 +10,7 @@ import pytest
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.kernels import attention
 from comfy_tpu.parallel.placement import Placement
-from tests.kernels.attention_reference import abstract_placement
+from tests.kernels.attention_reference import absent_placement
 
 TOKENS = 75_600  # Wan 2.1, 720p, 81 frames
 
@@ -32,21 +32,21 @@ def exported(placement: Placement, heads: int, **options: Any) -> str:
     "options", [{}, {"is_causal": True}, {"window": (4096, 4096)}], ids=["full", "causal", "window"]
 )
 def test_splash_on_one_chip(options: dict[str, Any]) -> None:
-    text = exported(abstract_placement("tpu", "v6e"), 10, **options)
+    text = exported(absent_placement("tpu", "v6e"), 10, **options)
     assert text.count("tpu_custom_call") == 1
     assert f"{TOKENS}x{TOKENS}" not in text
 
 
 def test_scores_cost_one_base_2_exponent_each() -> None:
     query = jax.ShapeDtypeStruct((1, 1, TOKENS, 128), jnp.bfloat16)
-    placement = abstract_placement("tpu", "v6e")
+    placement = absent_placement("tpu", "v6e")
     text = str(jax.make_jaxpr(lambda q: attention(q, q, q, placement=placement, config=AttentionConfig()))(query))
     assert "= exp2 " in text
     assert "= exp " not in text
 
 
 def test_ulysses_around_splash_on_eight_chips() -> None:
-    text = exported(abstract_placement("tpu", "v6e", dp=2, sp=4), 40)
+    text = exported(absent_placement("tpu", "v6e", dp=2, sp=4), 40)
     assert text.count("tpu_custom_call") == 1
     assert text.count("stablehlo.all_to_all") == 4
     assert "1x10x75600x128" in text, "the kernel's share: one CFG branch, a quarter of the heads, all tokens"
@@ -54,13 +54,13 @@ def test_ulysses_around_splash_on_eight_chips() -> None:
 
 
 def test_ring_of_splash_where_heads_do_not_divide() -> None:
-    text = exported(abstract_placement("tpu", "v6e", dp=1, sp=8), 12)
+    text = exported(absent_placement("tpu", "v6e", dp=1, sp=8), 12)
     assert text.count("tpu_custom_call") == 2, "one in the loop, one for the last share"
     assert "collective_permute" in text
 
 
 def test_wan_cross_attention_makes_no_scores() -> None:
-    placement = abstract_placement("tpu", "v6e", dp=2, sp=4)
+    placement = absent_placement("tpu", "v6e", dp=2, sp=4)
     query = jax.ShapeDtypeStruct((2, 40, TOKENS, 128), jnp.bfloat16, sharding=placement.sharding("dp", None, "sp"))
     text = jax.ShapeDtypeStruct((2, 40, 512, 128), jnp.bfloat16, sharding=placement.sharding("dp"))
 
