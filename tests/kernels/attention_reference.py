@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,6 +85,11 @@ class Case:
         return sdpa(query, key, value, attn_mask=torch.tensor(added), **common).numpy()
 
 
+def unoptimised(call: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, Any]) -> jax.Array:
+    """Under jit, but as plain machine code: these programs run for milliseconds, and optimising takes seconds."""
+    return jax.jit(call).lower(inputs).compile(compiler_options={"xla_backend_optimization_level": 0})(inputs)
+
+
 def run(
     case: Case,
     config: AttentionConfig,
@@ -96,9 +102,7 @@ def run(
     inputs = case.inputs(seed)
     for name in ("query", "key", "value"):
         inputs[name] = jnp.asarray(inputs[name], dtype)
-    call = jax.jit(lambda arrays: attention(**arrays, placement=placement, config=config, **case.options()))
-    # Unoptimised machine code: the programs run for milliseconds and take three times as long to optimise as to run.
-    got = call.lower(inputs).compile(compiler_options={"xla_backend_optimization_level": 0})(inputs)
+    got = unoptimised(lambda arrays: attention(**arrays, placement=placement, config=config, **case.options()), inputs)
     assert got.dtype == dtype
     return np.asarray(got, np.float32), case.expected(inputs)
 

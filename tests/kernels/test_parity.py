@@ -1,7 +1,6 @@
 """Every implementation against torch on one device."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from comfy_tpu.kernels import attention
 from comfy_tpu.kernels.cudnn import cudnn
 from comfy_tpu.kernels.masking import Masking, band_of
 
-from .attention_reference import Case, relative_error, run
+from .attention_reference import Case, relative_error, run, unoptimised
 
 # dense_max_tokens=16: every case below is "long", so that chunks and tiles are really used.
 CHUNKED = AttentionConfig(implementation="chunked", dense_max_tokens=16)
@@ -130,7 +129,7 @@ def test_blocks_out_of_sight_are_not_computed(
     inputs["value"] = inputs["value"].at[:, :, first_poisoned:].set(jnp.nan)
     if case.lengths:
         inputs["key"] = inputs["key"].at[:, :, first_poisoned:].set(jnp.nan)
-    got = jax.jit(lambda arrays: attention(**arrays, placement=None, config=config, **case.options()))(inputs)
+    got = unoptimised(lambda arrays: attention(**arrays, placement=None, config=config, **case.options()), inputs)
     assert relative_error(np.asarray(got), expected) <= 1e-5
 
 
@@ -181,6 +180,8 @@ def test_the_call_to_cudnn_means_the_same(name: str, monkeypatch: pytest.MonkeyP
         lengths=inputs.get("kv_lengths"),
         keys=inputs["mask"][:, 0, 0] if case.mask else None,
     )
-    call = functools.partial(cudnn, masking=masking, scale=case.head_dim**-0.5)
-    got = jax.jit(call)(inputs["query"], inputs["key"], inputs["value"])
+    scale = case.head_dim**-0.5
+    got = unoptimised(
+        lambda arrays: cudnn(*(arrays[n] for n in ("query", "key", "value")), masking, scale=scale), inputs
+    )
     assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5
