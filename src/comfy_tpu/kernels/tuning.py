@@ -37,8 +37,8 @@ _WIDE = BlockSizes(query=1024, key=1024, key_compute=512)
 with the default tile."""
 
 VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
-"""What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB): room for float32, wide heads and tiles that
-a user tries, beyond the compiler's default of 16 or 32 MiB; the rest is left to what XLA keeps there between kernels."""
+"""What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB): room for float32, wide heads and tiles
+that a user tries, beyond the compiler's default of 16 or 32 MiB. The rest is left to what XLA keeps there."""
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
 
