@@ -25,16 +25,20 @@ class TuningKey:
 LENGTHS = (4096, 16384, 65536, 1 << 62)
 
 DEFAULT = BlockSizes(query=2048, key=2048, key_compute=1024)
-"""The seed's tile. A step holds 1024×2048 float32 scores (8 MiB) and their bf16 exponents (4 MiB), beside
-double-buffered q, k, v and output tiles (4 × 1 MiB at head_dim 128, bf16) and a 128×2048 accumulator (1 MiB)."""
+"""The seed's tile. VMEM by the TPU compiler (jax 0.10.2, v6e, L=75,600, 10 heads of 128, bf16, full attention):
+
+    2048/2048/1024    11.88 MiB    scores of 1024×2048 in float32 are 8 of them
+    2048/4096/1024    13.88 MiB    two more for the longer k and v tiles, and nothing gained but fewer grid steps
+    2048/2048/2048    19.94 MiB    over the 16 MiB that a kernel gets by default on older chips
+"""
 
 _WIDE = BlockSizes(query=1024, key=1024, key_compute=512)
 """Head sizes over 128 (the Wan VAE has one head of 384): operand tiles grow with the head, 24 MiB at 384 in float32
 with the default tile."""
 
 VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
-"""What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB). The compiler's own default, 16 or 32 MiB,
-is too small for the default tile; the rest is left to what XLA keeps there between kernels."""
+"""What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB): room for float32, wide heads and tiles
+that a user tries, beyond the compiler's default of 16 or 32 MiB. The rest is left to what XLA keeps there."""
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
 
