@@ -67,3 +67,21 @@ class ResidencyConfig:
     """Share of each device's memory that weights may fill; the rest is for activations."""
     budget_bytes: int | None = None
     """Bytes per device, instead of the fraction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationSettings:
+    """What one video is made with, except its prompt. A model directory may bring its own in `generation.json`."""
+
+    height: int = 720
+    width: int = 1280
+    num_frames: int = 81
+    num_inference_steps: int = 50
+    guidance_scale: float = 5.0
+    flow_shift: float = 5.0
+    seed: int = 2025
+    scheduler: str = "unipc"
+    negative_prompt: str = ""
+    num_videos: int = 1
+    fps: int = 16
+    max_sequence_length: int = 512

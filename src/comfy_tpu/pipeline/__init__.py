@@ -1,0 +1,1 @@
+"""A prompt becomes a video: encode the text, denoise latents, decode frames."""
