@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -42,8 +43,14 @@ def _log_event(event: ProgramEvent) -> None:
     logger.info("%s: %s (%.1f s%s)", event.program, event.stage, event.seconds, ", cached" if event.from_cache else "")
 
 
+def method_name(method: str | Callable[..., Any]) -> str:
+    return method if isinstance(method, str) else method.__name__
+
+
 class Program:
-    """`module.method(**inputs)` for weights that live on the devices, compiled once for every shape of its inputs.
+    """`module.method(**inputs)` over weights that live on the devices, compiled once for every shape of its inputs.
+
+    `method` may also be a function on torch tensors, which is called with the module first.
 
     Inputs are given by name. Arrays and tensors (also in nested containers) are split over the mesh as `input_axes`
     says, whether their sizes divide or not; plain values must be named in `static`, because each different one is a
@@ -55,7 +62,7 @@ class Program:
         module: torch.nn.Module,
         *,
         context: TraceContext,
-        method: str = "forward",
+        method: str | Callable[..., Any] = "forward",
         name: str | None = None,
         static: tuple[str, ...] = (),
         donate: tuple[str, ...] = (),
@@ -64,7 +71,7 @@ class Program:
         cache: CacheConfig = CacheConfig(),
         on_event: Callable[[ProgramEvent], None] = _log_event,
     ) -> None:
-        self.name = name or f"{type(module).__name__}.{method}"
+        self.name = name or f"{type(module).__name__}.{method_name(method)}"
         self._module = module
         self._context = context
         self._method = method
@@ -194,7 +201,10 @@ class Program:
         enter("tracing")
         traced = self._jitted(static).trace(*arguments)
         enter("lowering")
-        lowered = traced.lower()
+        with warnings.catch_warnings():
+            # To donate is to say "may be taken over": a VAE's cache that grows after its first frame cannot be.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = traced.lower()
         enter("compiling")
         with count_compilations() as count, damaged_entries_replaced(), device_errors(self.name):
             compiled = lowered.compile()
