@@ -7,14 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.parity import small_models
 
-WORDS = "a red blue green circle square moving left right up down on black white background".split()
+WORDS = ("a", "red", "blue", "circle", "moving", "left", "right", "on", "black", "background")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -48,4 +47,5 @@ def directory() -> Path:
 
 
 def with_scheduler(scheduler: Any) -> WanPipeline:
-    return WanPipeline.from_pipe(reference(), scheduler=scheduler, torch_dtype=torch.float32)
+    parts = ("tokenizer", "text_encoder", "transformer", "vae")
+    return WanPipeline(**{part: getattr(reference(), part) for part in parts}, scheduler=scheduler)

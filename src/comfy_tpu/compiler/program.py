@@ -169,12 +169,17 @@ class Program:
     def _jitted(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
             inputs = {name: self._constrained(name, value) for name, value in {**kept, **donated}.items()} | static
-            return call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+            outputs = call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+            return self._placed_as_asked(outputs)
 
         run.__name__ = self.name.replace(".", "_")
-        placement = self._context.placement
-        out = None if placement is None or self._output_axes is None else placement.sharding(*self._output_axes)
-        return jax.jit(run, donate_argnums=(2,) if self._donate else (), out_shardings=out)
+        return jax.jit(run, donate_argnums=(2,) if self._donate else ())
+
+    def _placed_as_asked(self, outputs: Any) -> Any:
+        placement, axes = self._context.placement, self._output_axes
+        if placement is None or axes is None:
+            return outputs
+        return jax.tree.map(lambda leaf: constrain(leaf, placement, evenly(axes, leaf.shape, placement)), outputs)
 
     def _executable(
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]

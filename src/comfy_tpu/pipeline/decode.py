@@ -82,7 +82,7 @@ def tile_starts(length: int) -> list[int]:
 
 
 def _ramp(start: int, length: int, whole: int, scale: int) -> torch.Tensor:
-    """Weight of a tile along one side: rises over the overlap with the neighbour before, falls over that with the next."""
+    """Weight of a tile along one side: rises over its overlap with the tile before, falls over that with the next."""
     weight = torch.ones(length * scale)
     rise = (torch.arange(OVERLAP * scale) + 0.5) / (OVERLAP * scale)
     if start > 0:
