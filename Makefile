@@ -18,7 +18,7 @@ test: .venv/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # Also what is marked slow, gpu, tpu or comfyui. Tests of a device that is not there skip themselves;
-# JAX_PLATFORMS=cuda make test-all runs on the GPU.
+# JAX_PLATFORMS=cuda,cpu make test-all runs on the GPU.
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m ''
 

@@ -67,6 +67,12 @@ def test_the_stand_in_answers_torchax_only() -> None:
     assert not hasattr(torch.ops.aten.add, "no_such_overload")
 
 
+def test_somebody_elses_failed_import_does_no_harm() -> None:
+    spoil = "import sys, types\nsys.modules['torchax.tensor'] = types.ModuleType('torchax.tensor')\n"
+    check = "import comfy_tpu.bridge, torchax; assert torchax.tensor.Environment"
+    subprocess.run([sys.executable, "-c", spoil + check], check=True, capture_output=True)
+
+
 def test_no_stand_in_stays_in_torchax_tables() -> None:
     torchax = compat.load_torchax()
     for table in (

@@ -23,6 +23,10 @@ def torch_state() -> dict[str, Any]:
         "dispatch modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
+        "device context": getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "shown by": warnings.showwarning,
         "random": torch.get_rng_state().tolist(),
         "grad": torch.is_grad_enabled(),
         "filters": list(warnings.filters),
@@ -48,6 +52,9 @@ def leaves_a_mess(x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(1234)
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.nn.functional.gelu = None
     torch.utils._python_dispatch.TorchDispatchMode().__enter__()
     raise RuntimeError("and then it failed")
 
@@ -84,6 +91,22 @@ def test_scopes_nest() -> None:
         current_trace()
 
 
+def test_a_trace_is_its_threads_own() -> None:
+    seen: list[type[BaseException]] = []
+
+    def other() -> None:
+        try:
+            current_trace()
+        except TraceError:
+            seen.append(TraceError)
+
+    with trace_scope(TraceContext()):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert seen == [TraceError]
+
+
 def test_another_thread_does_ordinary_torch_meanwhile() -> None:
     inside, done = threading.Event(), threading.Event()
     seen: list[Any] = []
@@ -112,6 +135,36 @@ def test_another_thread_does_ordinary_torch_meanwhile() -> None:
     assert all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" for tensor in seen[:-1]
     )
+
+
+def test_numbers_that_another_thread_draws_meanwhile_are_not_drawn_again() -> None:
+    drawn = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: drawn.append(torch.randn(3)))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    run_traced(model, x)
+    assert not torch.equal(torch.randn(3), drawn[0])
+
+
+def test_threads_that_trace_and_compile_at_once_leave_warnings_as_they_were() -> None:
+    before = (list(warnings.filters), warnings.showwarning)
+    start = threading.Barrier(4)
+
+    def work(index: int) -> None:
+        start.wait()
+        for size in range(1, 4):
+            run_traced(lambda t: t * index, torch.ones(index, size))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (list(warnings.filters), warnings.showwarning) == before
 
 
 def test_two_threads_trace_at_once() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from comfy_tpu.errors import MissingOperatorError, TraceError
+from comfy_tpu.errors import InvalidValueError, MissingOperatorError, TraceError
 from tests.tracing import run_traced
 
 x = torch.arange(6.0).reshape(2, 3)
@@ -53,7 +53,17 @@ def test_a_missing_operator_names_itself_its_caller_and_the_line_to_write() -> N
     assert "comfy_tpu/bridge/operators/" in text
 
 
-@pytest.mark.parametrize("draw", [lambda x: x + torch.randn(2, 3, device=x.device), lambda x: torch.rand_like(x)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + torch.randn(2, 3, device=x.device),
+        lambda x: torch.rand_like(x),
+        lambda x: x + torch.randn(3),
+        lambda x: x + torch.randn(3, generator=torch.Generator()),
+        lambda x: x + torch.zeros(3).normal_(),
+        lambda x: x + torch.randperm(3),
+    ],
+)
 def test_random_numbers_are_refused(draw: object) -> None:
     with pytest.raises(TraceError, match="random numbers were drawn at .*test_trace_errors.py.*pass them as an input"):
         run_traced(draw, x)  # type: ignore[arg-type]
@@ -67,6 +77,25 @@ def test_host_tensors_become_constants_within_reason() -> None:
         TraceError, match=r"host tensor of 68 MiB.*test_trace_errors.py.*may have 64 MiB: pass it as an input"
     ):
         run_traced(lambda x: x.sum() + large, x)
+
+
+@pytest.mark.parametrize("write", ["o[0] = x[1]", "o.copy_(x)", "o += x"])
+def test_writing_traced_values_into_a_host_tensor_is_explained(write: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        o = torch.zeros(2, 3)
+        exec(write, {"o": o, "x": x})
+        return o
+
+    with pytest.raises(TraceError, match=r"host tensor was written with a traced value.*device=x.device"):
+        run_traced(model, x)
+
+
+def test_integers_that_do_not_fit_are_refused() -> None:
+    large = torch.tensor([2**40 + 7])
+    with pytest.raises(InvalidValueError, match="holds 1099511627783, but devices hold int32"):
+        run_traced(lambda x: x, large)
+    with pytest.raises(InvalidValueError, match="holds 1099511627783, but devices hold int32"):
+        run_traced(lambda x: x + large, x)
 
 
 def test_a_weight_that_was_not_given_is_named_as_such() -> None:

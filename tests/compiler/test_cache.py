@@ -5,14 +5,28 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
+from jax._src.compilation_cache import compress_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from comfy_tpu.compiler.cache import cache_directory, enable_cache
 from comfy_tpu.config import CacheConfig
+from comfy_tpu.quiet import quiet
 
 PROCESS = Path(__file__).with_name("run_small_transformer.py")
+
+
+@pytest.fixture(autouse=True)
+def cache_setting() -> Iterator[None]:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 def run_process(cache: Path) -> dict[str, object]:
@@ -47,6 +61,23 @@ def test_a_second_process_compiles_nothing_and_a_damaged_entry_is_replaced(tmp_p
     assert "Traceback" not in damaged["stderr"]
     healed = run_process(tmp_path)
     assert healed["compiled"] == 0
+
+
+def test_only_the_damaged_entry_is_replaced(tmp_path: Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    healthy, damaged = tmp_path / "jit_step-aaaa-cache", tmp_path / "jit_step-bbbb-cache"
+    healthy.write_bytes(compress_executable(b"program"))
+    damaged.write_bytes(b"garbage")
+    other = tmp_path / "jit_step_more-cccc-cache"
+    other.write_bytes(b"another program's")
+    with quiet():
+        warnings.warn("Error reading persistent compilation cache entry for 'jit_step': broken", stacklevel=1)
+    assert (healthy.exists(), damaged.exists(), other.exists()) == (True, False, True)
+    blocked = tmp_path / "jit_other-dddd-cache"
+    blocked.mkdir()
+    with quiet():
+        warnings.warn("Error reading persistent compilation cache entry for 'jit_other': broken", stacklevel=1)
+    assert blocked.exists(), "what cannot be removed stops nothing"
 
 
 def test_a_directory_that_cannot_be_written_warns_and_compiles(

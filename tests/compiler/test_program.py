@@ -11,7 +11,7 @@ import torch
 from comfy_tpu.bridge import TraceContext, build_skeleton, to_device, to_host
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.program import Program, ProgramEvent, device_errors
-from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
+from comfy_tpu.errors import DeviceMemoryError, InvalidValueError, TraceError
 from comfy_tpu.parallel.mesh import make_placement
 
 
@@ -20,9 +20,15 @@ class Model(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
         self.kept: Any = None
+        self.by_name: dict[str, Any] = {}
+        self.shared = self.linear.shared = [0]
 
     def forward(self, x, extra=None, doubled=False):  # type: ignore[no-untyped-def]
         self.kept = x
+        self.by_name["x"] = x
+        self.shared.append(x)
+        assert self.linear.shared is self.shared
+        self.register_buffer("late", x)
         y = self.linear(x) + (0 if extra is None else extra["shift"][0])
         return {"y": y * 2 if doubled else y}
 
@@ -96,6 +102,61 @@ def test_outputs_are_placed_as_asked() -> None:
     assert run(jax.device_put(weights, placement.sharding()), x=x).sharding == placement.sharding(None, "sp")
 
 
+def test_static_values_of_different_types_are_different_programs() -> None:
+    class Scale(torch.nn.Module):
+        def forward(self, x, by):  # type: ignore[no-untyped-def]
+            return x * by
+
+    run = Program(build_skeleton(Scale), context=TraceContext(), static=("by",))
+    whole = torch.arange(3, dtype=torch.int32)
+    assert to_host(run({}, x=whole, by=2)).dtype == torch.int32
+    assert to_host(run({}, x=whole, by=2.0)).dtype == torch.float32
+    assert run.compiled_count == 2
+    with pytest.raises(InvalidValueError, match="a static input cannot be compared .*pass a tuple"):
+        run({}, x=whole, by=[2])
+
+
+def test_compiled_ahead_for_int64() -> None:
+    run = program(method="refine")
+    run.compile(weights, x=jax.ShapeDtypeStruct((3,), np.int64))
+    with count_compilations() as count:
+        run(weights, x=torch.arange(3))
+    assert count.requested == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"linear.weight": weights["linear.weight"]}, "1 weights are missing, among them linear.bias"),
+        (
+            weights | {"other.weight": weights["linear.bias"]},
+            "weight other.weight is given, but the module has no such",
+        ),
+        (weights | {"linear.bias": weights["linear.weight"]}, r"linear.bias has shape \(4, 4\), expected \(4,\)"),
+        (reference.state_dict(), "weight linear.weight is a Tensor, expected a jax array"),
+    ],
+)
+def test_weights_that_are_not_the_modules_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(InvalidValueError, match=text):
+        program().compile(given, x=x)
+
+
+def test_a_name_that_is_no_input_is_refused() -> None:
+    with pytest.raises(
+        InvalidValueError, match="Model.forward: donate names 'y', which is no input; inputs are x, extra"
+    ):
+        program(donate=("y",))
+
+
+def test_a_result_that_is_no_tensor_is_named() -> None:
+    class Named(torch.nn.Module):
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            return x, "text"
+
+    with pytest.raises(TraceError, match="returned a str, expected tensors.*return_dict=False"):
+        Program(build_skeleton(Named), context=TraceContext())({}, x=x)
+
+
 def test_a_plain_value_must_be_static() -> None:
     with pytest.raises(
         InvalidValueError, match=r"Model.forward: input 'doubled' holds a bool.*name the input in `static`"
@@ -107,6 +168,10 @@ def test_what_a_forward_keeps_on_the_module_does_not_stay() -> None:
     module = build_skeleton(Model)
     Program(module, context=TraceContext())(weights, x=x)
     assert module.kept is None
+    assert module.by_name == {}
+    assert module.shared == [0]
+    assert module.linear.shared is module.shared
+    assert not list(module.buffers())
     assert all(parameter.device.type == "meta" for parameter in module.parameters())
 
 

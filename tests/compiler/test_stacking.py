@@ -108,9 +108,39 @@ def with_another_setting(blocks: list[torch.nn.Module]) -> None:
         block.window = 7 + (index == 2)
 
 
+def with_another_table(blocks: list[torch.nn.Module]) -> None:
+    blocks[1].table = torch.arange(6.0) * 2
+
+
+def with_another_processor(blocks: list[torch.nn.Module]) -> None:
+    class Processor:
+        def __init__(self, gain: float) -> None:
+            self.gain = gain
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gain
+
+    for index, block in enumerate(blocks):
+        block.processor = Processor(1.0 + index)
+
+
+def with_another_list(blocks: list[torch.nn.Module]) -> None:
+    for index, block in enumerate(blocks):
+        block.sizes = [1, {"inner": index // 2}]
+
+
+def with_another_function(blocks: list[torch.nn.Module]) -> None:
+    for block, function in zip(blocks, (torch.relu, torch.relu, torch.sigmoid), strict=True):
+        block.activation = function
+
+
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
+        (with_another_table, r"inner.blocks\[1\] differs .* in table"),
+        (with_another_processor, r"inner.blocks\[1\] differs .* in processor"),
+        (with_another_list, r"inner.blocks\[2\] differs .* in sizes"),
+        (with_another_function, r"inner.blocks\[2\] differs .* in activation"),
         (
             wider,
             r"inner.blocks\[2\] differs from inner.blocks\[0\] in image.*leave the list out of the family's stacks",
@@ -125,6 +155,11 @@ def test_unequal_blocks_are_refused(spoil, text: str) -> None:  # type: ignore[n
     spoil(blocks)
     with pytest.raises(StackingError, match=text):
         stack_layers(Model(blocks), (STACK,))
+
+
+def test_a_path_that_is_not_there_is_refused() -> None:
+    with pytest.raises(StackingError, match="Model has no outer.blocks"):
+        stack_layers(Model([Block(0)]), (LayerStack("outer.blocks"),))
 
 
 @pytest.mark.parametrize("path", ["inner", "inner.missing"])
@@ -165,5 +200,11 @@ def test_taking_a_part_of_a_scanned_list_is_refused() -> None:
     skeleton = stack_layers(build_skeleton(lambda: Model([Block(0), Block(1)])), (STACK,))
     layers = skeleton.get_submodule("inner.blocks")
     assert layers[:2] is layers  # type: ignore[index]
+    assert len(layers) == 2  # type: ignore[arg-type]
+    assert layers[1].image.in_features == 6  # type: ignore[index]
+    with pytest.raises(StackingError, match=r"calls a single layer of inner.blocks, which runs as a scan"):
+        layers[1](torch.ones(1))  # type: ignore[index]
+    with pytest.raises(IndexError):
+        layers[2]  # type: ignore[index]
     with pytest.raises(StackingError, match=r"takes inner.blocks\[1:None:None\] of 2 scanned layers"):
         layers[1:]  # type: ignore[index]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +28,12 @@ class SmallModel:
     checkpoint: Path
 
 
+def temporary_directory() -> Path:
+    directory = tempfile.mkdtemp(prefix="comfy-tpu-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
 def _small(spec: ComponentSpec, config: Mapping[str, Any], build: Callable[[], torch.nn.Module]) -> SmallModel:
     torch.manual_seed(0)
     reference = build().eval().requires_grad_(False)
@@ -33,7 +41,7 @@ def _small(spec: ComponentSpec, config: Mapping[str, Any], build: Callable[[], t
         if parameter.ndim == 1 or not parameter.any():
             parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms that do something
         parameter.copy_(parameter.bfloat16())
-    directory = Path(tempfile.mkdtemp(prefix="comfy-tpu-"))
+    directory = temporary_directory()
     reference.save_pretrained(directory, max_shard_size="100KB")
     return SmallModel(spec, config, reference, directory)
 

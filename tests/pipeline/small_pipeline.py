@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def reference() -> WanPipeline:
 
 @functools.cache
 def directory() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="comfy-tpu-"))
+    path = small_models.temporary_directory()
     reference().save_pretrained(path)
     return path
 

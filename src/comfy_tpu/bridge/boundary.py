@@ -12,7 +12,7 @@ import torch
 from jax.sharding import Sharding
 from torch.utils.dlpack import from_dlpack
 
-from comfy_tpu.bridge.dtypes import as_numpy, as_tensor
+from comfy_tpu.bridge.dtypes import as_numpy, as_tensor, check_integer_range
 from comfy_tpu.bridge.environment import DeviceTensor
 from comfy_tpu.errors import EscapeError
 
@@ -28,6 +28,7 @@ def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf = as_numpy(leaf)
         if isinstance(leaf, np.ndarray):
+            check_integer_range(leaf)
             return jax.device_put(np.array(leaf), sharding)
         return leaf
 
@@ -46,7 +47,11 @@ def to_host(tree: Any, *, consume: bool = False) -> Any:
         if all(device.platform == "cpu" for device in leaf.devices()):
             # Shares memory with the array unless copied; several devices have no single memory to share.
             return from_dlpack(leaf) if consume and len(leaf.devices()) == 1 else as_tensor(np.array(leaf))
-        return from_dlpack(jax.device_put(leaf, jax.local_devices(backend="cpu")[0]))
+        try:
+            host = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:  # JAX_PLATFORMS=tpu leaves jax no CPU to copy to
+            return as_tensor(np.array(leaf))
+        return from_dlpack(jax.device_put(leaf, host))
 
     return jax.tree.map(fetch, tree)
 

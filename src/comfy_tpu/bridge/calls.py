@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -28,17 +29,24 @@ _NEEDS_A_VALUE = (
 @contextlib.contextmanager
 def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
     """A forward may keep tensors on the module (a VAE its frame cache); traced ones must not outlive the trace."""
-    before = [(owner, _copied_lists(vars(owner))) for owner in module.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for owner in module.modules():
+        _remember(vars(owner), contents)
     try:
         yield
     finally:
-        for owner, attributes in before:
-            vars(owner).clear()
-            vars(owner).update(attributes)
+        # In place, so that containers shared by two modules stay shared.
+        for container, content in contents.values():
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
-def _copied_lists(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if type(value) is list else value for name, value in attributes.items()}
+def _remember(container: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    if type(container) not in (dict, list, collections.OrderedDict) or id(container) in contents:
+        return
+    contents[id(container)] = (container, container.copy())
+    for item in container.values() if isinstance(container, dict) else container:
+        _remember(item, contents)
 
 
 def _computed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -85,7 +93,7 @@ def call_function(
         try:
             inputs = environment.as_torch((tuple(args), dict(kwargs or {})))
             if module is None:
-                return environment.as_jax(function(*inputs[0], **inputs[1]))
+                return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
             arrays = {
                 name: array if is_stacked(name) else context.for_compute(name, array)
                 for name, array in (weights or {}).items()
@@ -97,10 +105,27 @@ def call_function(
                 _attributes_kept(module),
                 torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True),
             ):
-                return environment.as_jax(function(*inputs[0], **inputs[1]))
+                return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
+        except AttributeError as error:
+            if error.name not in ("_elem", "_env"):
+                raise
+            raise TraceError(
+                f"a host tensor was written with a traced value{raising_line(error)}; make it where the input is: "
+                "torch.zeros(..., device=x.device)"
+            ) from error
         except _NEEDS_A_VALUE as error:
             raise TraceError(
                 f"the value of a tensor was needed{raising_line(error)} (an `if` on a tensor, `.item()`, an assert, "
                 "or indexing by a mask): in a compiled program it is known only while running; "
                 "decide it outside and pass it as a static argument, or use torch.where"
             ) from error
+
+
+def _results(results: Any) -> Any:
+    for leaf in jax.tree.leaves(results):
+        if not isinstance(leaf, (jax.Array, int, float, bool)):
+            raise TraceError(
+                f"the model returned a {type(leaf).__name__}, expected tensors in tuples, lists or dicts; "
+                "pass return_dict=False if it has that"
+            )
+    return results

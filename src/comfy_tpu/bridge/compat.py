@@ -130,6 +130,10 @@ def load_torchax() -> types.ModuleType:
     global _torchax
     with _lock:
         if _torchax is None:
+            if "torchax" not in sys.modules:
+                # What is left of somebody's import that failed half-way would be taken for the whole.
+                for name in [name for name in sys.modules if name.startswith("torchax.")]:
+                    del sys.modules[name]
             with _torch_kept_as_it_is(), _answer_for_missing_names(substituted_names):
                 module = importlib.import_module("torchax")
                 for name in (

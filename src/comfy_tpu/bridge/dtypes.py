@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from comfy_tpu.errors import InvalidValueError
+
 _EXTENDED = {
     torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -35,3 +37,17 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype in _EXTENDED:
         return np.dtype(_EXTENDED[dtype][1])
     return np.dtype(str(dtype).removeprefix("torch."))
+
+
+def check_integer_range(array: np.ndarray) -> None:
+    """jax holds 32-bit integers; a larger value would silently become another one."""
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or array.size == 0:
+        return
+    narrow = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+    low, high = int(array.min()), int(array.max())
+    if low < narrow.min or high > narrow.max:
+        worst = high if high > narrow.max else low
+        raise InvalidValueError(
+            f"an integer tensor of shape {array.shape} holds {worst}, but devices hold {narrow.dtype} "
+            f"({narrow.min} to {narrow.max}); use smaller numbers, or a float"
+        )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from comfy_tpu.bridge.compat import load_torchax, replaced
-from comfy_tpu.bridge.dtypes import as_numpy
+from comfy_tpu.bridge.dtypes import as_numpy, check_integer_range
 from comfy_tpu.bridge.model_source import calling_line
 from comfy_tpu.bridge.operators import OPERATORS, Operator, load_operators
 from comfy_tpu.errors import MissingOperatorError, TraceError
@@ -28,6 +28,25 @@ CONSTANT_BYTES_MAX = 64 * 2**20
 
 class _MissingOperatorError(MissingOperatorError, torchax.tensor.OperatorNotFound):  # type: ignore[name-defined]
     """torchax's function mode catches its own exception to try the operator's ATen form, so ours must be one too."""
+
+
+_RANDOM = {
+    torch.bernoulli,
+    torch.multinomial,
+    torch.normal,
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.randint_like,
+    torch.randn,
+    torch.randn_like,
+    torch.randperm,
+    torch.Tensor.bernoulli_,
+    torch.Tensor.normal_,
+    torch.Tensor.random_,
+    torch.Tensor.uniform_,
+}
+# Also on the host: what is drawn there while tracing becomes a constant as well.
 
 
 class _NoRandomness(threading.local):
@@ -82,7 +101,9 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
                 f"{calling_line()}; constants of a program may have {CONSTANT_BYTES_MAX / 2**20:.0f} MiB: pass it "
                 "as an input"
             )
-        return jnp.array(as_numpy(tensor))  # a copy: the program must not change when the tensor does
+        array = as_numpy(tensor)
+        check_integer_range(array)
+        return jnp.array(array)  # a copy: the program must not change when the tensor does
 
     def _should_use_torchax_tensor(self, device: Any) -> bool:
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -91,6 +112,11 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
     def _is_same_device(self, the_tensor: torch.Tensor, new_device: str | None) -> bool:
         # In a trace there is one place to be: moving a traced tensor anywhere keeps it where it is.
         return isinstance(the_tensor, DeviceTensor) or new_device in (None, "cpu")
+
+    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _RANDOM:
+            self.get_and_rotate_prng_key()
+        return super().dispatch(func, types, args, kwargs)
 
     def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> jax.Array:
         raise TraceError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from comfy_tpu.config import AttentionConfig
 from comfy_tpu.errors import TraceError
 from comfy_tpu.parallel.constraints import constrain
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.quiet import quiet
 
 if TYPE_CHECKING:
     from comfy_tpu.bridge.environment import TraceEnvironment
@@ -42,13 +42,20 @@ class TraceContext:
 _tracing = threading.RLock()
 # torchax keeps state on its mode objects, which all threads share. Torch's mode stacks themselves are per thread:
 # a thread that is not tracing never sees ours. Tracing is rare and holds the interpreter lock anyway.
-_active: list[TraceContext] = []
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[TraceContext] = []
+
+
+_active = _Active()
 
 
 def current_trace() -> TraceContext:
-    if not _active:
+    if not _active.contexts:
         raise TraceError("this operator needs a trace scope; call the model through a Program")
-    return _active[-1]
+    return _active.contexts[-1]
 
 
 @contextlib.contextmanager
@@ -56,30 +63,25 @@ def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
     """Torch code in the block runs on the environment's tensors. Everything of torch's state is put back afterwards."""
     from comfy_tpu.bridge.environment import environment
 
-    with _tracing, _torch_state_kept(), torch.no_grad(), _quiet_about_int64(), jax.default_matmul_precision("highest"):
+    with _tracing, _torch_state_kept(), torch.no_grad(), quiet(), jax.default_matmul_precision("highest"):
         # "highest" makes float32 mean float32, as in torch: left to itself JAX multiplies float32 in bfloat16 on a TPU.
         # Products of bfloat16 are the same either way.
-        _active.append(context)
+        _active.contexts.append(context)
         try:
             with environment() as active:
                 yield active
         finally:
-            _active.pop()
-
-
-@contextlib.contextmanager
-def _quiet_about_int64() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # torch indexes with int64 everywhere; JAX narrows to int32 and says so at each one.
-        warnings.filterwarnings("ignore", message="Explicitly requested dtype.*int64")
-        yield
+            _active.contexts.pop()
 
 
 @contextlib.contextmanager
 def _torch_state_kept() -> Iterator[None]:
     """Also when the model raises half-way, or changes a global of torch and does not change it back."""
     dtype = torch.get_default_dtype()
-    random_state = torch.get_rng_state()
+    seed, random_state = torch.initial_seed(), torch.get_rng_state()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    precision = torch.get_float32_matmul_precision()
+    functional = dict(vars(torch.nn.functional))
     function_modes = torch.overrides._get_current_function_mode_stack()
     dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -98,4 +100,11 @@ def _torch_state_kept() -> Iterator[None]:
                 torch.utils._python_dispatch._push_mode(mode)
         torch._GLOBAL_DEVICE_CONTEXT.device_context = default_device
         torch.set_default_dtype(dtype)
-        torch.set_rng_state(random_state)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
+        if vars(torch.nn.functional) != functional:
+            vars(torch.nn.functional).clear()
+            vars(torch.nn.functional).update(functional)
+        # Only after a new seed: a trace draws nothing, and other threads that drew meanwhile must not draw it again.
+        if torch.initial_seed() != seed:
+            torch.set_rng_state(random_state)

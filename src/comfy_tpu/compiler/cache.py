@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import logging
 import os
 import re
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
 from comfy_tpu.config import CacheConfig
+from comfy_tpu.quiet import on_warning
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,19 @@ def enable_cache(config: CacheConfig) -> Path | None:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    if not config.enabled:
-        return None
-    directory = cache_directory(config)
+    directory = _writable(cache_directory(config)) if config.enabled else None
+    text = None if directory is None else str(directory)
+    if jax.config.values["jax_compilation_cache_dir"] != text:
+        jax.config.update("jax_compilation_cache_dir", text)
+        compilation_cache.reset_cache()  # JAX opens its cache once, possibly before this call
+    # Small programs count too: a second process must compile nothing at all.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+@functools.cache  # one answer, and one warning, per directory
+def _writable(directory: Path) -> Path | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -51,42 +61,40 @@ def enable_cache(config: CacheConfig) -> Path | None:
             error.strerror or error,
         )
         return None
-    if jax.config.values["jax_compilation_cache_dir"] != str(directory):
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        compilation_cache.reset_cache()  # JAX opens its cache once, possibly before this call
-    # Small programs count too: a second process must compile nothing at all.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
 
 
-_DAMAGED = "Error reading persistent compilation cache entry for '(?P<program>[^']+)'"
-
-
-@contextlib.contextmanager
-def damaged_entries_replaced() -> Iterator[None]:
+def _replace_damaged_entry(warning: re.Match[str]) -> None:
     """JAX warns of an entry it cannot read and compiles, but never overwrites it: every process would compile again.
 
-    The entry is removed at the moment of the warning, so that the program just compiled is stored in its place.
+    Removed at the moment of the warning, so that the program just compiled is stored in its place.
     """
     import jax
 
     directory = jax.config.values["jax_compilation_cache_dir"]
-
-    def on_warning(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
-        match = re.match(_DAMAGED, str(message))
-        if directory is None or match is None:
-            show(message, category, *details, **more)
-            return
-        logger.warning("compile cache: the stored %s is damaged (%s); compiling it again", match["program"], message)
-        for entry in Path(directory).glob(f"{glob.escape(match['program'])}-*-cache"):
+    if directory is None:
+        return
+    logger.warning("compile cache: the stored %s is damaged (%s); compiling it again", warning["program"], warning[0])
+    entries = list(Path(directory).glob(f"{glob.escape(warning['program'])}-*-cache"))
+    # The warning does not say which shape's entry it was. Where none shows its damage, all go.
+    for entry in [entry for entry in entries if _is_damaged(entry)] or entries:
+        try:
             entry.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("compile cache: %s cannot be removed (%s); remove it by hand", entry, error.strerror)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=_DAMAGED)
-        show = warnings.showwarning
-        warnings.showwarning = on_warning
-        yield
+
+def _is_damaged(entry: Path) -> bool:
+    try:
+        from jax._src.compilation_cache import decompress_executable
+
+        decompress_executable(entry.read_bytes())
+    except Exception:  # noqa: BLE001 - whatever the decompressor says of a damaged entry
+        return True
+    return False
+
+
+on_warning("Error reading persistent compilation cache entry for '(?P<program>[^']+)'.*", _replace_damaged_entry)
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,7 +19,9 @@ from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
 from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
-from comfy_tpu.config import AttentionConfig, CacheConfig
+from comfy_tpu.config import AttentionConfig, CacheConfig, ShardingConfig
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings
 
@@ -35,6 +37,8 @@ class ComponentSpec:
     build: Callable[[Mapping[str, Any]], torch.nn.Module]
     """From the `config.json` of the component."""
     rules: tuple[Rule, ...]
+    heads: str | None = None
+    """The key of its configuration that counts attention heads."""
     stacks: tuple[LayerStack, ...] = ()
     float32: tuple[str, ...] = ()
     """Globs of weights that stay float32 whatever the model's dtype is."""
@@ -52,8 +56,15 @@ class Component:
         dtype: torch.dtype,
         attention: AttentionConfig = AttentionConfig(),
         cache: CacheConfig = CacheConfig(),
+        sharding: ShardingConfig = ShardingConfig(),
         scan: bool = True,
     ) -> None:
+        if not dtype.is_floating_point:
+            raise InvalidValueError(
+                f"{spec.name}: dtype={dtype} is not a floating dtype; use torch.bfloat16 or torch.float32"
+            )
+        if spec.heads is not None:
+            check_heads(config[spec.heads], placement.sizes.tp)
         self.spec = spec
         self.placement = placement
         self._cache = cache
@@ -62,7 +73,7 @@ class Component:
             stack_layers(self.module, spec.stacks)
         shapes, sources = self._shapes(dtype)
         stacked = [name for name, names in sources.items() if names != (name,)]
-        self.plan: ShardingPlan = plan_shardings(spec.rules, shapes, placement, stacked)
+        self.plan: ShardingPlan = plan_shardings(spec.rules, shapes, placement, stacked, config=sharding)
         self.slots = tuple(
             WeightSlot(name, sources[name], shape.shape, shape.dtype, self.plan.storage(name))
             for name, shape in shapes.items()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -18,11 +18,14 @@ import torch
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from comfy_tpu.bridge import TraceContext, call_module, to_device
-from comfy_tpu.compiler.cache import count_compilations, damaged_entries_replaced, enable_cache
+from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.compiler.cache import count_compilations, enable_cache
 from comfy_tpu.compiler.residency import is_out_of_memory
+from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
 from comfy_tpu.parallel.constraints import Axes, constrain, even_batch, evenly
+from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Program:
         on_event: Callable[[ProgramEvent], None] = _log_event,
     ) -> None:
         self.name = name or f"{type(module).__name__}.{method_name(method)}"
+        self._check_names(module, method, {"static": static, "donate": donate, "input_axes": tuple(input_axes or {})})
         self._module = module
         self._context = context
         self._method = method
@@ -84,24 +88,37 @@ class Program:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
         self._lock = threading.RLock()
 
-    def __call__(self, weights: Mapping[str, jax.Array], **inputs: Any) -> Any:
+    def _check_names(
+        self, module: torch.nn.Module, method: str | Callable[..., Any], named: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        function = method if callable(method) else getattr(module, method)
+        parameters = inspect.signature(function).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        for option, names in named.items():
+            if unknown := sorted(set(names) - set(parameters)):
+                raise InvalidValueError(
+                    f"{self.name}: {option} names {unknown[0]!r}, which is no input; inputs are {', '.join(parameters)}"
+                )
+
+    def __call__(self, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
         """The outputs, as jax arrays still on the devices."""
         static, kept, donated = self._split({name: self._place(name, value) for name, value in inputs.items()})
         executable = self._executable(static, dict(weights), kept, donated)
         with device_errors(self.name):
             return executable(dict(weights), kept, donated)
 
-    def compile(self, weights: Mapping[str, Any], **inputs: Any) -> None:
+    def compile(self, weights: Mapping[str, Any], /, **inputs: Any) -> None:
         """Compiles ahead of the first call. Weights and inputs may be abstract (`jax.ShapeDtypeStruct`)."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         self._executable(static, dict(weights), kept, donated)
 
-    def lower(self, weights: Mapping[str, Any], **inputs: Any) -> jax.stages.Lowered:
+    def lower(self, weights: Mapping[str, Any], /, **inputs: Any) -> jax.stages.Lowered:
         """The program before compilation, for looking at."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         return self._jitted(static).lower(dict(weights), kept, donated)
 
-    def export(self, platform: str, weights: Mapping[str, Any], **inputs: Any) -> jax.export.Exported:
+    def export(self, platform: str, weights: Mapping[str, Any], /, **inputs: Any) -> jax.export.Exported:
         """The program lowered for a platform that need not be attached; its mesh may be abstract."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         jax_platform = {"gpu": "cuda"}.get(platform, platform)
@@ -147,11 +164,11 @@ class Program:
             return value
 
         def describe(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                leaf = to_device(leaf)
-            if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+            if not isinstance(leaf, (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
                 return leaf
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(name, tuple(leaf.shape)))
+            dtype = numpy_dtype(leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf.dtype
+            dtype = jax.dtypes.canonicalize_dtype(dtype)  # int64 arrives as int32
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._sharding(name, tuple(leaf.shape)))
 
         return jax.tree.map(describe, value)
 
@@ -184,11 +201,22 @@ class Program:
     def _executable(
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]
     ) -> jax.stages.Compiled:
+        for name, array in weights.items():
+            if not isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
+                raise InvalidValueError(
+                    f"{self.name}: weight {name} is a {type(array).__name__}, expected a jax array; use Component.load"
+                )
         leaves, structure = jax.tree.flatten((weights, kept, donated))
         # An abstract leaf without a sharding stands for an array on the default device.
         default = SingleDeviceSharding(jax.devices()[0])
         described = tuple((leaf.shape, leaf.dtype, leaf.sharding or default) for leaf in leaves)
-        key = (tuple(sorted(static.items())), structure, described)
+        # With its type: 2, 2.0 and True are equal, but are different programs.
+        values = tuple((name, type(value), value) for name, value in sorted(static.items()))
+        key = (values, structure, described)
+        try:
+            hash(values)
+        except TypeError as error:
+            raise InvalidValueError(f"{self.name}: a static input cannot be compared ({error}); pass a tuple") from None
         with self._lock:  # two threads that want the same shape wait for one compilation
             if key not in self._executables:
                 self._executables[key] = self._build(static, weights, kept, donated)
@@ -196,6 +224,7 @@ class Program:
 
     def _build(self, static: dict[str, Hashable], *arguments: dict[str, Any]) -> jax.stages.Compiled:
         enable_cache(self._cache)
+        check_weights(self.name, self._module, arguments[0])
         clock = time.perf_counter()
 
         def enter(stage: Literal["tracing", "lowering", "compiling", "ready"], from_cache: bool = False) -> None:
@@ -206,12 +235,10 @@ class Program:
         enter("tracing")
         traced = self._jitted(static).trace(*arguments)
         enter("lowering")
-        with warnings.catch_warnings():
-            # To donate is to say "may be taken over": a VAE's cache that grows after its first frame cannot be.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        with quiet():
             lowered = traced.lower()
         enter("compiling")
-        with count_compilations() as count, damaged_entries_replaced(), device_errors(self.name):
+        with count_compilations() as count, quiet(), device_errors(self.name):
             compiled = lowered.compile()
         enter("ready", from_cache=count.compiled == 0)
         return compiled

@@ -3,6 +3,9 @@
 The `ModuleList` in the skeleton is replaced by a `ScannedLayers` that iterates as a single module. A model's own loop
 `for block in self.blocks: x = block(x, …)` then runs once, and that one call is a `lax.scan` over all layers. Wan 14B
 on one H200: trace 3.1 -> 0.2 s, compile 14.8 -> 3.4 s, the step itself takes the same time.
+
+What a loop does besides calling its blocks is done once, too: `for i, block in enumerate(self.blocks)` sees only
+i = 0, and nothing here can know. A family's tests therefore compare it with and without the scan.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.bridge import map_layers, run_layers
-from comfy_tpu.errors import StackingError
+from comfy_tpu.bridge import map_layers, run_layers, weight_shapes
+from comfy_tpu.errors import InvalidValueError, StackingError
 
 INDEX = "*"
 """Stands for the layer's number in the names of stacked weights: `blocks.*.attn1.to_q.weight`."""
@@ -53,7 +56,7 @@ class ScannedLayers(torch.nn.Module):
         yield self
 
     def __len__(self) -> int:
-        return 1
+        return self.count
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
@@ -63,7 +66,8 @@ class ScannedLayers(torch.nn.Module):
                 f"the model takes {self.stack.path}[{index.start}:{index.stop}:{index.step}] of {self.count} scanned "
                 "layers; only the whole list runs as a scan: leave it out of the family's stacks"
             )
-        return self.template
+        range(self.count)[index]  # IndexError as a list would raise it
+        return _OneLayer(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,11 +93,30 @@ class ScannedLayers(torch.nn.Module):
         )
 
 
+class _OneLayer:
+    """A layer taken out of a scanned list: its attributes can be looked at, but it has no weights of its own to run."""
+
+    def __init__(self, layers: ScannedLayers) -> None:
+        self._layers = layers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layers.template, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise StackingError(
+            f"the model calls a single layer of {self._layers.stack.path}, which runs as a scan; only a loop over the "
+            "whole list does: leave it out of the family's stacks"
+        )
+
+
 def stack_layers(module: torch.nn.Module, stacks: tuple[LayerStack, ...]) -> torch.nn.Module:
     """Replaces the lists named by `stacks` in a skeleton, after checking that their blocks are equal."""
     for stack in stacks:
         parent_path, _, name = stack.path.rpartition(".")
-        parent = module.get_submodule(parent_path)
+        try:
+            parent = module.get_submodule(parent_path)
+        except AttributeError as error:
+            raise StackingError(f"{type(module).__name__} has no {stack.path} ({error})") from None
         blocks = parent._modules.get(name)
         if not isinstance(blocks, torch.nn.ModuleList) or not blocks:
             raise StackingError(
@@ -117,18 +140,38 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module, varying: tuple[s
     return None
 
 
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
 def _facts(block: torch.nn.Module, varying: tuple[str, ...]) -> Mapping[str, Any]:
-    """What a block's forward could depend on: classes, plain attributes, shapes of weights."""
+    """What a block's forward could depend on: classes, attributes, shapes of weights, values of computed buffers."""
     facts: dict[str, Any] = {}
     for path, module in block.named_modules():
         prefix = f"{path}." if path else ""
         facts[f"{prefix}class"] = type(module).__qualname__
         for name, value in vars(module).items():
-            if name not in varying and isinstance(value, (bool, int, float, str, tuple, type(None))):
-                facts[prefix + name] = value
+            if name not in varying and name not in _OF_EVERY_MODULE:
+                facts[prefix + name] = _comparable(value)
         for name, tensor in (module._parameters | module._buffers).items():
-            facts[prefix + name] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            computed = name in module._non_persistent_buffers_set
+            described = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            facts[prefix + name] = _comparable(tensor) if computed else described
     return facts
+
+
+def _comparable(value: Any, depth: int = 4) -> Any:
+    """Something that is equal for two values exactly if a forward cannot tell them apart, as far as one can look."""
+    if isinstance(value, torch.Tensor):
+        described = (tuple(value.shape), value.dtype)
+        return described if value.is_meta else (*described, value.detach().flatten().tolist())
+    if isinstance(value, Mapping):
+        return {key: _comparable(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (type(value), [_comparable(item, depth - 1) for item in value])
+    is_object = hasattr(value, "__dict__") and not (inspect.isroutine(value) or inspect.isclass(value))
+    if depth and is_object:
+        return (type(value), {name: _comparable(item, depth - 1) for name, item in vars(value).items()})
+    return value
 
 
 def stack_counts(module: torch.nn.Module) -> dict[str, int]:
@@ -144,3 +187,26 @@ def split_layer_name(name: str, counts: Mapping[str, int]) -> tuple[str, ...]:
         if name.startswith(prefix):
             return tuple(f"{prefix[:-2]}{index}.{name[len(prefix) :]}" for index in range(count))
     return (name,)
+
+
+def check_weights(program: str, module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """That `weights` are those of `module`: every one it has, of its shape, and none that it does not have."""
+    counts = stack_counts(module)
+    expected = weight_shapes(module)
+    if missing := sorted(set(expected) - set(weights)):
+        raise InvalidValueError(
+            f"{program}: {len(missing)} weights are missing, among them {missing[0]}; load them all"
+        )
+    for name, array in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        try:
+            parent = module.get_submodule(owner)
+        except AttributeError:
+            parent = torch.nn.Module()
+        if leaf not in parent._parameters and leaf not in parent._buffers:
+            raise InvalidValueError(f"{program}: weight {name} is given, but the module has no such weight")
+        if name in expected:
+            sources = split_layer_name(name, counts)
+            shape = tuple(expected[name].shape) if sources == (name,) else (len(sources), *expected[name].shape)
+            if tuple(array.shape) != shape:
+                raise InvalidValueError(f"{program}: weight {name} has shape {tuple(array.shape)}, expected {shape}")

@@ -17,9 +17,9 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from comfy_tpu.bridge.dtypes import as_numpy
-from comfy_tpu.compiler.cache import damaged_entries_replaced
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
 from comfy_tpu.errors import CheckpointError
+from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def load_weights(
     done = 0
     arrays: dict[str, jax.Array] = {}
     try:
-        with damaged_entries_replaced():
+        with quiet():
             for slot, position in writes:
                 arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name))
                 done += checkpoint.tensors[slot.sources[position]].nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -67,6 +68,7 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
         raise UnsupportedError(
             "the transformer takes image embeddings: an image-to-video model; use a text-to-video one"
         )
+    _refuse_unknown_keys(WanTransformer3DModel, config)
     model = WanTransformer3DModel.from_config(dict(config))
     for block in model.blocks:
         block.attn1.processor = block.attn2.processor = WanProcessor()
@@ -84,12 +86,23 @@ def _build_text_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLWan
 
+    _refuse_unknown_keys(AutoencoderKLWan, config)
     return AutoencoderKLWan.from_config(dict(config))
+
+
+def _refuse_unknown_keys(model_class: type, config: Mapping[str, Any]) -> None:
+    """diffusers would only log them, and build something other than what was trained."""
+    if unknown := sorted(set(config) - set(inspect.signature(model_class).parameters)):
+        raise UnsupportedError(
+            f"the configuration of {model_class.__name__} has {', '.join(unknown)}, which this version of diffusers "
+            "does not know: a newer model; try `pip install --upgrade diffusers`"
+        )
 
 
 TRANSFORMER = ComponentSpec(
     name="transformer",
     classes=("WanTransformer3DModel",),
+    heads="num_attention_heads",
     build=_build_transformer,
     stacks=(LayerStack("blocks"),),
     float32=("*time_embedder*", "*scale_shift_table", "*.norm[123].*"),
@@ -116,6 +129,7 @@ TRANSFORMER = ComponentSpec(
 TEXT_ENCODER = ComponentSpec(
     name="text_encoder",
     classes=("UMT5EncoderModel",),
+    heads="num_heads",
     build=_build_text_encoder,
     stacks=(LayerStack("encoder.block"),),
     rules=(

@@ -15,6 +15,7 @@ from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.kernels import cudnn
 from comfy_tpu.kernels.masking import FULL, Band
+from comfy_tpu.parallel.mesh import check_heads
 
 Implementation = Literal["splash", "cudnn", "chunked", "dense"]
 Strategy = Literal["ulysses", "ring", "whole_keys"]
@@ -44,8 +45,7 @@ def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: At
     _check_name("sequence_parallel", config.sequence_parallel, ("auto", "ulysses", "ring"))
     if call.heads == 1:
         return "whole_keys"
-    if call.heads % sizes.tp:
-        raise MeshError(f"heads={call.heads} is not divisible by tp={sizes.tp}; choose tp from {_divisors(call.heads)}")
+    check_heads(call.heads, sizes.tp)
     # Text tokens are few: holding them everywhere costs nothing, and no device waits for another. A dense mask lies
     # along queries × keys: sharing out only the queries keeps its rows where they are used.
     cross = call.queries != call.keys and call.keys <= config.dense_max_tokens

@@ -99,6 +99,8 @@ def parse_mesh(mesh: str | MeshSizes, device_count: int) -> MeshSizes:
     """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1."""
     if isinstance(mesh, MeshSizes):
         sizes = mesh
+    elif not isinstance(mesh, str):
+        raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'")
     elif mesh.strip() == "auto":
         sizes = _auto_sizes(device_count)
     elif mesh.strip() in NAMED_MESHES:
@@ -148,6 +150,13 @@ def _parse_axes(text: str) -> MeshSizes:
 def _check_size(where: str, axis: str, size: int) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise MeshError(f"{where}: {axis}={size!r} is not a size; sizes are whole numbers from 1")
+
+
+def check_heads(heads: int, tp: int) -> None:
+    """Attention divides its heads among tp; a single head is not divided."""
+    if heads > 1 and heads % tp:
+        choices = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise MeshError(f"heads={heads} is not divisible by tp={tp}; choose tp from {choices}")
 
 
 def _check_platform(platform: str, choices: Sequence[str]) -> None:

@@ -30,7 +30,6 @@ from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-_ON_MESH = {"latents": ("dp",), "text": ("dp",)}
 _WIDTH = (None, None, None, None, MESH_AXES)
 """A VAE's pictures are split by columns over the whole mesh."""
 
@@ -161,7 +160,7 @@ class VideoPipeline:
         self._size = _size(settings)
         spec = self.family.transformer
         prepare = self._program(
-            spec, self.family.prompt_cache, input_axes=_ON_MESH, output_axes=(None, "dp", None, "tp")
+            spec, self.family.prompt_cache, input_axes={"text": ("dp",)}, output_axes=(None, "dp", None, "tp")
         )
         step = self._program(
             spec, self._step, static=("guided",), donate=("samples", "outputs"), input_axes={}, output_axes=()

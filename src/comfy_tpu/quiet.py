@@ -1,0 +1,64 @@
+"""Warnings while tracing, loading and compiling: a few are ours to deal with, and the filters come back as they were.
+
+`warnings` has one state for all threads, so `catch_warnings` in two of them at once leaves it changed for ever. Here
+the first one in saves it and the last one out restores it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_IGNORED = (
+    # torch indexes with int64 everywhere; JAX narrows to int32 and says so at each one. Values are checked on entry.
+    "Explicitly requested dtype.*int64",
+    # To donate is to say "may be taken over": a VAE's cache that grows after its first frame cannot be.
+    "Some donated buffers were not usable",
+)
+
+_lock = threading.Lock()
+_depth = 0
+_saved: tuple[list[Any], Any] | None = None
+_handlers: dict[str, Callable[[re.Match[str]], None]] = {}
+
+
+def on_warning(pattern: str, handler: Callable[[re.Match[str]], None]) -> None:
+    """Within `quiet`, a warning that begins with `pattern` goes to `handler` instead of to the user."""
+    _handlers[pattern] = handler
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    global _depth, _saved
+    with _lock:
+        if _depth == 0:
+            _saved = (list(warnings.filters), warnings.showwarning)
+            for pattern in _IGNORED:
+                warnings.filterwarnings("ignore", message=pattern)
+            for pattern in _handlers:
+                warnings.filterwarnings("always", message=pattern)
+            warnings.showwarning = _show
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0 and _saved is not None:
+                warnings.filters[:], warnings.showwarning = _saved  # type: ignore[index]
+                _saved = None
+                # Clears the per-module record of warnings already shown, as catch_warnings does.
+                warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def _show(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
+    for pattern, handler in _handlers.items():
+        if match := re.match(pattern, str(message)):
+            handler(match)
+            return
+    if _saved is not None:
+        _saved[1](message, category, *details, **more)
