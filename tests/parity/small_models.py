@@ -58,10 +58,10 @@ def transformer() -> SmallModel:
 
 
 @functools.cache
-def text_encoder() -> SmallModel:
+def text_encoder(d_model: int = 32) -> SmallModel:
     config = {
         "vocab_size": 96,
-        "d_model": 32,
+        "d_model": d_model,
         "d_kv": 4,
         "d_ff": 48,
         "num_layers": 3,
@@ -73,15 +73,18 @@ def text_encoder() -> SmallModel:
 
 
 @functools.cache
-def vae() -> SmallModel:
+def vae(levels: int = 3) -> SmallModel:
+    """Three levels take 4 × 4 pixels and 2 frames for a latent, four take 8 × 8 and 4 as the real one does."""
     config = {
         "base_dim": 8,
         "z_dim": 4,
-        "dim_mult": [1, 2, 2],
+        "dim_mult": [1, 2, 2, 2][:levels],
         "num_res_blocks": 1,
         "attn_scales": [],
-        "temperal_downsample": [False, True],
-        "latents_mean": [0.0] * 4,
-        "latents_std": [1.0] * 4,
+        "temperal_downsample": [False, True, True][: levels - 1],
+        "latents_mean": [0.1, -0.2, 0.3, 0.0],
+        "latents_std": [1.5, 0.7, 1.0, 2.0],
+        "scale_factor_temporal": 2 ** (levels - 2),
+        "scale_factor_spatial": 2 ** (levels - 1),
     }
     return _small(wan.VAE, config, lambda: AutoencoderKLWan(**config))

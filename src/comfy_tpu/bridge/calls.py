@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,13 +57,17 @@ def call_module(
     kwargs: Mapping[str, Any] | None = None,
     *,
     context: TraceContext,
-    method: str = "forward",
+    method: str | Callable[..., Any] = "forward",
 ) -> Any:
-    """`module.method(*args)` with `weights` in place of its parameters and buffers: jax arrays in, jax arrays out.
+    """`module.method(*args)`, or `method(module, *args)` for a function: jax arrays in, jax arrays out.
 
-    Meant to run under `jax.jit`. The module itself is a skeleton: nothing is written to it.
+    `weights` stand in for its parameters and buffers. Meant to run under `jax.jit`. The module itself is a skeleton:
+    nothing is written to it.
     """
-    function = module if method == "forward" else getattr(module, method)
+    if callable(method):
+        function: Callable[..., Any] = functools.partial(method, module)
+    else:
+        function = module if method == "forward" else getattr(module, method)
     return call_function(function, args, kwargs, context=context, module=module, weights=weights)
 
 

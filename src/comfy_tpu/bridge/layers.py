@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,3 +60,16 @@ def run_layers(
     final, _ = jax.lax.scan(layer, initial, stacked, length=count)
     results = tuple(bridge.as_torch(final))
     return results[0] if output_count is None else results + (None,) * (output_count - len(results))
+
+
+def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any], *, count: int, path: str) -> Any:
+    """`function(block)` for every layer of stacked weights; results have a leading layer dimension."""
+    bridge, trace = environment(), current_trace()
+
+    def layer(_: None, weights: dict[str, jax.Array]) -> tuple[None, Any]:
+        weights = {name: trace.for_compute(f"{path}.*.{name}", array) for name, array in weights.items()}
+        with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
+            return None, bridge.as_jax(function(block))
+
+    _, results = jax.lax.scan(layer, None, bridge.as_jax(weight_shapes(block)), length=count)
+    return bridge.as_torch(results)

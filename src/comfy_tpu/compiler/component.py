@@ -16,7 +16,7 @@ from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.checkpoint import Checkpoint
-from comfy_tpu.compiler.program import Program
+from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
 from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
@@ -29,6 +29,9 @@ class ComponentSpec:
     """What a family says of one of its modules; the rest is generic."""
 
     name: str
+    """Also the name of its folder in a model directory."""
+    classes: tuple[str, ...]
+    """The classes that its `config.json` may name."""
     build: Callable[[Mapping[str, Any]], torch.nn.Module]
     """From the `config.json` of the component."""
     rules: tuple[Rule, ...]
@@ -98,7 +101,7 @@ class Component:
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         return abstract_weights(self.slots)
 
-    def program(self, method: str = "forward", **options: Any) -> Program:
+    def program(self, method: str | Callable[..., Any] = "forward", **options: Any) -> Program:
         """A program over this component's weights; `options` are those of `Program`."""
-        name = f"{self.spec.name}.{method}"
+        name = f"{self.spec.name}.{method_name(method)}"
         return Program(self.module, context=self.context, method=method, name=name, cache=self._cache, **options)

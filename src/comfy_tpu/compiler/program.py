@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -42,8 +43,14 @@ def _log_event(event: ProgramEvent) -> None:
     logger.info("%s: %s (%.1f s%s)", event.program, event.stage, event.seconds, ", cached" if event.from_cache else "")
 
 
+def method_name(method: str | Callable[..., Any]) -> str:
+    return method if isinstance(method, str) else method.__name__
+
+
 class Program:
-    """`module.method(**inputs)` for weights that live on the devices, compiled once for every shape of its inputs.
+    """`module.method(**inputs)` over weights that live on the devices, compiled once for every shape of its inputs.
+
+    `method` may also be a function on torch tensors, which is called with the module first.
 
     Inputs are given by name. Arrays and tensors (also in nested containers) are split over the mesh as `input_axes`
     says, whether their sizes divide or not; plain values must be named in `static`, because each different one is a
@@ -55,7 +62,7 @@ class Program:
         module: torch.nn.Module,
         *,
         context: TraceContext,
-        method: str = "forward",
+        method: str | Callable[..., Any] = "forward",
         name: str | None = None,
         static: tuple[str, ...] = (),
         donate: tuple[str, ...] = (),
@@ -64,7 +71,7 @@ class Program:
         cache: CacheConfig = CacheConfig(),
         on_event: Callable[[ProgramEvent], None] = _log_event,
     ) -> None:
-        self.name = name or f"{type(module).__name__}.{method}"
+        self.name = name or f"{type(module).__name__}.{method_name(method)}"
         self._module = module
         self._context = context
         self._method = method
@@ -162,12 +169,17 @@ class Program:
     def _jitted(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
             inputs = {name: self._constrained(name, value) for name, value in {**kept, **donated}.items()} | static
-            return call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+            outputs = call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+            return self._placed_as_asked(outputs)
 
         run.__name__ = self.name.replace(".", "_")
-        placement = self._context.placement
-        out = None if placement is None or self._output_axes is None else placement.sharding(*self._output_axes)
-        return jax.jit(run, donate_argnums=(2,) if self._donate else (), out_shardings=out)
+        return jax.jit(run, donate_argnums=(2,) if self._donate else ())
+
+    def _placed_as_asked(self, outputs: Any) -> Any:
+        placement, axes = self._context.placement, self._output_axes
+        if placement is None or axes is None:
+            return outputs
+        return jax.tree.map(lambda leaf: constrain(leaf, placement, evenly(axes, leaf.shape, placement)), outputs)
 
     def _executable(
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]
@@ -194,7 +206,10 @@ class Program:
         enter("tracing")
         traced = self._jitted(static).trace(*arguments)
         enter("lowering")
-        lowered = traced.lower()
+        with warnings.catch_warnings():
+            # To donate is to say "may be taken over": a VAE's cache that grows after its first frame cannot be.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = traced.lower()
         enter("compiling")
         with count_compilations() as count, damaged_entries_replaced(), device_errors(self.name):
             compiled = lowered.compile()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -341,3 +342,9 @@ def _memory_limit(device: jax.Device, devices: Sequence[jax.Device]) -> int:
 
 def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB"
+
+
+@functools.cache
+def shared_residency() -> Residency:
+    """The registry of this process: whoever loads without one of its own shares the devices through it."""
+    return Residency(ResidencyConfig())

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from comfy_tpu.bridge import run_layers
+from comfy_tpu.bridge import map_layers, run_layers
 from comfy_tpu.errors import StackingError
 
 INDEX = "*"
@@ -70,6 +70,10 @@ class ScannedLayers(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.template, name)
+
+    def map(self, function: Callable[[torch.nn.Module], Any]) -> Any:
+        """`function(block)` for every layer, with a leading layer dimension in its results."""
+        return map_layers(self.template, function, count=self.count, path=self.stack.path)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.template.forward).bind(*args, **kwargs)

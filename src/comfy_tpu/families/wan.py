@@ -1,21 +1,78 @@
-"""Wan 2.1: what generic machinery must know of its transformer, its UMT5 text encoder and its VAE."""
+"""Wan 2.1 text-to-video: the transformer, its UMT5 text encoder and its VAE, as facts and a few small functions."""
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.family import Cache, Limits, VideoFamily
 from comfy_tpu.parallel.rules import column, gather, replicate, row
+
+
+class WanProcessor:
+    """diffusers' attention processor without its strided writes, and with the prompt's keys and values given.
+
+    `out[..., 0::2] = …` is a scatter under XLA: 3.47 s a forward of the 14B at 480p on one H200, against 2.71 s.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        if encoder_hidden_states is not None and attn.prompt_key is not None:
+            key, value = attn.prompt_key, attn.prompt_value
+        else:
+            key, value = keys_and_values(
+                attn, hidden_states if encoder_hidden_states is None else encoder_hidden_states
+            )
+        if rotary_emb is not None:
+            query, key = rotated(query, *rotary_emb), rotated(key, *rotary_emb)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)))
+
+
+def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[batch, tokens, heads, head_dim] each."""
+    key = attn.norm_k(attn.to_k(context)).unflatten(2, (attn.heads, -1))
+    return key, attn.to_v(context).unflatten(2, (attn.heads, -1))
+
+
+def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """RoPE on neighbouring pairs of [batch, tokens, heads, head_dim]; both tables hold every value twice."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosine[..., 0::2], sine[..., 1::2]
+    pairs = torch.stack((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+    return pairs.flatten(-2).type_as(x)
 
 
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import WanTransformer3DModel
 
-    return WanTransformer3DModel.from_config(dict(config))
+    if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
+        raise UnsupportedError(
+            "the transformer takes image embeddings: an image-to-video model; use a text-to-video one"
+        )
+    model = WanTransformer3DModel.from_config(dict(config))
+    for block in model.blocks:
+        block.attn1.processor = block.attn2.processor = WanProcessor()
+        block.attn2.register_buffer("prompt_key", None)
+        block.attn2.register_buffer("prompt_value", None)
+    return model
 
 
 def _build_text_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -32,6 +89,7 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
 
 TRANSFORMER = ComponentSpec(
     name="transformer",
+    classes=("WanTransformer3DModel",),
     build=_build_transformer,
     stacks=(LayerStack("blocks"),),
     float32=("*time_embedder*", "*scale_shift_table", "*.norm[123].*"),
@@ -57,6 +115,7 @@ TRANSFORMER = ComponentSpec(
 
 TEXT_ENCODER = ComponentSpec(
     name="text_encoder",
+    classes=("UMT5EncoderModel",),
     build=_build_text_encoder,
     stacks=(LayerStack("encoder.block"),),
     rules=(
@@ -73,6 +132,102 @@ TEXT_ENCODER = ComponentSpec(
 
 VAE = ComponentSpec(
     name="vae",
+    classes=("AutoencoderKLWan",),
     build=_build_vae,
     rules=(replicate("*"),),  # 0.25 GB; the picture is split over the mesh, not the weights
+)
+
+
+def clean_prompt(text: str) -> str:
+    """As diffusers' Wan pipeline does, so that the same prompt is the same tokens."""
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    hidden = module(input_ids, attention_mask, return_dict=False)[0]
+    return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)
+
+
+def prompt_cache(module: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Keys and values of every cross-attention, which no step changes: [layers, batch, tokens, heads, head_dim]."""
+    dtype = module.blocks.template.attn2.to_k.weight.dtype
+    context = module.condition_embedder.text_embedder(text.to(dtype))
+    keys, values = module.blocks.map(lambda block: keys_and_values(block.attn2, context))
+    return {"blocks.*.attn2.prompt_key": keys, "blocks.*.attn2.prompt_value": values}
+
+
+def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    batch, dtype = latents.shape[0], module.blocks.template.attn2.to_k.weight.dtype
+    # The forward wants a text to embed; the real one is in the prompt cache already.
+    unused_text = torch.zeros(batch, 1, module.config.text_dim, dtype=dtype, device=latents.device)
+    return module(latents.to(dtype), timestep.expand(batch), unused_text, return_dict=False)[0]
+
+
+def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
+    """[batch, channels, 1, height, width] of the transformer's latents -> one frame if it is the first, else four."""
+    dtype = module.post_quant_conv.weight.dtype
+    shape = (1, -1, 1, 1, 1)
+    mean = torch.tensor(module.config.latents_mean, device=latent.device).view(shape)
+    std = torch.tensor(module.config.latents_std, device=latent.device).view(shape)
+    # diffusers writes "Rep" where an upsampling saw only the first frame; every other place is filled by then.
+    if cache is None:
+        slots: list[Any] = [None] * sum(isinstance(part, torch.nn.Conv3d) for part in module.decoder.modules())
+    else:
+        slots = ["Rep" if entry is None else entry for entry in cache]
+    x = module.post_quant_conv((latent * std + mean).to(dtype))
+    pixels = module.decoder(x, feat_cache=slots, feat_idx=[0], first_chunk=cache is None)
+    frames = pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)
+    return frames, [None if isinstance(entry, str) else entry for entry in slots]
+
+
+def _unipc(flow_shift: float) -> Any:
+    from diffusers import UniPCMultistepScheduler
+
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
+
+
+def _euler(flow_shift: float) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=flow_shift)
+
+
+def _dpm(flow_shift: float) -> Any:
+    from diffusers import DPMSolverMultistepScheduler
+
+    return DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, algorithm_type="dpmsolver++"
+    )
+
+
+WAN21 = VideoFamily(
+    name="Wan 2.1",
+    pipeline_classes=("WanPipeline",),
+    transformer=TRANSFORMER,
+    text_encoder=TEXT_ENCODER,
+    vae=VAE,
+    limits=Limits(
+        size_multiple=16,
+        size_min=16,
+        size_max=2048,
+        frames_multiple=4,
+        frames_max=1025,
+        schedulers=("unipc", "euler", "dpm++"),
+    ),
+    defaults=GenerationSettings(),
+    presets={
+        "720P": {"height": 720, "width": 1280, "flow_shift": 5.0},
+        "480P": {"height": 480, "width": 848, "flow_shift": 3.0},
+    },
+    schedulers={"unipc": _unipc, "euler": _euler, "dpm++": _dpm},
+    spatial_scale=8,
+    temporal_scale=4,
+    clean_prompt=clean_prompt,
+    encode_text=encode_text,
+    prompt_cache=prompt_cache,
+    predict=predict,
+    decode_frame=decode_frame,
 )

@@ -9,24 +9,7 @@ from typing import Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a model family can make."""
-
-    size_multiple: int
-    size_min: int
-    size_max: int
-    frames_multiple: int
-    """Frames are this many times n, plus one."""
-    frames_max: int
-    schedulers: tuple[str, ...]
-    steps_max: int = 1000
-    guidance_max: float = 100.0
-    shift_max: float = 100.0
-    videos_max: int = 64
-    fps_max: int = 240
+from comfy_tpu.families.family import Limits
 
 
 def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
@@ -51,7 +34,9 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     if not isinstance(settings.seed, int) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1")
     if settings.scheduler not in limits.schedulers:
-        raise InvalidValueError(f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}")
+        raise InvalidValueError(
+            f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}"
+        )
     if not isinstance(settings.negative_prompt, str):
         raise InvalidValueError(f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text")
 

@@ -1,0 +1,44 @@
+"""The loop over the steps: one program for every step, latents on the devices throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from comfy_tpu.pipeline.schedule import HISTORY
+
+Predict = Callable[..., torch.Tensor]
+
+
+def make_step(predict: Predict) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """A step as a function on torch tensors: the model's answer, guidance, and the scheduler's weighted sum."""
+
+    def denoise_step(
+        module: Any,
+        samples: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        coefficients: torch.Tensor,
+        timestep: torch.Tensor,
+        guidance_scale: torch.Tensor,
+        guided: bool,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        latents = samples[0]
+        if guided:
+            # Both branches in one batch, which dp divides between two halves of the mesh.
+            positive, negative = predict(module, torch.cat((latents, latents)), timestep).float().chunk(2)
+            velocity = negative + guidance_scale * (positive - negative)
+        else:
+            velocity = predict(module, latents, timestep).float()
+        outputs = [velocity, *outputs[:-1]]
+        known = torch.stack((*samples, *outputs))
+        after = (coefficients.view(2 * HISTORY, *(1,) * latents.ndim) * known).sum(0)
+        return [after, *samples[:-1]], outputs
+
+    return denoise_step
+
+
+def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """As diffusers draws it: on the host, whatever the device, so that a seed means the same video everywhere."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

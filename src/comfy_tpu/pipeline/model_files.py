@@ -1,0 +1,140 @@
+"""A model directory in diffusers' layout: found, checked, and opened piece by piece. Nothing in it is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.families.family import VideoFamily
+from comfy_tpu.families.registry import family_of
+
+DEMO = "demo"
+DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
+
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
+_SAMPLE_BYTES = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    name: str
+    directory: Path
+    family: VideoFamily
+
+    @classmethod
+    def open(cls, model: str | Path) -> ModelFiles:
+        """ "demo", a directory, or the id of a model on the hub, which is then downloaded or found in its cache."""
+        directory = _find(str(model))
+        index = _read_json(directory / "model_index.json")
+        family = family_of(str(index.get("_class_name")))
+        files = cls(str(model), directory, family)
+        missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
+        if not (directory / "tokenizer").is_dir():
+            missing.append("tokenizer")
+        if missing:
+            raise CheckpointError(
+                f"model {model} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
+                f"{', '.join(spec.name for spec in family.components)} and tokenizer: download it again"
+            )
+        for spec in family.components:
+            files._check_architecture(spec)
+        return files
+
+    def config(self, spec: ComponentSpec) -> dict[str, Any]:
+        """The component's configuration, without the library's own notes in it."""
+        return {name: value for name, value in _read_json(self._config_path(spec)).items() if not name.startswith("_")}
+
+    def checkpoint(self, spec: ComponentSpec) -> Checkpoint:
+        return Checkpoint.open(self.directory / spec.name)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.directory / "tokenizer", trust_remote_code=False)
+
+    @property
+    def defaults(self) -> GenerationSettings:
+        """The family's, with what the directory's generation.json says in their place."""
+        path = self.directory / "generation.json"
+        own = _read_json(path) if path.is_file() else {}
+        known = {field.name for field in dataclasses.fields(GenerationSettings)}
+        if unknown := sorted(set(own) - known):
+            raise CheckpointError(
+                f"{path} names {unknown[0]}, which is no setting; settings are {', '.join(sorted(known))}"
+            )
+        return dataclasses.replace(self.family.defaults, **own)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes when a configuration or a weight file does, as far as its size, beginning and end tell."""
+        digest = hashlib.sha256()
+        for spec in self.family.components:
+            folder = self.directory / spec.name
+            for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
+                size = path.stat().st_size
+                digest.update(f"{spec.name}/{path.name}:{size};".encode())
+                with path.open("rb") as file:
+                    digest.update(file.read(_SAMPLE_BYTES))
+                    file.seek(max(size - _SAMPLE_BYTES, 0))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
+
+    def _config_path(self, spec: ComponentSpec) -> Path:
+        return self.directory / spec.name / "config.json"
+
+    def _check_architecture(self, spec: ComponentSpec) -> None:
+        config = _read_json(self._config_path(spec))
+        found = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
+        if found not in spec.classes:
+            raise CheckpointError(
+                f"{self._config_path(spec)} describes a {found}, expected {' or '.join(spec.classes)}; "
+                f"this is not a {self.family.name} {spec.name}"
+            )
+
+
+def _find(model: str) -> Path:
+    if model == DEMO:
+        return DEMO_DIRECTORY
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).exists():
+        raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout")
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return _download(model)
+    raise InvalidValueError(f'model={model} is not a directory; give one, a hub id such as "owner/name", or "{DEMO}"')
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"model={model} is not a directory here and could not be had from the hub ({reason}); check the name and "
+            "the network, or download it elsewhere and give its directory"
+        ) from error
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; give a model directory in diffusers' layout") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download the model again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object; download the model again")
+    return content

@@ -1,0 +1,69 @@
+"""diffusers' schedulers as tables of coefficients, so that latents never leave the device between steps.
+
+A deterministic scheduler is linear: each new sample is a combination of earlier samples and model outputs, with
+weights that depend on the step only. Run once on the host with unit vectors in place of samples and outputs, the
+scheduler itself tells those weights. The device then needs one small weighted sum a step, the same program for every
+step and every scheduler, and no scheduler is written again here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from comfy_tpu.errors import UnsupportedError
+
+HISTORY = 3
+"""Samples and outputs, each, that a step may look back on. Two-step solvers with a corrector (UniPC) need three."""
+
+_TOLERANCE = 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    timesteps: np.ndarray
+    """float32 [steps]: what the transformer is told."""
+    coefficients: np.ndarray
+    """float32 [steps, 2 * HISTORY]: weights of the last samples, newest first, then of the last outputs."""
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+
+def make_schedule(scheduler: Any, steps: int) -> Schedule:
+    """The table of a diffusers scheduler for this many steps. The scheduler's own state is used up."""
+    scheduler.set_timesteps(steps)
+    timesteps = scheduler.timesteps
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    # Everything is a vector of weights: entry 0 for the first sample, entry i + 1 for the output of step i.
+    unit = torch.eye(len(timesteps) + 1, dtype=torch.float64)
+    samples, outputs, table = [unit[0]], [], []
+    for index, timestep in enumerate(timesteps):
+        outputs.append(unit[index + 1])
+        # [1, n]: solvers take dimension 0 for the batch.
+        after = scheduler.step(outputs[-1][None], timestep, samples[-1][None], return_dict=False)[0][0]
+        table.append(_weights(after.double(), samples, outputs, scheduler))
+        samples.append(after.double())
+    return Schedule(timesteps.numpy().astype(np.float32), np.array(table, np.float32))
+
+
+def _weights(
+    after: torch.Tensor, samples: list[torch.Tensor], outputs: list[torch.Tensor], scheduler: Any
+) -> list[float]:
+    """`after` as a combination of the latest samples and outputs; the fewest that suffice."""
+    for depth in range(1, HISTORY + 1):
+        known = [*samples[-depth:][::-1], *outputs[-depth:][::-1]]
+        basis = torch.stack(known, dim=1)
+        found = torch.linalg.lstsq(basis, after[:, None], driver="gelsd").solution[:, 0]
+        if (basis @ found - after).abs().max() <= _TOLERANCE * after.abs().max():
+            count = min(depth, len(samples))
+            padding = [0.0] * (HISTORY - count)
+            return [*found[:count].tolist(), *padding, *found[count:].tolist(), *padding]
+    raise UnsupportedError(
+        f"{type(scheduler).__name__} is not a combination of the last {HISTORY} samples and outputs (it is random, "
+        "clips, or looks back further); choose another scheduler"
+    )

@@ -1,0 +1,273 @@
+"""The video pipeline: encode the text, denoise latents, decode frames, each a stage of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+from comfy_tpu.bridge import to_device, to_host
+from comfy_tpu.compiler.component import Component, ComponentSpec
+from comfy_tpu.compiler.program import Program, ProgramEvent
+from comfy_tpu.compiler.residency import Residency, shared_residency
+from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.family import Limits, VideoFamily
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.pipeline.decode import decode_frames
+from comfy_tpu.pipeline.denoise import initial_noise, make_step
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
+from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
+from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
+from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+_ON_MESH = {"latents": ("dp",), "text": ("dp",)}
+_WIDTH = (None, None, None, None, MESH_AXES)
+"""A VAE's pictures are split by columns over the whole mesh."""
+
+
+class VideoPipeline:
+    """A model on a mesh. Nothing is loaded before it is needed, and what was loaded stays until its place is needed."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        placement: Placement,
+        *,
+        dtype: torch.dtype,
+        attention: AttentionConfig,
+        cache: CacheConfig,
+        residency: Residency,
+        on_progress: Listener,
+    ) -> None:
+        self._files = files
+        self._placement = placement
+        self._dtype = dtype
+        self._attention = attention
+        self._cache = cache
+        self._residency = residency
+        self.on_progress = on_progress
+        """Whoever runs the pipeline next may put another listener here."""
+        self._components: dict[str, Component] = {}
+        self._programs: dict[str, Program] = {}
+        self._size = ""
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path = "demo",
+        *,
+        mesh: str = "auto",
+        platform: str = "auto",
+        dtype: str = "auto",
+        attention: AttentionConfig = AttentionConfig(),
+        cache: CacheConfig = CacheConfig(),
+        residency: Residency | None = None,
+        on_progress: Listener = ignore,
+    ) -> VideoPipeline:
+        """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU."""
+        if dtype not in ("auto", *DTYPES):
+            raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
+        files = ModelFiles.open(model)
+        placement = make_placement(mesh, platform=platform)
+        chosen = DTYPES["float32" if placement.platform == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
+        return cls(
+            files,
+            placement,
+            dtype=chosen,
+            attention=attention,
+            cache=cache,
+            residency=residency or shared_residency(),
+            on_progress=on_progress,
+        )
+
+    @property
+    def model_name(self) -> str:
+        return self._files.name
+
+    @property
+    def model_fingerprint(self) -> str:
+        return self._files.fingerprint
+
+    @property
+    def family(self) -> VideoFamily:
+        return self._files.family
+
+    @property
+    def limits(self) -> Limits:
+        return self.family.limits
+
+    @functools.cached_property
+    def defaults(self) -> GenerationSettings:
+        return self._files.defaults
+
+    def settings(self, **chosen: Any) -> GenerationSettings:
+        """The model's defaults with what was chosen in their place (None: not chosen), checked."""
+        return make_settings(self.defaults, chosen, self.limits)
+
+    def encode(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
+        check_prompt(prompt)
+        check_settings(settings, self.limits)
+        guided = settings.guidance_scale > 1
+        prompts = [prompt, settings.negative_prompt] if guided else [prompt]
+        tokens = tokenize(self._files, prompts, settings.max_sequence_length)
+        self._size = f"{settings.max_sequence_length} tokens"
+        program = self._program(self.family.text_encoder, self.family.encode_text)
+        with self._weights(self.family.text_encoder) as weights:
+            self._tell("encoding", "prompt", 0, 1)
+            text = to_host(program(weights, input_ids=tokens.input_ids, attention_mask=tokens.attention_mask))
+            self._tell("encoding", "prompt", 1, 1)
+        return PromptEmbeddings(prompt, text[:1], text[1:] if guided else None, tokens.cut[0])
+
+    def denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> torch.Tensor:
+        """[num_videos, channels, frames, height, width] float32, in the transformer's own scale."""
+        return to_host(self._denoise(embeddings, settings), consume=True)
+
+    def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
+        """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
+        self._check_latents(latents, settings)
+        self._size = _size(settings)
+        program = self._program(
+            self.family.vae, self.family.decode_frame, input_axes={"latent": _WIDTH, "cache": _WIDTH}, donate=("cache",)
+        )
+        with self._weights(self.family.vae) as weights:
+            total = latents.shape[2]
+            self._tell("decoding", self._size, 0, total)
+            frames = decode_frames(lambda latent, cache: program(weights, latent=latent, cache=cache), latents)
+            for index, part in enumerate(frames):
+                self._tell("decoding", self._size, index + 1, total)
+                yield part
+
+    def generate(self, prompt: str, settings: GenerationSettings) -> Iterator[torch.Tensor]:
+        """All three stages; frames as `decode` gives them."""
+        return self.decode(self.denoise(self.encode(prompt, settings), settings), settings)
+
+    def _denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> jax.Array:
+        check_settings(settings, self.limits)
+        guided = settings.guidance_scale > 1
+        text = self._branches(embeddings, guided, settings.num_videos)
+        schedule = make_schedule(
+            self.family.schedulers[settings.scheduler](settings.flow_shift), settings.num_inference_steps
+        )
+        self._size = _size(settings)
+        spec = self.family.transformer
+        prepare = self._program(
+            spec, self.family.prompt_cache, input_axes=_ON_MESH, output_axes=(None, "dp", None, "tp")
+        )
+        step = self._program(
+            spec, self._step, static=("guided",), donate=("samples", "outputs"), input_axes={}, output_axes=()
+        )
+        noise = to_device(initial_noise(self._latent_shape(settings), settings.seed))
+        samples: list[Any] = [noise, *(jax.numpy.zeros_like(noise) for _ in range(HISTORY - 1))]
+        outputs: list[Any] = [jax.numpy.zeros_like(noise) for _ in range(HISTORY)]
+        with self._weights(spec) as weights:
+            weights = {**weights, **prepare(weights, text=text)}
+            self._tell("denoising", self._size, 0, len(schedule))
+            for index, (timestep, row) in enumerate(zip(schedule.timesteps, schedule.coefficients, strict=True)):
+                samples, outputs = step(
+                    weights,
+                    samples=samples,
+                    outputs=outputs,
+                    coefficients=torch.from_numpy(row),
+                    timestep=torch.tensor([timestep]),
+                    guidance_scale=torch.tensor(settings.guidance_scale, dtype=torch.float32),
+                    guided=guided,
+                )
+                samples[0].block_until_ready()  # so that a step that is announced is done, and Ctrl-C is heard between
+                self._tell("denoising", self._size, index + 1, len(schedule))
+        return samples[0]
+
+    @functools.cached_property
+    def _step(self) -> Callable[..., Any]:
+        return make_step(self.family.predict)
+
+    def _branches(self, embeddings: PromptEmbeddings, guided: bool, num_videos: int) -> torch.Tensor:
+        width = self._files.config(self.family.transformer)["text_dim"]
+        if embeddings.positive.shape[-1] != width:
+            raise InvalidValueError(
+                f"embeddings have {embeddings.positive.shape[-1]} features, this model wants {width}; "
+                "encode the prompt with this model"
+            )
+        if guided and embeddings.negative is None:
+            raise InvalidValueError(
+                "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
+            )
+        branches = [embeddings.positive, embeddings.negative] if guided else [embeddings.positive]
+        return torch.cat([branch.expand(num_videos, -1, -1) for branch in branches if branch is not None])
+
+    def _latent_shape(self, settings: GenerationSettings) -> tuple[int, ...]:
+        family = self.family
+        return (
+            settings.num_videos,
+            self._files.config(family.transformer)["in_channels"],
+            (settings.num_frames - 1) // family.temporal_scale + 1,
+            settings.height // family.spatial_scale,
+            settings.width // family.spatial_scale,
+        )
+
+    def _check_latents(self, latents: torch.Tensor, settings: GenerationSettings) -> None:
+        expected = self._latent_shape(settings)
+        if tuple(latents.shape) != expected:
+            raise InvalidValueError(
+                f"latents have shape {tuple(latents.shape)}, expected {expected} for {_size(settings)}; "
+                "decode with the settings and the model they were made with"
+            )
+
+    def _component(self, spec: ComponentSpec) -> Component:
+        if spec.name not in self._components:
+            self._components[spec.name] = Component(
+                spec,
+                self._files.config(spec),
+                self._placement,
+                dtype=self._dtype,
+                attention=self._attention,
+                cache=self._cache,
+            )
+        return self._components[spec.name]
+
+    def _program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> Program:
+        name = f"{spec.name}.{function.__name__}"
+        if name not in self._programs:
+            self._programs[name] = self._component(spec).program(function, on_event=self._on_program, **options)
+        return self._programs[name]
+
+    @contextlib.contextmanager
+    def _weights(self, spec: ComponentSpec) -> Iterator[dict[str, jax.Array]]:
+        component = self._component(spec)
+
+        def load() -> dict[str, jax.Array]:
+            return component.load(
+                self._files.checkpoint(spec), lambda done, total: self._tell("loading", spec.name, done, total)
+            )
+
+        with self._residency.use(
+            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype),
+            label=f"{self.model_name} {spec.name}",
+            nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
+            load=load,
+        ) as weights:
+            yield weights
+
+    def _on_program(self, event: ProgramEvent) -> None:
+        if event.stage in ("compiling", "ready"):
+            self.on_progress(
+                Progress(
+                    "compiling", f"{event.program} at {self._size}", int(event.stage == "ready"), 1, event.from_cache
+                )
+            )
+
+    def _tell(self, stage: Stage, what: str, done: int, total: int) -> None:
+        self.on_progress(Progress(stage, what, done, total))
+
+
+def _size(settings: GenerationSettings) -> str:
+    return f"{settings.width}×{settings.height}×{settings.num_frames}"

@@ -1,0 +1,91 @@
+"""Model directories: found, checked, refused with the reason."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
+from comfy_tpu.pipeline.model_files import ModelFiles
+from tests.pipeline import small_pipeline
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_pipeline.directory(), tmp_path / "model"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_whole_directory_is_accepted(directory: Path) -> None:
+    files = ModelFiles.open(directory)
+    assert files.family.name == "Wan 2.1"
+    assert len(files.fingerprint) == 16
+    assert files.defaults == files.family.defaults
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (lambda d: shutil.rmtree(d / "vae"), CheckpointError, "lacks vae; a WanPipeline directory has text_encoder"),
+        (lambda d: shutil.rmtree(d / "tokenizer"), CheckpointError, "lacks tokenizer"),
+        (lambda d: (d / "model_index.json").unlink(), CheckpointError, "model_index.json does not exist"),
+        (lambda d: (d / "model_index.json").write_text("{"), CheckpointError, "cannot be read"),
+        (lambda d: (d / "model_index.json").write_text("[]"), CheckpointError, "holds a list, expected an object"),
+        (
+            lambda d: edit(d / "model_index.json", _class_name="FluxPipeline"),
+            UnsupportedError,
+            "the model is a FluxPipeline; supported are WanPipeline",
+        ),
+        (
+            lambda d: edit(d / "transformer" / "config.json", _class_name="FluxTransformer2DModel"),
+            CheckpointError,
+            "describes a FluxTransformer2DModel, expected WanTransformer3DModel; this is not a Wan 2.1 transformer",
+        ),
+    ],
+)
+def test_a_damaged_directory_is_refused(
+    directory: Path, spoil: Callable[[Path], object], error: type[ComfyTpuError], text: str
+) -> None:
+    spoil(directory)
+    with pytest.raises(error, match=text):
+        ModelFiles.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("/no/such/directory", "is not a directory; give one, a hub id"),
+        ("nothing", "is not a directory; give one, a hub id"),
+        (__file__, "is a file; give a model directory"),
+    ],
+)
+def test_a_name_that_is_no_model_is_refused(model: str, text: str) -> None:
+    with pytest.raises(InvalidValueError, match=text):
+        ModelFiles.open(model)
+
+
+def test_the_directory_may_bring_its_own_defaults(directory: Path) -> None:
+    (directory / "generation.json").write_text('{"height": 64, "width": 96, "num_frames": 17}')
+    defaults = ModelFiles.open(directory).defaults
+    assert (defaults.height, defaults.width, defaults.num_frames, defaults.fps) == (64, 96, 17, 16)
+    (directory / "generation.json").write_text('{"hight": 64}')
+    with pytest.raises(CheckpointError, match="names hight, which is no setting"):
+        _ = ModelFiles.open(directory).defaults
+
+
+def test_the_fingerprint_follows_configs_and_weights(directory: Path) -> None:
+    before = ModelFiles.open(directory).fingerprint
+    assert ModelFiles.open(directory).fingerprint == before
+    edit(directory / "vae" / "config.json", latents_mean=[0.0] * 4)
+    changed = ModelFiles.open(directory).fingerprint
+    assert changed != before
+    weights = next((directory / "transformer").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert ModelFiles.open(directory).fingerprint not in (before, changed)

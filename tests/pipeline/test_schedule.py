@@ -1,0 +1,55 @@
+"""Tables of coefficients against the schedulers they were taken from."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, EulerAncestralDiscreteScheduler
+
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.wan import WAN21
+from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
+
+MIXING = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)) * 0.3
+
+
+def model(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ MIXING) + 0.001 * timestep
+
+
+def by_scheduler(scheduler: Any, steps: int, x: torch.Tensor) -> torch.Tensor:
+    scheduler.set_timesteps(steps)
+    for timestep in scheduler.timesteps:
+        x = scheduler.step(model(x, timestep), timestep, x, return_dict=False)[0]
+    return x
+
+
+def by_table(scheduler: Any, steps: int, x: torch.Tensor) -> torch.Tensor:
+    schedule = make_schedule(scheduler, steps)
+    assert len(schedule) == steps
+    samples, outputs = [x] + [torch.zeros_like(x)] * (HISTORY - 1), [torch.zeros_like(x)] * HISTORY
+    for timestep, row in zip(schedule.timesteps, schedule.coefficients, strict=True):
+        outputs = [model(samples[0], torch.tensor(timestep)), *outputs[:-1]]
+        after = sum(float(weight) * known for weight, known in zip(row, (*samples, *outputs), strict=True))
+        samples = [after, *samples[:-1]]
+    return samples[0]
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+@pytest.mark.parametrize("steps", [1, 2, 3, 20, 50])
+@pytest.mark.parametrize("name", WAN21.schedulers)
+def test_the_table_is_the_scheduler(name: str, steps: int, shift: float) -> None:
+    noise = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    expected = by_scheduler(WAN21.schedulers[name](shift), steps, noise)
+    actual = by_table(WAN21.schedulers[name](shift), steps, noise)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_limits_name_every_scheduler() -> None:
+    assert set(WAN21.limits.schedulers) == set(WAN21.schedulers)
+
+
+@pytest.mark.parametrize("scheduler", [DDPMScheduler, EulerAncestralDiscreteScheduler])
+def test_what_is_not_a_combination_is_refused(scheduler: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"{scheduler.__name__} is not a combination .*choose another scheduler"):
+        make_schedule(scheduler(), 5)

@@ -1,0 +1,55 @@
+"""What a user may choose, and the sentence for what not."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.wan import WAN21
+from comfy_tpu.pipeline.settings import check_prompt, make_settings
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"height": 100}, "height=100 is not divisible by 16; use 96 or 112"),
+    ({"width": 2040}, "width=2040 is not divisible by 16; use 2032 or 2048"),
+    ({"height": 0}, "height=0 is outside 16 to 2048"),
+    ({"width": 48.0}, "width=48.0 is not a whole number"),
+    ({"num_frames": 80}, r"num_frames=80 is not 4n\+1; use 77 or 81"),
+    ({"num_frames": 0}, "num_frames=0 is not a whole number from 1 to 1025"),
+    ({"num_inference_steps": 0}, "num_inference_steps=0 is not a whole number from 1"),
+    ({"guidance_scale": math.nan}, "guidance_scale=nan is not a number from 0 to 100"),
+    ({"guidance_scale": -1}, "guidance_scale=-1 is not a number from 0"),
+    ({"flow_shift": 0.0}, "flow_shift=0.0 is not a number from 0.01"),
+    ({"flow_shift": math.inf}, "flow_shift=inf is not a number"),
+    ({"seed": -1}, "seed=-1 is not a whole number from 0 to 2"),
+    ({"seed": 1.5}, "seed=1.5 is not a whole number"),
+    ({"scheduler": "ddim"}, r"scheduler='ddim' is unknown; choose from unipc, euler, dpm\+\+"),
+    ({"num_videos": 0}, "num_videos=0 is not a whole number from 1 to 64"),
+    ({"fps": 0}, "fps=0 is not a whole number from 1 to 240"),
+    ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
+    ({"steps": 3}, "steps is not a setting; choose from flow_shift, fps"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "text"), BAD)
+def test_a_bad_value_is_named_with_what_would_do(chosen: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{text}"):
+        make_settings(WAN21.defaults, chosen, WAN21.limits)
+
+
+def test_what_is_not_chosen_stays_the_default() -> None:
+    settings = make_settings(WAN21.defaults, {"seed": 3, "height": None}, WAN21.limits)
+    assert settings == dataclasses.replace(GenerationSettings(), seed=3)
+
+
+def test_every_default_and_preset_is_allowed() -> None:
+    for preset in ({}, *WAN21.presets.values()):
+        make_settings(WAN21.defaults, preset, WAN21.limits)
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n", None])
+def test_an_empty_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidValueError, match="is empty; say what the video should show"):
+        check_prompt(prompt)

@@ -1,0 +1,222 @@
+"""The pipeline against diffusers' own, across meshes, stages, schedulers and seeds."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from comfy_tpu.compiler.cache import count_compilations
+from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
+from comfy_tpu.families.wan import WAN21
+from comfy_tpu.pipeline import decode
+from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.pipeline import small_pipeline
+
+PROMPT = "a red circle moving left"
+CHOSEN: dict[str, Any] = {
+    "height": 48,
+    "width": 80,
+    "num_frames": 9,
+    "num_inference_steps": 4,
+    "guidance_scale": 4.0,
+    "flow_shift": 3.0,
+    "seed": 7,
+    "negative_prompt": "blue background",
+}
+
+
+@functools.cache
+def opened(mesh: str) -> VideoPipeline:
+    return VideoPipeline.open(small_pipeline.directory(), mesh=mesh)
+
+
+def video(pipeline: VideoPipeline, **changed: Any) -> torch.Tensor:
+    return torch.cat(list(pipeline.generate(PROMPT, pipeline.settings(**(CHOSEN | changed)))), dim=1)
+
+
+@functools.cache
+def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: int = 1) -> torch.Tensor:
+    pipeline = small_pipeline.with_scheduler(WAN21.schedulers[scheduler](CHOSEN["flow_shift"]))
+    pipeline.set_progress_bar_config(disable=True)
+    frames = pipeline(
+        PROMPT,
+        negative_prompt=CHOSEN["negative_prompt"],
+        height=CHOSEN["height"],
+        width=CHOSEN["width"],
+        num_frames=CHOSEN["num_frames"],
+        num_inference_steps=CHOSEN["num_inference_steps"],
+        guidance_scale=guidance_scale,
+        num_videos_per_prompt=num_videos,
+        generator=torch.Generator().manual_seed(CHOSEN["seed"]),
+        output_type="pt",
+        max_sequence_length=512,
+    ).frames
+    return frames.permute(0, 1, 3, 4, 2)
+
+
+def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
+    assert one.shape == other.shape
+    return float(-10 * torch.log10(((one - other) ** 2).mean().clamp_min(1e-20)))
+
+
+@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "sp=8"])
+def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
+    assert expected().std() > 0.05, "the reference shows something"
+    assert psnr(video(opened(mesh)), expected()) >= 40
+
+
+@pytest.mark.parametrize("scheduler", ["euler", "dpm++"])
+def test_other_schedulers(scheduler: str) -> None:
+    actual = video(opened("single"), scheduler=scheduler)
+    assert psnr(actual, expected(scheduler)) >= 40
+    assert psnr(actual, expected(scheduler)) > psnr(actual, expected("unipc")) + 20, "it is that scheduler and no other"
+
+
+def test_without_guidance_there_is_one_branch() -> None:
+    assert psnr(video(opened("dp=2,tp=4"), guidance_scale=1.0), expected(guidance_scale=1.0)) >= 40
+
+
+def test_several_videos_at_once() -> None:
+    actual = video(opened("single"), num_videos=2)
+    assert actual.shape[0] == 2
+    assert psnr(actual, expected(num_videos=2)) >= 40
+
+
+def test_the_same_seed_is_the_same_video_bit_for_bit_and_another_is_another() -> None:
+    first = video(opened("single"))
+    with count_compilations() as count:
+        assert torch.equal(video(opened("single")), first)
+        assert not torch.equal(video(opened("single"), seed=8), first)
+        assert not torch.equal(video(opened("single"), guidance_scale=3.0, flow_shift=2.0), first)
+    assert count.requested == 0, "neither a seed nor a number compiles anything"
+
+
+def test_stages_are_the_whole_bit_for_bit() -> None:
+    pipeline = opened("single")
+    settings = pipeline.settings(**CHOSEN)
+    latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings)
+    assert torch.equal(torch.cat(list(pipeline.decode(latents, settings)), dim=1), video(pipeline))
+
+
+def test_frames_come_as_they_are_decoded() -> None:
+    pipeline = opened("single")
+    settings = pipeline.settings(**CHOSEN)
+    frames = pipeline.decode(torch.zeros(1, 4, 3, 6, 10), settings)
+    assert next(frames).shape == (1, 1, 48, 80, 3)
+    assert [part.shape[1] for part in frames] == [4, 4]
+
+
+def test_progress_is_told() -> None:
+    heard: list[Progress] = []
+    pipeline = VideoPipeline.open(
+        small_pipeline.directory(), mesh="single", residency=Residency(ResidencyConfig()), on_progress=heard.append
+    )
+    video(pipeline)
+    stages = list(dict.fromkeys(event.stage for event in heard))
+    assert stages == ["loading", "encoding", "compiling", "denoising", "decoding"]
+    for stage in stages:
+        last = [event for event in heard if event.stage == stage][-1]
+        assert last.done == last.total
+    assert [event.done for event in heard if event.stage == "denoising"] == [0, 1, 2, 3, 4]
+    assert "transformer.denoise_step at 80×48×9" in [event.what for event in heard if event.stage == "compiling"]
+    heard.clear()
+    video(pipeline)
+    assert {event.stage for event in heard} == {"encoding", "denoising", "decoding"}, "nothing loaded, nothing compiled"
+
+
+def test_a_listener_that_raises_ends_the_run_and_the_next_works() -> None:
+    class CancelledError(Exception):
+        pass
+
+    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="single")
+
+    def cancel(progress: Progress) -> None:
+        if progress.stage == "denoising" and progress.done == 2:
+            raise CancelledError
+
+    pipeline.on_progress = cancel
+    with pytest.raises(CancelledError):
+        video(pipeline)
+    pipeline.on_progress = lambda progress: None
+    assert psnr(video(pipeline), expected()) >= 40
+
+
+def test_a_prompt_over_the_limit_says_what_was_cut() -> None:
+    pipeline = opened("single")
+    settings = pipeline.settings(**(CHOSEN | {"max_sequence_length": 8}))
+    embeddings = pipeline.encode("a red circle moving left on a black background", settings)
+    assert embeddings.positive.shape[1] == 8
+    assert embeddings.cut == "black background"
+
+
+def test_a_picture_that_does_not_fit_is_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "TILE", 6)
+    monkeypatch.setattr(decode, "OVERLAP", 2)
+    pipeline = opened("single")
+    settings = pipeline.settings(**(CHOSEN | {"width": 160, "num_frames": 5}))
+    latents = torch.randn(1, 4, 2, 6, 20, generator=torch.Generator().manual_seed(0))
+    whole = torch.cat(list(pipeline.decode(latents, settings)), dim=1)
+
+    def decode_frame(latent: torch.Tensor, cache: Any) -> Any:
+        if latent.shape[4] > 6:
+            raise DeviceMemoryError("simulated")
+        return real(latent, cache)
+
+    program = pipeline._programs["vae.decode_frame"]
+    with pipeline._weights(WAN21.vae) as weights:
+        real = lambda latent, cache: program(weights, latent=latent, cache=cache)  # noqa: E731
+        tiled = torch.cat(list(decode.decode_frames(decode_frame, latents)), dim=1)
+
+    def never_fits(latent: torch.Tensor, cache: Any) -> Any:
+        raise DeviceMemoryError("simulated")
+
+    with pytest.raises(DeviceMemoryError):
+        list(decode.decode_frames(never_fits, latents[..., :6]))
+    # A tile cannot see beyond its edge, and this VAE attends over the whole picture: close, not equal.
+    assert psnr(tiled, whole) >= 20
+
+
+def test_tiles_cover_everything_and_overlap() -> None:
+    for length in (1, 32, 33, 56, 57, 106, 160):
+        starts = decode.tile_starts(length)
+        covered = sorted({place for start in starts for place in range(start, min(start + decode.TILE, length))})
+        assert covered == list(range(length))
+        for before, after in itertools.pairwise(starts):
+            assert before + decode.TILE - after >= decode.OVERLAP
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda p, s: p.encode(" ", s), "prompt=' ' is empty"),
+        (lambda p, s: list(p.decode(torch.zeros(1, 4, 3, 6, 11), s)), r"latents have shape .*11\), expected .*80×48×9"),
+        (lambda p, s: p.settings(height=50), "height=50 is not divisible by 16; use 48 or 64"),
+    ],
+)
+def test_bad_input(call: Any, text: str) -> None:
+    pipeline = opened("single")
+    with pytest.raises(InvalidValueError, match=text):
+        call(pipeline, pipeline.settings(**CHOSEN))
+
+
+def test_embeddings_of_another_model_or_without_a_negative_prompt_are_refused() -> None:
+    pipeline = opened("single")
+    settings = pipeline.settings(**CHOSEN)
+    unguided = pipeline.encode(PROMPT, pipeline.settings(**(CHOSEN | {"guidance_scale": 1.0})))
+    with pytest.raises(
+        InvalidValueError, match="embeddings have no negative prompt; encode with guidance_scale over 1"
+    ):
+        pipeline.denoise(unguided, settings)
+    other = type(unguided)("x", torch.zeros(1, 512, 99), torch.zeros(1, 512, 99))
+    with pytest.raises(InvalidValueError, match="embeddings have 99 features, this model wants 16"):
+        pipeline.denoise(other, settings)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="dtype='fp4' is unknown; choose from auto, bfloat16, float32"):
+        VideoPipeline.open(small_pipeline.directory(), dtype="fp4")
