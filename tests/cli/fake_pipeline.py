@@ -25,7 +25,7 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
-    presets = types.MappingProxyType({"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
+    family = types.SimpleNamespace(presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
 
     def __init__(self, model, on_progress):
         self.model_name = model
@@ -47,7 +47,7 @@ class FakePipeline:
 
     def encode(self, prompt, settings):
         check_prompt(prompt)
-        self._begin("encode", "text_encoder")
+        self._begin("encode", "text_encoder", "512 tokens")
         words = prompt.split()
         seeds = [int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) for text in (prompt, settings.negative_prompt)]
         positive, negative = (torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
@@ -56,32 +56,34 @@ class FakePipeline:
         return PromptEmbeddings(prompt, positive, negative if guided else None, " ".join(words[WORDS:]))
 
     def denoise(self, embeddings, settings):
-        self._begin("denoise", "transformer")
+        size = f"{settings.width}×{settings.height}×{settings.num_frames}"
+        self._begin("denoise", "transformer", size)
         shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed))
         for step in range(settings.num_inference_steps):
-            self._say(Progress("denoising", "", step, settings.num_inference_steps))
+            self._say(Progress("denoising", size, step, settings.num_inference_steps))
             pause("denoise")
             latents = latents + settings.guidance_scale * embeddings.positive.float().mean()
-        self._say(Progress("denoising", "", settings.num_inference_steps, settings.num_inference_steps))
+        self._say(Progress("denoising", size, settings.num_inference_steps, settings.num_inference_steps))
         return latents
 
     def decode(self, latents, settings):
-        self._begin("decode", "vae")
+        size = f"{settings.width}×{settings.height}×{settings.num_frames}"
+        self._begin("decode", "vae", size)
         colours = latents.mean((2, 3, 4))[:, :3].sigmoid()
         for index in range(latents.shape[2]):
             frames = torch.full((len(latents), 4 if index else 1, settings.height, settings.width, 3), 0.25)
             frames[:, :, 8:24, 4 * index : 4 * index + 16] = colours[:, None, None, None]
-            self._say(Progress("decoding", "", index + 1, latents.shape[2]))
+            self._say(Progress("decoding", size, index + 1, latents.shape[2]))
             yield frames
             pause("decode")
 
-    def _begin(self, stage, component):
+    def _begin(self, stage, component, size):
         self.ran.append(stage)
         self._say(Progress("loading", component, 0, 2048))
         self._say(Progress("loading", component, 2048, 2048))
-        self._say(Progress("compiling", component, 0, 1))
-        self._say(Progress("compiling", component, 1, 1, from_cache=component == "vae"))
+        self._say(Progress("compiling", f"{component} at {size}", 0, 1))
+        self._say(Progress("compiling", f"{component} at {size}", 1, 1, from_cache=component == "vae"))
 
 
 def pause(stage):

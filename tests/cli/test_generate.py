@@ -108,7 +108,11 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     parts = [seconds for stage, seconds in document["seconds"].items() if stage != "total"]
     assert sum(parts) == pytest.approx(document["seconds"]["total"])
     programs = [(program["what"], program["from_cache"]) for program in document["programs"]]
-    assert programs == [("text_encoder", False), ("transformer", False), ("vae", True)]
+    assert programs == [
+        ("text_encoder at 512 tokens", False),
+        ("transformer at 64×32×9", False),
+        ("vae at 64×32×9", True),
+    ]
     assert files() == ["sheet.png", "x.gif"]
 
 
@@ -364,11 +368,11 @@ def test_terminal_shows_every_stage(tmp_path):
         "loading transformer: 100%",
         "2.00kB/2.00kB",
         "compiling transformer (first run at 64×32×9)",
-        "vae: compiled before, taken from the cache",
-        "denoising: 100%",
+        "vae at 64×32×9: compiled before, taken from the cache",
+        "denoising 64×32×9: 100%",
         "4/4",
         "s/step",
-        "decoding: 100%",
+        "decoding 64×32×9: 100%",
         "3/3",
     ):
         assert words in text

@@ -61,8 +61,6 @@ class Display:
 
     def __init__(self) -> None:
         self.account = Account()
-        self.size = ""
-        """Of the video, once it is known: a first run at a size is when programs are compiled."""
         self._bars: dict[Key, Any] = {}
         self._handler = _WarningLines()
 
@@ -95,7 +93,7 @@ class Display:
     def _new_bar(self, progress: Progress) -> Any:
         from tqdm import tqdm
 
-        text = f"{progress.stage} {progress.what}".rstrip()
+        text = f"{progress.stage} {progress.what}"
         form, unit = _LINE, ""
         if progress.stage == "loading":
             form, unit = _BYTES, "B"
@@ -104,7 +102,8 @@ class Display:
         elif progress.stage == "decoding":
             form, unit = _STEPS, "frame"
         elif progress.stage == "compiling":
-            text += f" (first run at {self.size})" if self.size else " (first run)"
+            program, _, size = progress.what.partition(" at ")
+            text = f"compiling {program} (first run{f' at {size}' if size else ''})"
         # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
         return tqdm(
             total=progress.total,

@@ -39,11 +39,9 @@ class Session:
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, with what the command line says in their place."""
         known = dataclasses.asdict(base) if base else {}
-        chosen = options.chosen(self.arguments, self.pipeline.presets)
+        chosen = options.chosen(self.arguments, self.pipeline.family.presets)
         said = {field: value for field, value in chosen.items() if value is not None}
-        settings = self.pipeline.settings(**{**known, **said})
-        self.display.size = f"{settings.width}×{settings.height}×{settings.num_frames}"
-        return settings
+        return self.pipeline.settings(**{**known, **said})
 
     def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether what was found is made from the same things, which is then said."""
