@@ -165,9 +165,11 @@ def test_nothing_is_left_of_a_run_that_fails(output, error, tmp_path):
         assert len(list(tmp_path.rglob(".comfy-tpu-*.partial"))) == 1
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as raised:
         media.write_videos(media.output_paths(f"{tmp_path}/{output}"), failing(), fps=8, metadata=[{}])
     assert list(tmp_path.iterdir()) == []
+    opened = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in opened if ".partial" in str(path)], raised  # though the traceback holds the writer
 
 
 def test_existing_file_stays_until_the_new_one_is_whole(tmp_path):

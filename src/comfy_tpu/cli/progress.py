@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 import time
 from types import TracebackType
@@ -86,8 +87,9 @@ class Display:
         bar = self._bars[key]
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
-            if progress.stage == "compiling" and progress.from_cache:
-                bar.set_description_str(f"{progress.what}: compiled before, taken from the cache")
+            if progress.stage == "compiling":
+                bar.leave = not progress.from_cache  # nothing was compiled then, and nothing stays to say so
+                bar.set_description_str(f"{bar.desc}: {self.account.programs[-1].seconds:.1f} s")
             self._bars.pop(key).close()
 
     def _new_bar(self, progress: Progress) -> Any:
@@ -104,6 +106,7 @@ class Display:
         elif progress.stage == "compiling":
             program, _, size = progress.what.partition(" at ")
             text = f"compiling {program} (first run{f' at {size}' if size else ''})"
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
         # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
         return tqdm(
             total=progress.total,
@@ -113,6 +116,9 @@ class Display:
             unit_scale=unit == "B",
             unit_divisor=1024,
             file=sys.stderr,
+            # Some terminals (docker exec, CI) do not know their size and say 0, at which tqdm shows nothing.
+            ncols=columns or 80,
+            nrows=lines or 24,
             miniters=1,
             mininterval=0.05,
         )
