@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from signal import SIGHUP, SIGTERM
+from types import FrameType
+from typing import NoReturn
 
 import comfy_tpu
+from comfy_tpu.cli.options import with_flags
 from comfy_tpu.errors import ComfyTpuError
 
 INTERRUPTED = 130
@@ -24,18 +31,25 @@ class Command:
     """Has add_arguments(parser) and run(arguments) -> exit status. Imported only when the command is asked for."""
 
 
-COMMANDS = (Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor"),)
+COMMANDS = (
+    Command("generate", "make a video from a prompt", "comfy_tpu.cli.generate"),
+    Command("encode", "first stage of generate: the prompt to a file of embeddings", "comfy_tpu.cli.encode"),
+    Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
+    Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),
+    Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parser(argv).parse_args(argv)
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()  # here, where a closed pipe can still be handled
-        return status
+        with _termination_unwinds():
+            arguments = _parser(argv).parse_args(argv)
+            status: int = arguments.run(arguments)
+            sys.stdout.flush()  # here, where a closed pipe can still be handled
+            return status
     except ComfyTpuError as error:
-        print(f"comfy-tpu: {error}", file=sys.stderr)
+        print(f"comfy-tpu: {with_flags(error)}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "comfy_tpu":
@@ -49,6 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`comfy-tpu … | head`). Python would fail once more flushing stdout on the way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextlib.contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """Signals that ask the process to end become exceptions, as Ctrl-C is one: what is half written gets removed."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
+    # Only where nobody has decided otherwise: nohup ignores SIGHUP.
+    ours = [number for number in (SIGTERM, SIGHUP) if here and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

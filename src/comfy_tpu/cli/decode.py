@@ -1,0 +1,33 @@
+"""comfy-tpu decode: the last stage. Latents become a video."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from comfy_tpu.cli import options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("latents", metavar="LATENTS", type=Path, help="what `comfy-tpu denoise` made")
+    options.add_video_output(parser, "LATENTS with .mp4 for its suffix")
+    options.add_fps(parser)
+    options.add_force(parser)
+    options.add_report(parser)
+    options.add_model(parser, default=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.cli import session as sessions
+    from comfy_tpu.pipeline import artifacts, media
+
+    header = artifacts.read_header(arguments.latents, "latents")
+    sessions.check_video_output(arguments)
+    with sessions.open_session(arguments, arguments.model or header.model_name) as session:
+        latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
+        settings = session.settings(header.settings)
+        paths = media.check_output(arguments.output or arguments.latents.with_suffix(".mp4"), settings)
+        there = session.videos_are_there(paths, header.prompt, settings)
+        if not there:
+            session.write_videos(latents, header.prompt, settings, paths)
+    return session.report(paths, header.prompt, settings, cut=header.cut, skipped=there)

@@ -1,0 +1,37 @@
+"""comfy-tpu denoise: the second stage. Settings come from the text's file; those given here go before them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from comfy_tpu.cli import options
+
+OUTPUT = "latents.safetensors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", metavar="TEXT", type=Path, help="what `comfy-tpu encode` made")
+    options.add_artifact_output(parser, f"{OUTPUT} beside TEXT")
+    options.add_force(parser)
+    options.add_report(parser)
+    options.add_settings(parser, without=options.OF_THE_TEXT)
+    options.add_model(parser, default=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.cli import session as sessions
+    from comfy_tpu.pipeline import artifacts
+
+    header = artifacts.read_header(arguments.text, "text")
+    output = arguments.output or arguments.text.with_name(OUTPUT)
+    there = sessions.artifact_there(output, "latents", arguments.force)
+    with sessions.open_session(arguments, arguments.model or header.model_name) as session:
+        embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
+        settings = session.settings(header.settings)
+        artifacts.check_guidance(arguments.text, embeddings, settings)
+        skipped = session.is_there(output, header.prompt, settings, there)
+        if not skipped:
+            latents = session.pipeline.denoise(embeddings, settings)
+            artifacts.save_latents(output, latents, header.prompt, settings, session.pipeline, cut=header.cut)
+    return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

@@ -1,0 +1,36 @@
+"""comfy-tpu encode: the first stage. What the text encoder makes of a prompt goes to a file, with all settings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from comfy_tpu.cli import options
+
+OUTPUT = "text.safetensors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_prompt(parser)
+    options.add_artifact_output(parser, OUTPUT)
+    options.add_force(parser)
+    options.add_report(parser)
+    options.add_settings(parser)
+    options.add_model(parser, default="demo")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.cli import session as sessions
+    from comfy_tpu.pipeline import artifacts
+
+    prompt = options.read_prompt(arguments)
+    output = arguments.output or Path(OUTPUT)
+    there = sessions.artifact_there(output, "text", arguments.force)
+    with sessions.open_session(arguments, arguments.model) as session:
+        settings = session.settings()
+        if session.is_there(output, prompt, settings, there):
+            return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
+        embeddings = session.pipeline.encode(prompt, settings)
+        sessions.warn_of_cut(embeddings.cut)
+        artifacts.save_text(output, embeddings, settings, session.pipeline)
+    return session.report([output], prompt, settings, cut=embeddings.cut)

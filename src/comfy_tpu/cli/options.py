@@ -1,0 +1,156 @@
+"""The options that commands share, each defined once. None means: not chosen, so the model's own default holds."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    field: str
+    """Of GenerationSettings, which has its type and Wan's default."""
+    flags: tuple[str, ...]
+    help: str
+
+
+SETTINGS = (
+    Option("negative_prompt", ("--negative-prompt",), "what the video should not show"),
+    Option("height", ("--height",), "pixels"),
+    Option("width", ("--width",), "pixels"),
+    Option("num_frames", ("--num-frames",), "frames: 4n+1"),
+    Option("num_inference_steps", ("--steps", "--num-inference-steps"), "denoising steps"),
+    Option("guidance_scale", ("--guidance-scale",), "how closely to follow the prompt; up to 1: no negative prompt"),
+    Option("flow_shift", ("--flow-shift",), "more for larger videos"),
+    Option("seed", ("--seed",), "of the noise: the same seed gives the same video"),
+    Option("scheduler", ("--scheduler",), "solver; an unknown name gets the list of them"),
+    Option("num_videos", ("--num-videos",), "videos from one prompt"),
+    Option("fps", ("--fps",), "frames per second"),
+)
+
+OF_THE_TEXT = ("negative_prompt",)
+"""Settings that are fixed once the text is encoded."""
+
+FLAGS = {
+    **{option.field: option.flags[0] for option in SETTINGS},
+    **{name: f"--{name}" for name in ("dtype", "mesh", "model", "output", "platform", "size")},
+    "prompt": "PROMPT",
+}
+"""How a user of the command says what an error calls by its name in Python."""
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="what the video should show; - reads it from standard input")
+
+
+def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    group = parser.add_argument_group("settings", "A model has its own defaults; those of Wan 2.1 are shown.")
+    group.add_argument("--size", metavar="NAME", help="height, width and flow shift by name: 480P or 720P")
+    for option in SETTINGS:
+        if option.field not in without:
+            _add_setting(group, option)
+
+
+def add_fps(parser: argparse.ArgumentParser) -> None:
+    _add_setting(parser, next(option for option in SETTINGS if option.field == "fps"))
+
+
+def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    group = parser.add_argument_group("model and machine")
+    shown = default or "the one the input was made with"
+    group.add_argument("--model", default=default, help=f"a directory, a hub id, or demo (default: {shown})")
+    group.add_argument("--mesh", default="auto", help="auto, or sizes such as dp=2,tp=4")
+    group.add_argument("--platform", default="auto", help="auto, tpu, gpu or cpu")
+    group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="where compiled programs are kept")
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the output's path")
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="make the output even if it is there already")
+
+
+def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help=f"x.mp4, x.gif, x.npy, a directory/ of PNG frames, or x-%%04d.png (default: {default})",
+    )
+    parser.add_argument("--contact-sheet", type=Path, metavar="PNG", help="also a picture of every second frame")
+
+
+def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="PATH", help=f"x.safetensors (default: {default})")
+
+
+def chosen(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """By field of GenerationSettings; None where nothing was said. A single value goes before the size's."""
+    values: dict[str, Any] = {}
+    if size := getattr(arguments, "size", None):
+        if size.upper() not in presets:
+            raise InvalidValueError(f"size={size} is unknown; choose from {', '.join(sorted(presets)) or 'none'}")
+        values.update(presets[size.upper()])
+    given = {option.field: getattr(arguments, option.field, None) for option in SETTINGS}
+    return {**given, **values, **{field: value for field, value in given.items() if value is not None}}
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    from comfy_tpu.pipeline.settings import check_prompt
+
+    prompt: str = arguments.prompt
+    for field, text in (("prompt", prompt), ("negative_prompt", arguments.negative_prompt or "")):
+        try:
+            if field == "prompt" and text == "-":
+                prompt = sys.stdin.buffer.read().decode("utf-8").strip()
+            text.encode("utf-8")  # Python keeps bytes of a command line that are not UTF-8 as lone surrogates
+        except UnicodeError as error:
+            raise InvalidValueError(f"{field} is not UTF-8 text ({error}); convert it") from error
+    check_prompt(prompt)
+    return prompt
+
+
+def with_flags(error: ComfyTpuError) -> str:
+    """The error's text, a field at its beginning as the flag it came from: `--height 100 is not divisible by 16`."""
+    match = re.match(r"(\w+)(=| )", str(error))
+    if match is None or match[1] not in FLAGS:
+        return str(error)
+    return f"{FLAGS[match[1]]} {str(error)[match.end() :]}"
+
+
+def _add_setting(parser: argparse._ActionsContainer, option: Option) -> None:
+    default = getattr(GenerationSettings, option.field)
+    shown = f" ({default})" if default != "" else ""
+    parser.add_argument(
+        *option.flags,
+        dest=option.field,
+        type=_PARSERS[type(default)],
+        metavar={int: "N", float: "X", str: "TEXT"}[type(default)],
+        help=option.help + shown,
+    )
+
+
+def _number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
+    """What is not a number stays text: the check of the settings refuses it, in the same words as everywhere."""
+
+    def parse(text: str) -> int | float | str:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return parse
+
+
+_PARSERS: Mapping[type, Callable[[str], Any]] = {int: _number(int), float: _number(float), str: str}

@@ -1,0 +1,141 @@
+"""What a pipeline says while it works: bars on a terminal, and an account of where the time went."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from comfy_tpu.pipeline.progress import Progress
+
+Key = tuple[str, str]
+
+_LINE = "{desc}"
+_STEPS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{rate_inv_fmt}, {remaining} left]"
+_BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{rate_fmt}, {remaining} left]"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    what: str
+    from_cache: bool
+    seconds: float
+
+
+class Account:
+    """Seconds by stage. Where one runs inside another (compiling inside denoising), the time is the inner one's."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.programs: list[CompiledProgram] = []
+        self._open: list[Key] = []
+        self._started: dict[Key, float] = {}
+        self._began = self._last = time.monotonic()
+
+    @property
+    def total(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if self._open:
+            stage, _ = self._open[-1]
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+        key = (progress.stage, progress.what)
+        if key not in self._open:
+            self._open.append(key)
+            self._started[key] = now
+        if progress.done >= progress.total:
+            self._open.remove(key)
+            if progress.stage == "compiling":
+                program = CompiledProgram(progress.what, progress.from_cache, now - self._started[key])
+                self.programs.append(program)
+
+
+class Display:
+    """Listens to a pipeline. Without a terminal on stderr it shows nothing, and warnings as plain lines."""
+
+    def __init__(self) -> None:
+        self.account = Account()
+        self._bars: dict[Key, Any] = {}
+        self._handler = _WarningLines()
+
+    def __enter__(self) -> Display:
+        logging.getLogger("comfy_tpu").addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        logging.getLogger("comfy_tpu").removeHandler(self._handler)
+        for bar in self._bars.values():
+            bar.close()
+        self._bars.clear()
+
+    def __call__(self, progress: Progress) -> None:
+        self.account.add(progress)
+        if not sys.stderr.isatty():
+            return
+        key = (progress.stage, progress.what)
+        if key not in self._bars:
+            self._bars[key] = self._new_bar(progress)
+        bar = self._bars[key]
+        bar.update(progress.done - bar.n)
+        if progress.done >= progress.total:
+            if progress.stage == "compiling":
+                bar.leave = not progress.from_cache  # nothing was compiled then, and nothing stays to say so
+                bar.set_description_str(f"{bar.desc}: {self.account.programs[-1].seconds:.1f} s")
+            self._bars.pop(key).close()
+
+    def _new_bar(self, progress: Progress) -> Any:
+        from tqdm import tqdm
+
+        text = f"{progress.stage} {progress.what}"
+        form, unit = _LINE, ""
+        if progress.stage == "loading":
+            form, unit = _BYTES, "B"
+        elif progress.stage == "denoising":
+            form, unit = _STEPS, "step"
+        elif progress.stage == "decoding":
+            form, unit = _STEPS, "frame"
+        elif progress.stage == "compiling":
+            program, _, size = progress.what.partition(" at ")
+            text = f"compiling {program} (first run{f' at {size}' if size else ''})"
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
+        # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
+        return tqdm(
+            total=progress.total,
+            desc=text,
+            bar_format=form,
+            unit=unit,
+            unit_scale=unit == "B",
+            unit_divisor=1024,
+            file=sys.stderr,
+            # Some terminals (docker exec, CI) do not know their size and say 0, at which tqdm shows nothing.
+            ncols=columns or 80,
+            nrows=lines or 24,
+            miniters=1,
+            mininterval=0.05,
+        )
+
+
+class _WarningLines(logging.Handler):
+    """The package's warnings as lines of the command, above the bars."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+def say(text: str) -> None:
+    """A line on stderr that does not disturb the bars."""
+    from tqdm import tqdm
+
+    tqdm.write(f"comfy-tpu: {text}", file=sys.stderr)

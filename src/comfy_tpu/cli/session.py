@@ -1,0 +1,143 @@
+"""What the commands that run a pipeline have in common: opening it, showing its progress, reporting at the end.
+
+With --json, one object on stdout. Its keys stay; new ones may be added:
+
+    schema      1
+    outputs     paths of the files made
+    skipped     true if they were there already
+    prompt      and prompt_cut, what of it was beyond the model's limit ("" if nothing)
+    seed
+    settings    all of them, by their Python names
+    model       name, fingerprint
+    seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
+    programs    what, from_cache (false: compiled now), seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.cli import options
+from comfy_tpu.cli.progress import Display, say
+from comfy_tpu.config import CacheConfig, GenerationSettings
+from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.pipeline import artifacts, atomic, media, video
+
+
+class Session:
+    def __init__(self, arguments: argparse.Namespace, pipeline: video.VideoPipeline, display: Display) -> None:
+        self.arguments = arguments
+        self.pipeline = pipeline
+        self.display = display
+
+    def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
+        """The model's defaults, or `base`, with what the command line says in their place."""
+        known = dataclasses.asdict(base) if base else {}
+        chosen = options.chosen(self.arguments, self.pipeline.family.presets)
+        said = {field: value for field, value in chosen.items() if value is not None}
+        return self.pipeline.settings(**{**known, **said})
+
+    def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
+        """Whether what was found is made from the same things, which is then said."""
+        expected = artifacts.describe(prompt, settings, self.pipeline)
+        if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
+            return False
+        say(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
+        return True
+
+    def videos_are_there(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings) -> bool:
+        sheet = self.arguments.contact_sheet
+        if sheet is not None and not sheet.exists():
+            return False
+        return self.is_there(
+            paths[0], prompt, settings, *(media.find_metadata(path, settings.num_frames) for path in paths)
+        )
+
+    def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
+        description = artifacts.describe(prompt, settings, self.pipeline)
+        media.write_videos(
+            paths,
+            self.pipeline.decode(latents, settings),
+            fps=settings.fps,
+            metadata=[{**description, "video": str(index)} for index in range(len(paths))],
+            sheet=self.arguments.contact_sheet,
+        )
+
+    def report(
+        self,
+        outputs: Sequence[Path],
+        prompt: str,
+        settings: GenerationSettings,
+        *,
+        cut: str = "",
+        skipped: bool = False,
+    ) -> int:
+        if not self.arguments.json:
+            print(*outputs, sep="\n")
+            return 0
+        account = self.display.account
+        total = account.total
+        document = {
+            "schema": 1,
+            "outputs": [str(path) for path in outputs],
+            "skipped": skipped,
+            "prompt": prompt,
+            "prompt_cut": cut,
+            "seed": settings.seed,
+            "settings": dataclasses.asdict(settings),
+            "model": {"name": self.pipeline.model_name, "fingerprint": self.pipeline.model_fingerprint},
+            "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
+            "programs": [dataclasses.asdict(program) for program in account.programs],
+        }
+        print(json.dumps(document, indent=2))
+        return 0
+
+
+@contextlib.contextmanager
+def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]:
+    with Display() as display:
+        pipeline = video.VideoPipeline.open(
+            model,
+            mesh=arguments.mesh,
+            platform=arguments.platform,
+            dtype=arguments.dtype,
+            cache=CacheConfig(directory=arguments.cache_dir),
+            on_progress=display,
+        )
+        yield Session(arguments, pipeline, display)
+
+
+def check_video_output(arguments: argparse.Namespace) -> None:
+    """As much as can be said before the model is opened, which may mean to download it."""
+    if arguments.output is not None:
+        media.check_output(arguments.output)
+    if arguments.contact_sheet is not None:
+        if arguments.contact_sheet.suffix != ".png":
+            raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is a picture; give it a name in .png")
+        atomic.check_place(arguments.contact_sheet)
+
+
+def artifact_there(path: Path, stage: artifacts.Stage, force: bool) -> dict[str, str]:
+    """The metadata of the artifact at `path`, empty if nothing is there. What is no artifact is not replaced."""
+    if path.suffix != artifacts.SUFFIX:
+        raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}")
+    atomic.check_place(path)
+    if force or not path.exists():
+        return {}
+    try:
+        return artifacts.read_metadata(path, stage)
+    except (CheckpointError, InvalidValueError) as error:
+        raise InvalidValueError(
+            f"output={path} would be replaced, and is not ours ({error}); choose another name, or --force to replace it"
+        ) from error
+
+
+def warn_of_cut(cut: str) -> None:
+    if cut:
+        say(f"warning: PROMPT is longer than the model reads; this was cut off: {cut}")

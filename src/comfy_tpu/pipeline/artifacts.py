@@ -1,0 +1,192 @@
+"""What the stages hand on, as safetensors files that say how they were made.
+
+    text        positive [1, tokens, features], negative (the same, absent without guidance)
+    latents     latents [videos, channels, frames, height, width], float32
+
+The file's metadata carry the stage, the format, the model and its fingerprint, the prompt and all settings, so that
+the next stage needs nothing else and refuses what another model made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+import comfy_tpu
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.pipeline import atomic
+from comfy_tpu.pipeline.text import PromptEmbeddings
+
+Stage = Literal["text", "latents"]
+
+FORMAT = 1
+SUFFIX = ".safetensors"
+MAKER: Mapping[str, str] = {"text": "encode", "latents": "denoise"}
+"""The command that makes the artifact of a stage."""
+
+_DIMENSIONS = {"positive": 3, "negative": 3, "latents": 5}
+
+
+class Model(Protocol):
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def model_fingerprint(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """Where an artifact comes from."""
+
+    stage: Stage
+    prompt: str
+    cut: str
+    """What of the prompt did not fit."""
+    settings: GenerationSettings
+    model_name: str
+    model_fingerprint: str
+
+
+def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[str, str]:
+    """For an artifact's metadata, and for a video's."""
+    return {
+        "prompt": prompt,
+        "seed": str(settings.seed),
+        "settings": json.dumps(dataclasses.asdict(settings), ensure_ascii=False),
+        "model": model.model_name,
+        "model_fingerprint": model.model_fingerprint,
+        "comfy_tpu": comfy_tpu.__version__,
+    }
+
+
+def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
+    """Made from the same prompt by the same model with the same settings, so the content is the same, too."""
+    return all(found.get(key) == expected[key] for key in ("prompt", "settings", "model_fingerprint"))
+
+
+def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
+    tensors = {"positive": embeddings.positive}
+    if embeddings.negative is not None:
+        tensors["negative"] = embeddings.negative
+    _save(path, "text", tensors, describe(embeddings.prompt, settings, model), embeddings.cut)
+
+
+def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
+    header, tensors = _load(path, "text", model)
+    if "positive" not in tensors:
+        raise _damaged(path, "positive is missing", "encode")
+    return PromptEmbeddings(header.prompt, tensors["positive"], tensors.get("negative"), header.cut), header
+
+
+def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:
+    if settings.guidance_scale > 1 and embeddings.negative is None:
+        raise InvalidValueError(
+            f"guidance_scale={settings.guidance_scale} needs the negative prompt, and {path} was encoded without "
+            f"guidance; run `comfy-tpu encode` again with --guidance-scale {settings.guidance_scale}"
+        )
+
+
+def save_latents(
+    path: Path, latents: torch.Tensor, prompt: str, settings: GenerationSettings, model: Model, *, cut: str = ""
+) -> None:
+    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model), cut)
+
+
+def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
+    header, tensors = _load(path, "latents", model)
+    if "latents" not in tensors:
+        raise _damaged(path, "latents is missing", "denoise")
+    return tensors["latents"], header
+
+
+def read_header(path: Path, stage: Stage) -> Header:
+    return _parse(path, read_metadata(path, stage), stage)
+
+
+def read_metadata(path: Path, stage: Stage) -> dict[str, str]:
+    """Of an artifact of this stage; whatever else is at `path` is an error that says what it is."""
+    maker = MAKER[stage]
+    if not path.exists():
+        raise InvalidValueError(f"{path} does not exist; make it with `comfy-tpu {maker} -o {path}`")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors ({error}); it is truncated, damaged or of another format: "
+            f"make it again with `comfy-tpu {maker}`"
+        ) from error
+    found = metadata.get("artifact")
+    if found is None:
+        raise InvalidValueError(
+            f"{path} is a safetensors file but no artifact of comfy-tpu; expected what `comfy-tpu {maker}` makes"
+        )
+    if found != stage:
+        made_by = f", made by `comfy-tpu {MAKER[found]}`" if found in MAKER else ""
+        raise InvalidValueError(f"{path} holds {found}{made_by}; expected {stage}, made by `comfy-tpu {maker}`")
+    if metadata.get("format") != str(FORMAT):
+        raise InvalidValueError(
+            f"{path} has format {metadata.get('format')}, written by comfy-tpu {metadata.get('comfy_tpu')}; this is "
+            f"{comfy_tpu.__version__}, which reads format {FORMAT}: use one version for all stages"
+        )
+    return metadata
+
+
+def _save(path: Path, stage: Stage, tensors: Mapping[str, torch.Tensor], description: dict[str, str], cut: str) -> None:
+    metadata = {"artifact": stage, "format": str(FORMAT), "cut": cut, **description}
+    # Through memory: the library's own writing to a file reports a full disk as text without an error number.
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    with atomic.replacing(path) as partial, atomic.explained(path):
+        partial.write_bytes(content)
+
+
+def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, torch.Tensor]]:
+    header = read_header(path, stage)
+    maker = MAKER[stage]
+    if header.model_fingerprint != model.model_fingerprint:
+        raise InvalidValueError(
+            f"{path} was made with model {header.model_name} ({header.model_fingerprint}), this is {model.model_name} "
+            f"({model.model_fingerprint}); run `comfy-tpu {maker}` again with --model {model.model_name}, or go on "
+            f"with --model {header.model_name}"
+        )
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            # Copies: a tensor that stays mapped to the file would change or crash with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, str(error), maker) from error
+    for name, tensor in tensors.items():
+        if tensor.ndim != _DIMENSIONS.get(name):
+            raise _damaged(path, f"{name} has shape {list(tensor.shape)}", maker)
+    return header, tensors
+
+
+def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
+    known = {field.name for field in dataclasses.fields(GenerationSettings)}
+    try:
+        values: Any = json.loads(metadata["settings"])
+        if set(values) != known:
+            raise ValueError(f"settings differ in {', '.join(sorted(set(values) ^ known))}")
+        return Header(
+            stage,
+            metadata["prompt"],
+            metadata["cut"],
+            GenerationSettings(**values),
+            metadata["model"],
+            metadata["model_fingerprint"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, repr(error), MAKER[stage]) from error
+
+
+def _damaged(path: Path, what: str, maker: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not as comfy-tpu writes it ({what}); make it again with `comfy-tpu {maker}`")

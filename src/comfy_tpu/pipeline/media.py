@@ -1,0 +1,296 @@
+"""Videos as files. The name chooses the format:
+
+    video.mp4               H.264, with the metadata as title and comment
+    video.gif               loops, with the metadata as comment
+    video.npy               uint8 [frames, height, width, 3], without metadata
+    frames/                 frames/frame_0000.png and so on; also the name of a directory that exists
+    frames/f-%04d.png       the same under a name of one's own
+    picture.png             a video of one frame
+
+Of several videos, video.mp4 becomes video-0.mp4, video-1.mp4, …, and frames/ becomes frames/video-0/ and so on.
+A sequence of frames replaces the one of the same name as a whole: older frames beyond its end are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import av.error
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
+from comfy_tpu.pipeline import atomic
+from comfy_tpu.pipeline.video_formats import (
+    NUMBER,
+    Encoder,
+    Frame,
+    Gif,
+    Mp4,
+    Npy,
+    Png,
+    Pngs,
+    number_in,
+    numbered,
+    read_comment,
+    write_png,
+)
+
+_FORMATS: Mapping[str, type[Encoder]] = {".mp4": Mp4, ".gif": Gif, ".npy": Npy, ".png": Png}
+_CHOICES = "video.mp4, video.gif, video.npy, frames/ or frames/%04d.png"
+_FRAME_NAME = "frame_%04d.png"
+
+
+def output_paths(output: str | Path, num_videos: int = 1) -> tuple[Path, ...]:
+    """Where each video goes. A sequence of frames is the path of a frame with %d for its number."""
+    path = _full_path(output)
+    if num_videos == 1:
+        return (path,)
+    if _is_sequence(path):
+        return tuple(path.parent / f"video-{index}" / path.name for index in range(num_videos))
+    return tuple(path.with_stem(f"{path.stem}-{index}") for index in range(num_videos))
+
+
+def free_output(output: str | Path, num_videos: int) -> Path:
+    """`output`, or with -1, -2, … after its stem, so that no file that is there would be replaced."""
+    output = Path(output)
+    for count in itertools.count():
+        candidate = output.with_stem(f"{output.stem}-{count}") if count else output
+        if not any(path.exists() for path in output_paths(candidate, num_videos)):
+            return candidate
+    raise AssertionError("counting has no end")
+
+
+def check_output(output: str | Path, settings: GenerationSettings | None = None) -> tuple[Path, ...]:
+    """The paths that videos of these settings will have, or why they could not be written. Touches nothing.
+
+    Without settings, only what the name alone can tell.
+    """
+    paths = output_paths(output, settings.num_videos if settings else 1)
+    for path in paths:
+        # The directory of each sequence among several is one level deeper, and ours to make.
+        nested = len(paths) > 1 and _is_sequence(path)
+        atomic.check_place(path.parent.parent / path.name if nested else path)
+    if settings is None:
+        return paths
+    if paths[0].suffix == ".png" and not _is_sequence(paths[0]) and settings.num_frames > 1:
+        raise InvalidValueError(
+            f"output={output} is one picture and the video has {settings.num_frames} frames; write "
+            f"{Path(output).with_stem(Path(output).stem + '-%04d')}, or ask for num_frames=1"
+        )
+    _check_space(paths, settings)
+    return paths
+
+
+@contextlib.contextmanager
+def open_writer(output: str | Path, *, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
+    """The video appears at its place when the block ends; if the block raises, nothing has changed."""
+    with open_writers(output_paths(output), fps=fps, metadata=[metadata]) as (writer,):
+        yield writer
+
+
+@contextlib.contextmanager
+def open_writers(
+    paths: Sequence[Path], *, fps: int, metadata: Sequence[Mapping[str, str]]
+) -> Iterator[tuple[FrameWriter, ...]]:
+    """Several videos at once: all of them appear, or none."""
+    with contextlib.ExitStack() as placing, contextlib.ExitStack() as encoding:
+        # All encoders finish before the first video is moved to its place.
+        partials = [placing.enter_context(_placed(path)) for path in paths]
+        yield tuple(
+            encoding.enter_context(_encoded(path, partial, fps, texts))
+            for path, partial, texts in zip(paths, partials, metadata, strict=True)
+        )
+
+
+class FrameWriter:
+    """Writes to a file that is not at its place yet."""
+
+    def __init__(self, path: Path, open_encoder: Callable[[], Encoder]) -> None:
+        self._path = path
+        with atomic.explained(path):
+            self._encoder = open_encoder()
+        self._size: tuple[int, ...] | None = None
+
+    def write(self, frames: Float[Tensor, "t height width 3"]) -> None:
+        """From 0 to 1; what is beyond is cut off."""
+        for frame in _as_bytes(frames):
+            if self._size not in (None, frame.shape):
+                raise InvalidValueError(f"a frame of {frame.shape} follows frames of {self._size}; give equal sizes")
+            self._size = frame.shape
+            with atomic.explained(self._path):
+                self._encoder.add(frame)
+
+    def finish(self) -> None:
+        if self._size is None:
+            raise InvalidValueError(f"output={self._path} got no frames; a video has one at least")
+        with atomic.explained(self._path):
+            self._encoder.finish()
+
+    def abandon(self) -> None:
+        self._encoder.abandon()
+
+
+def write_videos(
+    paths: Sequence[Path],
+    chunks: Iterable[Float[Tensor, "videos t height width 3"]],
+    *,
+    fps: int,
+    metadata: Sequence[Mapping[str, str]],
+    sheet: Path | None = None,
+) -> None:
+    """Frames of all videos as they are decoded; `sheet` is a picture of the first video's, every second one."""
+    pictures = ContactSheet(every=2)
+    with open_writers(paths, fps=fps, metadata=metadata) as writers:
+        for chunk in chunks:
+            for writer, frames in zip(writers, chunk, strict=True):
+                writer.write(frames)
+            if sheet:
+                pictures.add(chunk[0])
+        if sheet:
+            with atomic.replacing(sheet) as partial, atomic.explained(sheet), partial.open("wb") as file:
+                write_png(file, pictures.image(), metadata[0])
+
+
+class ContactSheet:
+    """Frames side by side, row after row. Keeps what it shows, at a width of 256 at most."""
+
+    def __init__(self, columns: int = 5, every: int = 1) -> None:
+        self._columns = columns
+        self._every = every
+        self._seen = 0
+        self._cells: list[Image.Image] = []
+
+    def add(self, frames: Float[Tensor, "t height width 3"]) -> None:
+        for frame in _as_bytes(frames):
+            if self._seen % self._every == 0:
+                self._cells.append(_cell(Image.fromarray(frame)))
+            self._seen += 1
+
+    def image(self) -> Image.Image:
+        if not self._cells:
+            raise InvalidValueError("a contact sheet got no frames; it shows one at least")
+        width, height = self._cells[0].size
+        columns = min(self._columns, len(self._cells))
+        rows = -(-len(self._cells) // columns)
+        gap = 2
+        sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * (height + gap) + gap), "white")
+        for index, cell in enumerate(self._cells):
+            row, column = divmod(index, columns)
+            sheet.paste(cell, (gap + column * (width + gap), gap + row * (height + gap)))
+        return sheet
+
+
+def contact_sheet(frames: Float[Tensor, "t height width 3"], columns: int = 5) -> Image.Image:
+    sheet = ContactSheet(columns)
+    sheet.add(frames)
+    return sheet.image()
+
+
+def read_metadata(output: str | Path) -> dict[str, str]:
+    """What a video was written with; empty if it carries nothing of ours, as .npy never does."""
+    path = _full_path(output)
+    if path.suffix == ".npy":
+        return {}
+    path = path.with_name(number_in(path.name, 0))
+    try:
+        found = json.loads(read_comment(path) or "{}")
+    except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
+        return {}
+    except (OSError, SyntaxError, av.error.FFmpegError) as error:  # Pillow raises SyntaxError on a damaged picture
+        raise CheckpointError(f"{path} cannot be read as {path.suffix[1:]} ({error}); write it again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def find_metadata(path: Path, num_frames: int = 1) -> dict[str, str]:
+    """The same of a video that may be missing or damaged, or a sequence without its last frame: then empty."""
+    if not path.with_name(number_in(path.name, num_frames - 1)).exists():
+        return {}
+    try:
+        return read_metadata(path)
+    except CheckpointError:
+        return {}
+
+
+def _full_path(output: str | Path) -> Path:
+    path = Path(output)
+    if str(output).endswith(os.sep) or (path.is_dir() and path.suffix not in _FORMATS):
+        return path / _FRAME_NAME
+    if path.suffix not in _FORMATS:
+        raise InvalidValueError(f"output={output} names no format; write {_CHOICES}")
+    if path.suffix == ".png" and len(NUMBER.findall(path.name)) > 1:
+        raise InvalidValueError(f"output={output} has two places for the frame's number; leave one")
+    return path
+
+
+def _is_sequence(path: Path) -> bool:
+    return path.suffix == ".png" and NUMBER.search(path.name) is not None
+
+
+def _check_space(paths: Sequence[Path], settings: GenerationSettings) -> None:
+    place = next(place for place in paths[0].absolute().parents if place.exists())
+    free = shutil.disk_usage(place).free
+    pixels = settings.num_videos * settings.num_frames * settings.height * settings.width
+    needed = pixels * _FORMATS[paths[0].suffix].bytes_per_pixel
+    if free < needed:
+        raise InvalidValueError(
+            f"output={paths[0]} needs {needed / 2**20:.1f} MiB at least and {place} has {free / 2**20:.1f} MiB free; "
+            "free some space or choose another place"
+        )
+
+
+@contextlib.contextmanager
+def _placed(path: Path) -> Iterator[Path]:
+    if not _is_sequence(path):
+        with atomic.replacing(path) as partial:
+            yield partial
+        return
+    with atomic.replacing_files(path.parent) as partial:
+        yield partial
+        name = numbered(path.name)
+        with atomic.explained(path):
+            for file in path.parent.iterdir():
+                if name.fullmatch(file.name) and not (partial / file.name).exists():
+                    file.unlink()
+
+
+@contextlib.contextmanager
+def _encoded(path: Path, partial: Path, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
+    encoder: Callable[..., Encoder] = _FORMATS[path.suffix]
+    if _is_sequence(path):
+        encoder = functools.partial(Pngs, name=path.name)
+    writer = FrameWriter(path, lambda: encoder(partial, fps, metadata))
+    try:
+        yield writer
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _as_bytes(frames: Float[Tensor, "t height width 3"]) -> Iterator[Frame]:
+    if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.is_floating_point():
+        raise InvalidValueError(
+            f"frames are {frames.dtype} {list(frames.shape)}, expected floats [t, height, width, 3]"
+        )
+    for frame in frames.detach():
+        if not torch.isfinite(frame).all():
+            raise ComfyTpuError("a frame holds values that are not numbers; try dtype float32, or report it")
+        yield frame.float().mul(255).round_().clamp_(0, 255).to(torch.uint8).contiguous().numpy()
+
+
+def _cell(picture: Image.Image) -> Image.Image:
+    if picture.width > 256:
+        return picture.resize((256, max(1, round(picture.height * 256 / picture.width))), Image.Resampling.LANCZOS)
+    scale = max(1, 128 // picture.width)  # a frame of 64 pixels is a stamp on today's screens
+    return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)

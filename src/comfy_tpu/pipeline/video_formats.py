@@ -1,0 +1,235 @@
+"""How frames become bytes, one class per format. Each writes frames as they come, and holds a few of them at most."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, ClassVar, Protocol
+
+import av
+import av.error
+import numpy as np
+import numpy.typing as npt
+from PIL import GifImagePlugin, Image, PngImagePlugin
+
+from comfy_tpu.errors import InvalidValueError
+
+Frame = npt.NDArray[np.uint8]
+"""[height, width, 3]"""
+
+Metadata = Mapping[str, str]
+
+
+class Encoder(Protocol):
+    bytes_per_pixel: ClassVar[float]
+    """Well below what a video takes: to tell a disk that is too full from one that may do."""
+
+    def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None: ...
+
+    def add(self, frame: Frame) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Let go of the file, which the caller removes."""
+
+
+class Mp4:
+    """H.264, 4:2:0, index first so that a browser can start before it has all."""
+
+    bytes_per_pixel: ClassVar = 0.002
+
+    def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
+        self._container = av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"})
+        self._container.metadata["title"] = metadata.get("prompt", "")
+        self._container.metadata["comment"] = comment(metadata)
+        # crf 16 and not x264's 23: demo videos have 64 pixels a side, where every artefact is a pixel large.
+        self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": "16"})
+
+    def add(self, frame: Frame) -> None:
+        # 4:2:0 has one colour sample for 2×2 pixels. An odd side gets its last row or column twice.
+        frame = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
+        if not self._stream.codec_context.is_open:
+            self._stream.height, self._stream.width = frame.shape[:2]
+            self._stream.pix_fmt = "yuv420p"
+            # Without a word on it players take BT.601 for small videos and BT.709 for large ones; the colours differ.
+            context = self._stream.codec_context
+            context.color_primaries = context.color_trc = context.colorspace = _BT709
+            context.color_range = _LIMITED
+        picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+        picture = picture.reformat(format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED)
+        self._container.mux(self._stream.encode(picture))
+
+    def finish(self) -> None:
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(av.error.FFmpegError):  # it writes the index on closing: the disk may be full
+            self._container.close()
+
+
+_BT709 = 1
+_LIMITED = 1
+"""16 to 235, which is what players expect of 4:2:0 video."""
+
+
+class Gif:
+    """Loops for ever. A palette of 256 colours for each frame: one for all would have to be chosen before the rest."""
+
+    bytes_per_pixel: ClassVar = 0.01
+
+    def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
+        self._file = partial.open("wb")
+        self._fps = fps
+        self._comment = comment(metadata).encode()
+        self._count = 0
+
+    def add(self, frame: Frame) -> None:
+        picture = Image.fromarray(frame).quantize(256, dither=Image.Dither.NONE)
+        if not self._count:
+            header, _ = GifImagePlugin.getheader(picture.copy(), info={"loop": 0, "comment": self._comment})
+            self._file.writelines(header)
+        duration = 10 * (self._centiseconds(self._count + 1) - self._centiseconds(self._count))
+        self._file.writelines(GifImagePlugin.getdata(picture, duration=duration, include_color_table=True))
+        self._count += 1
+
+    def _centiseconds(self, frame: int) -> int:
+        """When the frame begins. In whole hundredths, as GIF has them: 16 fps are 6, 6, 7, 6 … and not 6 throughout.
+
+        Two at least: browsers slow down to 10 fps what asks for less.
+        """
+        return round(100 * frame / min(self._fps, 50))
+
+    def finish(self) -> None:
+        self._file.write(b";")
+        self._file.close()
+
+    def abandon(self) -> None:
+        _close(self._file)
+
+
+class Npy:
+    """uint8 [frames, height, width, 3]. There is no place for metadata in it."""
+
+    bytes_per_pixel: ClassVar = 3.0
+
+    def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
+        self._file = partial.open("wb")
+        self._size: tuple[int, ...] = ()
+        self._count = 0
+        self._data_start = 0
+
+    def add(self, frame: Frame) -> None:
+        if not self._count:
+            self._size = frame.shape
+            self._write_header()
+            self._data_start = self._file.tell()
+        self._file.write(np.ascontiguousarray(frame).data)
+        self._count += 1
+
+    def finish(self) -> None:
+        self._file.seek(0)
+        self._write_header()
+        # NumPy's header leaves room for the first axis to grow; were that to change, the header would reach into data.
+        if self._file.tell() != self._data_start:
+            raise RuntimeError(f"the header of a .npy file grew from {self._data_start} to {self._file.tell()} bytes")
+        self._file.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": "|u1", "fortran_order": False, "shape": (self._count, *self._size)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def abandon(self) -> None:
+        _close(self._file)
+
+
+class Png:
+    """One picture."""
+
+    bytes_per_pixel: ClassVar = 0.05
+
+    def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
+        self._file = partial.open("wb")
+        self._metadata = metadata
+
+    def add(self, frame: Frame) -> None:
+        if self._file.tell():
+            raise InvalidValueError("output is one picture, and got a second frame; give it a name with %04d")
+        write_png(self._file, Image.fromarray(frame), self._metadata)
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        _close(self._file)
+
+
+class Pngs:
+    """Numbered pictures in a directory; each carries the metadata."""
+
+    bytes_per_pixel: ClassVar = 0.05
+
+    def __init__(self, partial: Path, fps: int, metadata: Metadata, name: str) -> None:
+        self._directory = partial
+        self._metadata = metadata
+        self._name = name
+        self._count = 0
+
+    def add(self, frame: Frame) -> None:
+        with (self._directory / number_in(self._name, self._count)).open("wb") as file:
+            write_png(file, Image.fromarray(frame), self._metadata)
+        self._count += 1
+
+    def finish(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+NUMBER = re.compile(r"%0?(?P<digits>\d*)d")
+"""Where a frame's number goes in a name. Any other % is just a character."""
+
+
+def number_in(name: str, number: int) -> str:
+    return NUMBER.sub(lambda match: f"{number:0{int(match['digits'] or 1)}d}", name)
+
+
+def numbered(name: str) -> re.Pattern[str]:
+    """Matches the names that `number_in` gives."""
+    match = NUMBER.search(name)
+    assert match is not None
+    digits = rf"\d{{{int(match['digits'] or 1)},}}"
+    return re.compile(re.escape(name[: match.start()]) + digits + re.escape(name[match.end() :]))
+
+
+def comment(metadata: Metadata) -> str:
+    """All of it as one JSON object: the comment is the one tag that every format and every player has."""
+    return json.dumps(dict(metadata), ensure_ascii=False)
+
+
+def write_png(file: IO[bytes], picture: Image.Image, metadata: Metadata) -> None:
+    texts = PngImagePlugin.PngInfo()
+    # Not "prompt", which ComfyUI takes for a workflow when the picture is dropped on it.
+    texts.add_text("Title", metadata.get("prompt", ""))
+    texts.add_text("Comment", comment(metadata))
+    picture.save(file, "PNG", pnginfo=texts)
+
+
+def read_comment(path: Path) -> Any:
+    """The comment's text, or None."""
+    if path.suffix == ".mp4":
+        with av.open(str(path)) as container:
+            return container.metadata.get("comment")
+    with Image.open(path) as picture:
+        found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
+    return found.decode() if isinstance(found, bytes) else found
+
+
+def _close(file: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # what is still in the buffer may not fit either
+        file.close()

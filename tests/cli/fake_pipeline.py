@@ -1,0 +1,101 @@
+"""A pipeline that runs in milliseconds and follows the real one's interface: a square moves over a background.
+
+As a script it is the comfy-tpu command with this pipeline in it. FAKE_PAUSE=stage makes it wait inside that stage, and
+say so on the file descriptor FAKE_READY.
+"""
+
+import hashlib
+import os
+import sys
+import threading
+import types
+
+import torch
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import CheckpointError
+from comfy_tpu.pipeline.progress import Progress, ignore
+from comfy_tpu.pipeline.settings import Limits, check_prompt, make_settings
+from comfy_tpu.pipeline.text import PromptEmbeddings
+
+MODELS = {"demo": "ab12", "other": "cd34"}
+WORDS = 8
+"""That its text encoder reads."""
+
+
+class FakePipeline:
+    limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
+    family = types.SimpleNamespace(presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
+
+    def __init__(self, model, on_progress):
+        self.model_name = model
+        self.model_fingerprint = MODELS[model]
+        self.defaults = GenerationSettings(height=32, width=64, num_frames=9, num_inference_steps=4)
+        self.ran = []
+        self._say = on_progress
+
+    @classmethod
+    def open(cls, model="demo", *, mesh="auto", platform="auto", dtype="auto", cache=None, on_progress=ignore):
+        if model not in MODELS:
+            raise CheckpointError(f"model={model} is not a directory; give one")
+        pipeline = cls(model, on_progress)
+        pipeline.opened_with = {"mesh": mesh, "platform": platform, "dtype": dtype, "cache": cache}
+        return pipeline
+
+    def settings(self, **chosen):
+        return make_settings(self.defaults, chosen, self.limits)
+
+    def encode(self, prompt, settings):
+        check_prompt(prompt)
+        self._begin("encode", "text_encoder", "512 tokens")
+        words = prompt.split()
+        seeds = [int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) for text in (prompt, settings.negative_prompt)]
+        positive, negative = (torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
+        guided = settings.guidance_scale > 1
+        positive = positive.bfloat16()
+        return PromptEmbeddings(prompt, positive, negative if guided else None, " ".join(words[WORDS:]))
+
+    def denoise(self, embeddings, settings):
+        size = f"{settings.width}×{settings.height}×{settings.num_frames}"
+        self._begin("denoise", "transformer", size)
+        shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)
+        latents = torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed))
+        for step in range(settings.num_inference_steps):
+            self._say(Progress("denoising", size, step, settings.num_inference_steps))
+            pause("denoise")
+            latents = latents + settings.guidance_scale * embeddings.positive.float().mean()
+        self._say(Progress("denoising", size, settings.num_inference_steps, settings.num_inference_steps))
+        return latents
+
+    def decode(self, latents, settings):
+        size = f"{settings.width}×{settings.height}×{settings.num_frames}"
+        self._begin("decode", "vae", size)
+        colours = latents.mean((2, 3, 4))[:, :3].sigmoid()
+        for index in range(latents.shape[2]):
+            frames = torch.full((len(latents), 4 if index else 1, settings.height, settings.width, 3), 0.25)
+            frames[:, :, 8:24, 4 * index : 4 * index + 16] = colours[:, None, None, None]
+            self._say(Progress("decoding", size, index + 1, latents.shape[2]))
+            yield frames
+            pause("decode")
+
+    def _begin(self, stage, component, size):
+        self.ran.append(stage)
+        self._say(Progress("loading", component, 0, 2048))
+        self._say(Progress("loading", component, 2048, 2048))
+        self._say(Progress("compiling", f"{component} at {size}", 0, 1))
+        self._say(Progress("compiling", f"{component} at {size}", 1, 1, from_cache=component == "vae"))
+
+
+def pause(stage):
+    if os.environ.get("FAKE_PAUSE") == stage:
+        os.write(int(os.environ["FAKE_READY"]), b"ready")
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    from comfy_tpu.cli.main import main
+
+    stand_in = types.ModuleType("comfy_tpu.pipeline.video")  # the real module would load jax
+    stand_in.VideoPipeline = FakePipeline
+    sys.modules[stand_in.__name__] = stand_in
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""The commands that make videos, with a pipeline of milliseconds."""
+
+import dataclasses
+import io
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from comfy_tpu.cli import main as cli
+from comfy_tpu.cli import options
+from comfy_tpu.cli.progress import Account
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline import artifacts, media, video
+from comfy_tpu.pipeline.progress import Progress
+from tests.cli.fake_pipeline import FakePipeline
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "a red circle moving left"
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path):
+    """In an empty directory, with the fake pipeline; the ones that were opened."""
+    monkeypatch.chdir(tmp_path)
+    pipelines = []
+
+    class Remembered(FakePipeline):
+        @classmethod
+        def open(cls, *arguments, **more):
+            pipelines.append(super().open(*arguments, **more))
+            return pipelines[-1]
+
+    monkeypatch.setattr(video, "VideoPipeline", Remembered)
+    return pipelines
+
+
+def run(capsys, *argv):
+    """Status, stdout, stderr."""
+    capsys.readouterr()
+    return cli.main(list(argv)), *capsys.readouterr()
+
+
+def files():
+    return sorted(str(path) for path in Path().rglob("*"))
+
+
+def test_generate(opened, capsys):
+    assert run(capsys, "generate", PROMPT, "--output", "x.mp4") == (0, "x.mp4\n", "")
+    assert files() == ["x.mp4"]
+    metadata = media.read_metadata("x.mp4")
+    assert (metadata["prompt"], metadata["seed"], metadata["model"]) == (PROMPT, "2025", "demo")
+    assert json.loads(metadata["settings"]) == dataclasses.asdict(opened[0].defaults)
+    assert opened[0].ran == ["encode", "denoise", "decode"]
+
+
+def test_every_flag_arrives(opened, capsys):
+    flags = (
+        "--negative-prompt blue --height 48 --width 80 --num-frames 5 --steps 2 --guidance-scale 3 --flow-shift 2.5 "
+        "--seed 7 --scheduler euler --num-videos 2 --fps 8 --model other --mesh dp=2 --platform cpu --dtype float32 "
+        "--cache-dir c --output x.npy --json"
+    )
+    status, out, err = run(capsys, "generate", PROMPT, *flags.split())
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    expected = GenerationSettings(48, 80, 5, 2, 3.0, 2.5, 7, "euler", "blue", 2, 8)
+    assert document["settings"] == dataclasses.asdict(expected)
+    assert document["outputs"] == ["x-0.npy", "x-1.npy"]
+    assert document["model"] == {"name": "other", "fingerprint": "cd34"}
+    (pipeline,) = opened
+    assert pipeline.opened_with["cache"].directory == Path("c")
+    assert [pipeline.opened_with[name] for name in ("mesh", "platform", "dtype")] == ["dp=2", "cpu", "float32"]
+    assert np.load("x-1.npy").shape == (5, 48, 80, 3)
+
+
+def test_every_setting_has_a_flag():
+    """All but the length the text is padded to, which is the model's."""
+    fields = {field.name for field in dataclasses.fields(GenerationSettings)}
+    assert {option.field for option in options.SETTINGS} == fields - {"max_sequence_length"}
+
+
+def test_size_by_name(opened, capsys):
+    _, out, _ = run(capsys, "generate", PROMPT, "--size", "480p", "--width", "64", "-o", "x.gif", "--json")
+    settings = json.loads(out)["settings"]
+    assert (settings["height"], settings["width"], settings["flow_shift"]) == (32, 64, 3.0)
+
+
+def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
+    status, out, err = run(capsys, "generate", PROMPT, "-o", "x.gif", "--json", "--contact-sheet", "sheet.png")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert set(document) == {
+        *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs")
+    }
+    assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)
+    assert set(document["seconds"]) == {"loading", "compiling", "denoising", "decoding", "other", "total"}
+    parts = [seconds for stage, seconds in document["seconds"].items() if stage != "total"]
+    assert sum(parts) == pytest.approx(document["seconds"]["total"])
+    programs = [(program["what"], program["from_cache"]) for program in document["programs"]]
+    assert programs == [
+        ("text_encoder at 512 tokens", False),
+        ("transformer at 64×32×9", False),
+        ("vae at 64×32×9", True),
+    ]
+    assert files() == ["sheet.png", "x.gif"]
+
+
+def test_default_output_replaces_nothing(opened, capsys):
+    outputs = [run(capsys, "generate", PROMPT, "--steps", "1")[1] for _ in range(3)]
+    assert outputs == ["video.mp4\n", "video-1.mp4\n", "video-2.mp4\n"]
+
+
+def test_prompt_from_standard_input(opened, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("ein Würfel\n".encode()), "ascii"))
+    assert run(capsys, "generate", "-", "-o", "x.gif")[0] == 0
+    assert media.read_metadata("x.gif")["prompt"] == "ein Würfel"
+
+
+def test_long_prompt_is_cut_aloud(opened, capsys):
+    status, _, err = run(capsys, "generate", "one two three four five six seven eight nine ten", "-o", "x.gif")
+    assert status == 0
+    assert err == "comfy-tpu: warning: PROMPT is longer than the model reads; this was cut off: nine ten\n"
+
+
+def test_warnings_of_the_package_are_lines_of_the_command(opened, capsys, monkeypatch):
+    logger = logging.getLogger("comfy_tpu.compiler.cache")
+    monkeypatch.setattr(FakePipeline, "_begin", lambda *arguments: logger.warning("cache %s cannot be written", "c"))
+    status, out, err = run(capsys, "encode", PROMPT)
+    assert (status, out, err) == (0, "text.safetensors\n", "comfy-tpu: cache c cannot be written\n")
+    assert logging.getLogger("comfy_tpu").handlers == []
+
+
+REFUSED = {
+    "height": (["--height", "100"], "--height 100 is not divisible by 16; use 96 or 112"),
+    "frames": (["--num-frames", "10"], "--num-frames 10 is not 4n+1; use 9 or 13"),
+    "steps": (["--steps", "0"], "--steps 0 is not a whole number from 1 to 1000"),
+    "text for a number": (["--steps", "few"], "--steps 'few' is not a whole number from 1 to 1000"),
+    "guidance": (["--guidance-scale", "nan"], "--guidance-scale nan is not a number from 0 to 100"),
+    "scheduler": (["--scheduler", "x"], "--scheduler 'x' is unknown; choose from unipc, euler"),
+    "size": (["--size", "8K"], "--size 8K is unknown; choose from 480P"),
+    "model": (["--model", "nowhere"], "--model nowhere is not a directory; give one"),
+    "suffix": (["-o", "x.avi"], "--output x.avi names no format; write video.mp4, video.gif, video.npy, "),
+    "no place": (["-o", "a/b/x.mp4"], "--output a/b/x.mp4 is in a/b, and there is no a; create it first"),
+    "unwritable": (["-o", "/proc/x.mp4"], "--output /proc/x.mp4 cannot be written: "),
+    "one picture": (["-o", "x.png"], "--output x.png is one picture and the video has 9 frames; write x-%04d.png"),
+    "sheet": (["--contact-sheet", "x.jpg"], "--contact-sheet x.jpg is a picture; give it a name in .png"),
+}
+
+
+@pytest.mark.parametrize(("flags", "text"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_one_line_and_status_1_before_any_work(flags, text, opened, capsys):
+    status, out, err = run(capsys, "generate", PROMPT, *flags)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"comfy-tpu: {text}")
+    assert err.count("\n") == 1
+    assert all(pipeline.ran == [] for pipeline in opened)
+    assert files() == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [("  ", "PROMPT '  ' is empty; say what the video should show"), ("caf\udce9", "PROMPT is not UTF-8 text")],
+    ids=["empty", "latin-1"],
+)
+def test_bad_prompts(prompt, text, opened, capsys):
+    status, _, err = run(capsys, "generate", prompt)
+    assert status == 1
+    assert err.startswith(f"comfy-tpu: {text}")
+    assert opened == []
+
+
+def test_negative_prompt_that_is_not_text(opened, capsys):
+    status, _, err = run(capsys, "encode", PROMPT, "--negative-prompt", "caf\udce9")
+    assert status == 1
+    assert err.startswith("comfy-tpu: --negative-prompt is not UTF-8 text")
+
+
+def test_refused_format_is_found_before_the_model_is_opened(opened, capsys):
+    run(capsys, "generate", PROMPT, "-o", "x.avi")
+    assert opened == []
+
+
+def test_stages_together_are_generate(opened, capsys):
+    flags = ["--seed", "5", "--num-videos", "2", "--guidance-scale", "4"]
+    assert run(capsys, "generate", PROMPT, *flags, "-o", "whole.npy")[0] == 0
+    assert run(capsys, "encode", PROMPT, *flags) == (0, "text.safetensors\n", "")
+    assert run(capsys, "denoise", "text.safetensors") == (0, "latents.safetensors\n", "")
+    assert run(capsys, "decode", "latents.safetensors", "-o", "parts.npy") == (0, "parts-0.npy\nparts-1.npy\n", "")
+    for index in range(2):
+        assert Path(f"whole-{index}.npy").read_bytes() == Path(f"parts-{index}.npy").read_bytes()
+    assert [pipeline.ran for pipeline in opened[1:]] == [["encode"], ["denoise"], ["decode"]]
+
+
+def test_stages_that_are_done_are_skipped(opened, capsys):
+    stages = (["encode", PROMPT], ["denoise", "text.safetensors"], ["decode", "latents.safetensors"])
+    for argv in stages:
+        assert run(capsys, *argv)[0] == 0
+    for argv, output in zip(stages, ("text.safetensors", "latents.safetensors", "latents.mp4"), strict=True):
+        before = Path(output).stat().st_mtime_ns
+        status, out, err = run(capsys, *argv)
+        assert (status, out) == (0, f"{output}\n")
+        assert err == (
+            f"comfy-tpu: {output} is there already, from the same model, prompt and settings; --force makes it again\n"
+        )
+        assert opened[-1].ran == []
+        assert json.loads(run(capsys, *argv, "--json")[1])["skipped"] is True
+        assert Path(output).stat().st_mtime_ns == before
+        assert run(capsys, *argv, "--force")[2] == ""
+        assert opened[-1].ran == [argv[0]]
+
+
+def test_changed_settings_run_the_stage_again(opened, capsys):
+    run(capsys, "encode", PROMPT)
+    run(capsys, "denoise", "text.safetensors")
+    run(capsys, "decode", "latents.safetensors", "-o", "out/")
+    run(capsys, "denoise", "text.safetensors", "--seed", "9", "--steps", "2")
+    assert opened[-1].ran == ["denoise"]
+    _, header = artifacts.load_latents(Path("latents.safetensors"), opened[-1])
+    assert (header.settings.seed, header.settings.num_inference_steps) == (9, 2)
+    for expected in (["decode"], []):
+        run(capsys, "decode", "latents.safetensors", "-o", "out/")
+        assert opened[-1].ran == expected
+    run(capsys, "decode", "latents.safetensors", "-o", "out/", "--fps", "4")
+    assert opened[-1].ran == ["decode"]
+
+
+def test_stages_use_the_model_of_their_input(opened, capsys):
+    run(capsys, "encode", PROMPT, "--model", "other")
+    assert run(capsys, "denoise", "text.safetensors")[0] == 0
+    assert opened[-1].model_name == "other"
+    status, _, err = run(capsys, "decode", "latents.safetensors", "--model", "demo")
+    assert status == 1
+    assert "latents.safetensors was made with model other (cd34), this is demo (ab12); run `comfy-tpu denoise`" in err
+    assert opened[-1].ran == []
+
+
+def test_guidance_cannot_be_added_after_encoding(opened, capsys):
+    run(capsys, "encode", PROMPT, "--guidance-scale", "1")
+    status, _, err = run(capsys, "denoise", "text.safetensors", "--guidance-scale", "5")
+    assert (status, opened[-1].ran) == (1, [])
+    assert err.startswith("comfy-tpu: --guidance-scale 5.0 needs the negative prompt, and text.safetensors was encoded")
+
+
+def test_file_that_is_not_ours_is_not_replaced(opened, capsys):
+    save_file({"w": torch.zeros(3)}, "model.safetensors")
+    before = Path("model.safetensors").read_bytes()
+    status, _, err = run(capsys, "encode", PROMPT, "-o", "model.safetensors")
+    assert status == 1
+    assert err.startswith("comfy-tpu: --output model.safetensors would be replaced, and is not ours (")
+    assert Path("model.safetensors").read_bytes() == before
+    assert run(capsys, "encode", PROMPT, "-o", "model.safetensors", "--force")[0] == 0
+
+
+STAGE_ERRORS = {
+    "missing": (["denoise", "none.safetensors"], "none.safetensors does not exist; make it with `comfy-tpu encode"),
+    "wrong stage": (["decode", "text.safetensors"], "text.safetensors holds text, made by `comfy-tpu encode`"),
+    "suffix": (["encode", PROMPT, "-o", "text.pt"], "--output text.pt is for tensors; give it a name in .safetensors"),
+}
+
+
+@pytest.mark.parametrize(("argv", "text"), STAGE_ERRORS.values(), ids=STAGE_ERRORS)
+def test_stage_errors(argv, text, opened, capsys):
+    run(capsys, "encode", PROMPT)
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"comfy-tpu: {text}")
+
+
+def test_full_disk_is_one_line(opened, capsys, monkeypatch):
+    def full(self, frame):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("comfy_tpu.pipeline.video_formats.Mp4.add", full)
+    status, _, err = run(capsys, "generate", PROMPT, "-o", "x.mp4")
+    assert status == 1
+    assert err == (
+        "comfy-tpu: --output x.mp4 could not be written: No space left on device; nothing of it was kept; "
+        "free some space or choose another place\n"
+    )
+    assert files() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("height=100 is odd", "--height 100 is odd"),
+        ("mesh 'dp=x': no", "--mesh 'dp=x': no"),
+        ("num_inference_steps=0 is", "--steps 0 is"),
+        ("heads=40 is not divisible", "heads=40 is not divisible"),
+        ("heightened risk", "heightened risk"),
+    ],
+)
+def test_fields_are_shown_as_flags(text, shown):
+    assert options.with_flags(InvalidValueError(text)) == shown
+
+
+def test_time_of_a_stage_inside_another_is_counted_once(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 7.0, 15.0])
+    monkeypatch.setattr("comfy_tpu.cli.progress.time.monotonic", lambda: next(times))
+    account = Account()
+    account.add(Progress("denoising", "", 0, 2))
+    account.add(Progress("compiling", "transformer", 0, 1))
+    account.add(Progress("compiling", "transformer", 1, 1))
+    account.add(Progress("denoising", "", 2, 2))
+    assert account.seconds == {"denoising": 2.0 + 8.0, "compiling": 4.0}
+    assert [program.seconds for program in account.programs] == [4.0]
+
+
+def start(*argv, **more):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **more.pop("env", {})}
+    return subprocess.Popen([sys.executable, ROOT / "tests/cli/fake_pipeline.py", *argv], env=environment, **more)
+
+
+INTERRUPTS = {
+    "Ctrl-C while denoising": ("denoise", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 0),
+    "Ctrl-C while writing": ("decode", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 1),
+    "kill while writing": ("decode", signal.SIGTERM, 143, b"", 1),
+}
+
+
+@pytest.mark.parametrize(("stage", "number", "status", "err", "partial"), INTERRUPTS.values(), ids=INTERRUPTS)
+def test_interrupt(stage, number, status, err, partial, tmp_path):
+    ready, said = os.pipe()
+    environment = {"FAKE_PAUSE": stage, "FAKE_READY": str(said)}
+    process = start(
+        *("generate", PROMPT, "-o", "x.gif"), cwd=tmp_path, env=environment, pass_fds=[said], stderr=subprocess.PIPE
+    )
+    os.close(said)
+    with process:
+        assert os.read(ready, 5) == b"ready"
+        assert len(list(tmp_path.iterdir())) == partial  # hidden, beside its place
+        assert not (tmp_path / "x.gif").exists()
+        process.send_signal(number)
+        assert process.stderr.read() == err
+        assert process.wait() == status
+    os.close(ready)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_terminal_shows_every_stage(tmp_path):
+    ours, theirs = pty.openpty()  # as it comes it says that it is 0 columns wide, and must show something all the same
+    process = start("generate", PROMPT, "-o", "x.gif", cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    with process:
+        while True:
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:  # Linux: the other side is closed
+                break
+        assert process.stdout.read() == b"x.gif\n"
+    os.close(ours)
+    assert process.returncode == 0
+    text = shown.decode()
+    for words in (
+        "loading transformer: 100%",
+        "2.00kB/2.00kB",
+        "compiling transformer (first run at 64×32×9): 0.0 s\r\n",
+        "denoising 64×32×9: 100%",
+        "4/4",
+        "s/step",
+        "decoding 64×32×9: 100%",
+        "3/3",
+    ):
+        assert words in text
+    assert "compiling vae" in text
+    assert "0.0 s\r\n" not in text.split("compiling vae", 1)[1]  # from the cache: the line is wiped again
+    assert "Traceback" not in text
+
+
+def test_signal_handlers_are_put_back(opened, capsys):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    run(capsys, "generate", PROMPT, "-o", "x.gif")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize("command", ["generate", "encode", "denoise", "decode"])
+def test_help_is_light_and_shows_defaults(command):
+    code = f"""
+import sys
+from comfy_tpu.cli.main import main
+try:
+    main([{command!r}, "--help"])
+finally:
+    print(sorted({{"jax", "torch", "av", "PIL", "tqdm", "numpy"}} & set(sys.modules)))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert f"frames per second ({GenerationSettings().fps})" in done.stdout
