@@ -8,10 +8,12 @@ INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-che
 
 .PHONY: demo test test-all lint clean
 
+PROMPT ?= a red circle moving right on a black background
+
 demo: .venv/.installed
-	$(BIN)/comfy-tpu doctor
-	@echo
-	@echo 'The demo video comes with Wan: there is no model to run yet.'
+	@mkdir -p outputs
+	$(BIN)/comfy-tpu generate "$(PROMPT)" --output outputs/demo.mp4 --contact-sheet outputs/demo.png
+	@echo 'the same frames side by side: outputs/demo.png'
 
 # ruff, mypy and the layer contracts run inside, from tests/test_architecture.py.
 test: .venv/.installed-dev
