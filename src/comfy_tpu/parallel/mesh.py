@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -83,7 +84,13 @@ def find_devices(platform: str = "auto") -> list[jax.Device]:
 
 @functools.cache  # once per process, however many placements are made
 def _notice_cpu(count: int, reasons: str) -> None:
-    logger.warning("no TPU or GPU was found: running on %d CPU device(s), which is slow. %s", count, reasons)
+    asked_for = os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
+    logger.log(
+        logging.INFO if asked_for else logging.WARNING,
+        "no TPU or GPU was found: running on %d CPU device(s), which is slow; `comfy-tpu doctor` says why",
+        count,
+    )
+    logger.debug("%s", reasons)
 
 
 def chip_name(device: jax.Device) -> str:
