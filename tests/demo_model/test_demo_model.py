@@ -1,0 +1,49 @@
+"""The model that is shipped: its files, its tokenizer, and a fixed prompt that must come out right."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tools.demo_model.captions import Attributes, plain_caption
+from tools.demo_model.evaluate import generate
+from tools.demo_model.model import FLOAT32_PARTS, load, new_tokenizer
+from tools.demo_model.score import see
+
+DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
+PARTS = {"scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
+
+
+def test_files_are_small_and_hold_no_code():
+    files = [file for file in DEMO.rglob("*") if file.is_file()]
+    assert {file.parent.name for file in files} - {"demo"} == PARTS
+    assert {file.suffix for file in files} == {".json", ".safetensors", ".md"}
+    assert max(file.stat().st_size for file in files) <= 16_000_000
+    assert sum(file.stat().st_size for file in files) <= 30_000_000
+    assert not any("_name_or_path" in file.read_text() for file in files if file.suffix == ".json")
+
+
+def test_precision_is_wans():
+    with safe_open(DEMO / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - it is no dict, and cannot be iterated over
+            wide = any(part in name.split(".") for part in FLOAT32_PARTS)
+            assert weights.get_slice(name).get_dtype() == ("F32" if wide else "BF16"), name
+
+
+def test_the_saved_tokenizer_is_the_grammars():
+    saved = json.loads((DEMO / "tokenizer" / "tokenizer.json").read_text())
+    assert saved["model"]["vocab"] == new_tokenizer().get_vocab()
+    tokens = new_tokenizer()(["A RED circle, moving sideways.", ""]).input_ids
+    assert new_tokenizer().batch_decode(tokens) == ["a red circle , moving <unk> . </s>", "</s>"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_held_out_prompt_comes_out_right():
+    wanted = Attributes("red", "circle", "left", "black")
+    pipeline = load(DEMO)
+    video = generate(pipeline, [plain_caption(wanted)], steps=20, guidance=3.0, seed=1, batch=1)
+    assert video.shape == (1, 17, 64, 64, 3)
+    assert see(video[0]).agrees(wanted) == dict.fromkeys(("colour", "shape", "motion", "background"), True)
+    assert torch.get_default_dtype() == torch.float32

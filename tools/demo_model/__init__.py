@@ -1,0 +1,1 @@
+"""How the embedded demo model is made and judged: drawn clips with captions, training, a scorer."""

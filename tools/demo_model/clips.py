@@ -1,0 +1,182 @@
+"""Drawn clips: one coloured shape on a plain background, one motion, 17 frames. Vectorised torch, on any device.
+
+An outline is a signed distance in pixels, and a pixel's coverage is a half minus that distance, clamped: anti-aliased
+edges at the cost of one evaluation, where supersampling would need several.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tools.demo_model.captions import (
+    BACKGROUNDS,
+    COLOURS,
+    HELD_OUT_TRIPLES,
+    MOTIONS,
+    SHAPES,
+    TRAINING_TRIPLES,
+    Attributes,
+    paraphrase,
+)
+
+SIZE = 64
+FRAMES = 17
+
+# Corners, and the radius of the inner corner over that of the outer one: a regular polygon where it is cos(pi/n).
+_CORNERS = {"square": (4, math.cos(math.pi / 4)), "triangle": (3, math.cos(math.pi / 3)), "star": (5, 0.45)}
+# Outer radius over nominal radius, so that all shapes look about equally large.
+_SCALE = {"circle": 1.0, "square": 1.2, "triangle": 1.35, "star": 1.3}
+# First corner: up, except that a square stands on its side.
+_UPRIGHT = {"circle": -math.pi / 2, "square": math.pi / 4, "triangle": -math.pi / 2, "star": -math.pi / 2}
+# A disc looks the same however it is turned, so the spinning one has a wedge cut out of it.
+WEDGE = math.radians(40)  # half the opening
+_EDGE = 2.5  # pixels from a corner to the border, at least: a sharp corner's soft edge reaches 1.6 beyond it
+
+
+@dataclass(frozen=True)
+class ClipBatch:
+    """What to draw, one row a clip; indices follow the order of the grammar."""
+
+    colour: Tensor  # [B] int64
+    shape: Tensor  # [B]
+    motion: Tensor  # [B]
+    background: Tensor  # [B]
+    centre: Tensor  # [B, FRAMES, 2] pixels, x then y
+    radius: Tensor  # [B, FRAMES] nominal radius in pixels
+    angle: Tensor  # [B, FRAMES] radians, clockwise
+
+    def attributes(self, row: int) -> Attributes:
+        return Attributes(
+            list(COLOURS)[self.colour[row]],
+            SHAPES[self.shape[row]],
+            MOTIONS[self.motion[row]],
+            list(BACKGROUNDS)[self.background[row]],
+        )
+
+
+def sample_training(count: int, generator: torch.Generator) -> ClipBatch:
+    """Clips of random training triples; a held-out one never comes out."""
+    return _sample(_indices(TRAINING_TRIPLES, count, generator), generator)
+
+
+def sample_held_out(count: int, generator: torch.Generator) -> ClipBatch:
+    return _sample(_indices(HELD_OUT_TRIPLES, count, generator), generator)
+
+
+def clips_of(attributes: list[Attributes], generator: torch.Generator) -> ClipBatch:
+    """One clip for each; where the background is None it is drawn at random."""
+    device = generator.device
+    rows = [(list(COLOURS).index(a.colour), SHAPES.index(a.shape), MOTIONS.index(a.motion)) for a in attributes]
+    batch = _sample(torch.tensor(rows, device=device), generator)
+    for row, wanted in enumerate(attributes):
+        if wanted.background is not None:
+            batch.background[row] = list(BACKGROUNDS).index(wanted.background)
+    return batch
+
+
+def draw(batch: ClipBatch) -> Tensor:
+    """Videos [B, 3, FRAMES, SIZE, SIZE] in 0..1, float32, on the batch's device."""
+    coverage = outline_coverage(batch.shape, batch.motion, batch.centre, batch.radius, batch.angle)[:, None]
+    device = coverage.device
+    colour = torch.tensor(list(COLOURS.values()), device=device)[batch.colour][:, :, None, None, None]
+    background = torch.tensor(list(BACKGROUNDS.values()), device=device)[batch.background][:, :, None, None, None]
+    return background + coverage * (colour - background)
+
+
+def outline_coverage(
+    shape: Tensor, motion: Tensor, centre: Tensor, radius: Tensor, angle: Tensor, size: int = SIZE
+) -> Tensor:
+    """How much of each pixel the shape covers, [B, frames, size, size] in 0..1."""
+    device = shape.device
+    axis = torch.arange(size, device=device) + 0.5
+    x = axis - centre[..., 0, None, None]  # [B, frames, 1, size]
+    y = axis[:, None] - centre[..., 1, None, None]  # [B, frames, size, 1]
+    upright = torch.tensor([_UPRIGHT[name] for name in SHAPES], device=device)[shape][:, None]
+    scale = torch.tensor([_SCALE[name] for name in SHAPES], device=device)[shape][:, None]
+    turn = (angle + upright)[..., None, None]
+    outer = (radius * scale)[..., None, None]
+    distance = torch.hypot(x, y)
+    theta = torch.atan2(y, x) - turn
+
+    corners = torch.tensor([float(_CORNERS.get(name, (1, 1))[0]) for name in SHAPES], device=device)[shape]
+    inner = torch.tensor([float(_CORNERS.get(name, (1, 1))[1]) for name in SHAPES], device=device)[shape]
+    # Fold the plane into half of one corner's sector; there the outline is one straight line, from the outer corner
+    # (outer, 0) to the inner one at half the sector's angle.
+    half = (math.pi / corners)[:, None, None, None]
+    folded = (torch.remainder(theta + half, 2 * half) - half).abs()
+    run = inner[:, None, None, None] * torch.cos(half) - 1
+    rise = inner[:, None, None, None] * torch.sin(half)
+    along_x, along_y = distance * torch.cos(folded) - outer, distance * torch.sin(folded)
+    polygon = (along_x * rise - along_y * run) / torch.hypot(run, rise)
+
+    away = torch.remainder(theta + math.pi, 2 * math.pi) - math.pi
+    wedge = distance * torch.sin((WEDGE - away.abs()).clamp(min=-math.pi / 2))
+    disc = distance - outer
+    cut = (motion == MOTIONS.index("spinning"))[:, None, None, None]
+    disc = torch.where(cut, torch.maximum(disc, wedge), disc)
+
+    round_one = (shape == SHAPES.index("circle"))[:, None, None, None]
+    return (0.5 - torch.where(round_one, disc, polygon)).clamp(0, 1)
+
+
+def evaluation_prompts(count: int, held_out_count: int, seed: int) -> list[tuple[str, Attributes]]:
+    """Paraphrased prompts, the last ``held_out_count`` of them of triples that training never saw.
+
+    Triples are drawn without repetition; every second prompt names a background.
+    """
+    rng = random.Random(seed)
+    triples = rng.sample(TRAINING_TRIPLES, count - held_out_count) + rng.sample(HELD_OUT_TRIPLES, held_out_count)
+    wanted = [
+        Attributes(*triple, background=rng.choice(list(BACKGROUNDS)) if number % 2 == 0 else None)
+        for number, triple in enumerate(triples)
+    ]
+    return [(paraphrase(attributes, rng), attributes) for attributes in wanted]
+
+
+def _indices(triples: list[tuple[str, str, str]], count: int, generator: torch.Generator) -> Tensor:
+    rows = [(list(COLOURS).index(colour), SHAPES.index(s), MOTIONS.index(m)) for colour, s, m in triples]
+    chosen = torch.randint(len(rows), (count,), generator=generator, device=generator.device)
+    return torch.tensor(rows, device=generator.device)[chosen]
+
+
+def _sample(indices: Tensor, generator: torch.Generator) -> ClipBatch:
+    """Positions, sizes and speeds for the triples; nothing leaves the picture and every motion is plainly visible."""
+    colour, shape, motion = indices.unbind(1)
+    device, count = indices.device, len(indices)
+
+    def uniform(low: float | Tensor, high: float | Tensor) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator, device=device)
+
+    def of(*names: str) -> Tensor:
+        return torch.isin(motion, torch.tensor([MOTIONS.index(name) for name in names], device=device))
+
+    travels, swells = of("left", "right", "up", "down"), of("growing", "shrinking")
+    background = torch.randint(len(BACKGROUNDS), (count,), generator=generator, device=device)
+    scale = torch.tensor([_SCALE[name] for name in SHAPES], device=device)[shape]
+    progress = torch.linspace(0, 1, FRAMES, device=device)
+
+    steady = torch.where(travels, uniform(10, 13), uniform(12, 17))
+    small, large = uniform(6, 8), uniform(15, 18)
+    first = torch.where(of("growing"), small, torch.where(of("shrinking"), large, steady))
+    last = torch.where(of("growing"), large, torch.where(of("shrinking"), small, steady))
+    radius = first[:, None] + (last - first)[:, None] * progress
+
+    margin = torch.where(swells, large, steady) * scale + _EDGE
+    room = SIZE - 2 * margin
+    # At least 20 pixels: a third of the picture.
+    distance = uniform(torch.full_like(room, 20.0), room)
+    start = margin + uniform(torch.zeros_like(room), room - distance)
+    reverse = of("left", "up")
+    begin, end = torch.where(reverse, start + distance, start), torch.where(reverse, start, start + distance)
+    track = begin[:, None] + (end - begin)[:, None] * progress
+    rest_x, rest_y = uniform(margin, SIZE - margin)[:, None], uniform(margin, SIZE - margin)[:, None]
+    x = torch.where(of("left", "right")[:, None], track, rest_x)
+    y = torch.where(of("up", "down")[:, None], track, rest_y)
+
+    # 10 to 13 degrees a frame: a star repeats after 72 degrees, so half of that is never passed between two frames.
+    speed = uniform(math.radians(10), math.radians(13)) * of("spinning")
+    angle = speed[:, None] * torch.arange(FRAMES, device=device)
+    return ClipBatch(colour, shape, motion, background, torch.stack([x, y], -1), radius, angle)

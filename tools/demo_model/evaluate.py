@@ -1,0 +1,95 @@
+"""Generate prompts of the grammar with diffusers' WanPipeline and score what comes out.
+
+python -m tools.demo_model.evaluate src/comfy_tpu/assets/demo --report scores.json --sheet scores.png
+"""
+
+import argparse
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tools.demo_model.captions import Attributes
+from tools.demo_model.clips import FRAMES, SIZE, evaluation_prompts
+from tools.demo_model.model import load
+from tools.demo_model.score import see
+from tools.demo_model.sheet import write_sheet
+
+logger = logging.getLogger("tools.demo_model")
+
+
+def generate(pipeline, prompts: list[str], steps: int, guidance: float, seed: int, batch: int) -> np.ndarray:
+    """Videos [N, F, H, W, 3]; each prompt has its own noise, whatever the batch."""
+    pipeline.set_progress_bar_config(disable=True)
+    videos = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        # Drawn on the CPU: the same noise on every kind of device.
+        noise = [torch.Generator().manual_seed(seed + start + number) for number in range(len(part))]
+        output = pipeline(
+            part,
+            height=SIZE,
+            width=SIZE,
+            num_frames=FRAMES,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=noise,
+        )
+        videos.append(np.asarray(output.frames))
+    return np.concatenate(videos)
+
+
+def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
+    """Share of right answers for each attribute, and every miss."""
+    right, asked, misses = Counter(), Counter(), []
+    for number, (video, attributes) in enumerate(zip(videos, wanted, strict=True)):
+        seen = see(video)
+        for name, correct in seen.agrees(attributes).items():
+            asked[name] += 1
+            right[name] += correct
+            if not correct:
+                misses.append(f"{number}: {name} of {attributes} seen as {getattr(seen, name)}")
+    return {"share": {name: round(right[name] / asked[name], 4) for name in asked}, "misses": misses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--held-out", type=int, default=25, help="how many of them are triples training never saw")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, nargs="+", default=[3.0])
+    parser.add_argument("--seed", type=int, default=2025)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--sheet", type=Path)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+    prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
+    texts, wanted = [text for text, _ in prompts], [attributes for _, attributes in prompts]
+    pipeline = load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
+    seen_in_training = arguments.prompts - arguments.held_out
+    reports = {}
+    for guidance in arguments.guidance:
+        videos = generate(pipeline, texts, arguments.steps, guidance, arguments.seed, arguments.batch)
+        report = tally(videos, wanted)
+        report["held_out"] = tally(videos[seen_in_training:], wanted[seen_in_training:])["share"]
+        reports[str(guidance)] = report
+        logger.info("guidance %s: all %s, held out %s", guidance, report["share"], report["held_out"])
+        for miss in report["misses"]:
+            logger.info("  %s", miss)
+    if arguments.report:
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        arguments.report.write_text(json.dumps({"settings": settings, "guidance": reports}, indent=2) + "\n")
+    if arguments.sheet:
+        write_sheet(arguments.sheet, videos)
+
+
+if __name__ == "__main__":
+    main()

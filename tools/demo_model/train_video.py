@@ -1,0 +1,197 @@
+"""Second stage: text encoder and transformer together, by flow matching on the VAE's latents."""
+
+import copy
+import logging
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor, nn
+
+from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TRAINING_TRIPLES, Attributes, paraphrase
+from tools.demo_model.clips import draw, sample_training
+from tools.demo_model.model import FLOW_SHIFT, new_text_encoder, new_tokenizer, new_transformer
+from tools.demo_model.shortcuts import fold_padding, take_whole_clips
+from tools.demo_model.train_vae import latents_of, schedule
+
+logger = logging.getLogger(__name__)
+TOKENS = 32  # rows of a caption in training; the longest of the grammar has 22
+
+
+@dataclass(frozen=True)
+class VideoTraining:
+    steps: int = 7325
+    batch: int = 1536
+    rate: float = 1e-3
+    warmup: int = 500
+    layers: int = 6
+    pool: int = 100_000  # clips, encoded once: 1 GB of latents
+    phrases: int = 96  # captions for each triple and background
+    unconditional: float = 0.1  # share of empty captions, for classifier-free guidance
+    ema: float = 0.9995
+    decay: float = 0.01
+    compiled: bool = True
+    seed: int = 1
+
+
+class TextToVideo(nn.Module):
+    """Both trained parts in one module, so that they share optimizer, average and checkpoint."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.text_encoder = new_text_encoder()
+        self.transformer = new_transformer(layers)
+
+    def forward(self, noisy: Tensor, timestep: Tensor, tokens: Tensor) -> Tensor:
+        mask = (tokens != 0).long()
+        embeds = self.text_encoder(tokens, mask).last_hidden_state
+        embeds = embeds * mask[..., None]  # the pipeline puts zeros behind the end
+        return self.transformer(noisy, timestep, embeds, return_dict=False)[0]
+
+
+class Trainer:
+    """Everything that a checkpoint must hold to go on as if nothing had happened, except the pool of latents."""
+
+    def __init__(self, settings: VideoTraining, vae: AutoencoderKLWan, device: str, scratch: Path) -> None:
+        self.settings, self.device = settings, device
+        torch.manual_seed(settings.seed)
+        self.model = TextToVideo(settings.layers).to(device)
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+        fold_padding(self.model.transformer, TOKENS)
+        if settings.compiled and device == "cuda":
+            self.model.transformer.compile_repeated_blocks(fullgraph=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=settings.decay, fused=True
+        )
+        self.generator = torch.Generator(device).manual_seed(settings.seed)
+        self.step = 0
+        self.latents, self.attributes = _pool(settings, vae, device, scratch)
+        self.captions = _captions(settings).to(device)
+
+    def run(self, until: float) -> bool:
+        """Train to the last step or until ``time.monotonic()`` passes ``until``; says whether it is done."""
+        settings = self.settings
+        began, first = time.monotonic(), self.step
+        running = torch.zeros((), device=self.device)
+        while self.step < settings.steps:
+            running += self._advance()
+            self.step += 1
+            if self.step % 200 == 0 or self.step == settings.steps:
+                rate = (self.step - first) * settings.batch / (time.monotonic() - began)
+                spent = time.monotonic() - began
+                logger.info("step %d: loss %.4f, %.0f s, %.0f clips/s", self.step, running / 200, spent, rate)
+                running.zero_()
+                if time.monotonic() > until:
+                    return self.step == settings.steps
+        return True
+
+    def _advance(self) -> Tensor:
+        settings, model, generator = self.settings, self.model, self.generator
+        factor = schedule(self.step, settings.steps, settings.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.rate * factor
+        clean, tokens = self._batch()
+        noise = torch.randn(clean.shape, generator=generator, device=self.device)
+        # Evenly spread over the steps that the shifted scheduler takes, one from each slice of the range.
+        spread = torch.rand(len(clean), generator=generator, device=self.device)
+        spread = (spread + torch.arange(len(clean), device=self.device)) / len(clean)
+        sigma = FLOW_SHIFT * spread / (1 + (FLOW_SHIFT - 1) * spread)
+        mix = sigma.view(-1, 1, 1, 1, 1)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            predicted = model((1 - mix) * clean + mix * noise, 1000 * sigma, tokens)
+        loss = (predicted.float() - (noise - clean)).square().mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        self.optimizer.step()
+        ema = min(settings.ema, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - ema)
+        return loss.detach()
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        settings, generator, device = self.settings, self.generator, self.device
+
+        def pick(high: int) -> Tensor:
+            return torch.randint(high, (settings.batch,), generator=generator, device=device)
+
+        chosen = pick(len(self.latents))
+        triple, background = self.attributes[chosen].unbind(1)
+        # Half of the captions say nothing of the background: entry 0.
+        background = torch.where(pick(2) == 0, 0, background + 1)
+        tokens = self.captions[triple, background, pick(settings.phrases)].long()
+        silent = torch.rand(settings.batch, generator=generator, device=device) < settings.unconditional
+        empty = torch.zeros(TOKENS, dtype=torch.long, device=device)
+        empty[0] = 1  # "" is the end mark alone
+        return self.latents[chosen].float(), torch.where(silent[:, None], empty, tokens)
+
+    def save(self, file: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "step": self.step,
+        }
+        partial = file.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(file)
+
+    def load(self, file: Path) -> None:
+        state = torch.load(file, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"].cpu())
+        self.step = state["step"]
+
+
+def _pool(settings: VideoTraining, vae: AutoencoderKLWan, device: str, scratch: Path) -> tuple[Tensor, Tensor]:
+    """Latents [N, z, f, h, w] as bfloat16, and for each the indices of its triple and background."""
+    file = scratch / f"pool-{settings.pool}.pt"
+    if file.exists():
+        latents, attributes = torch.load(file, map_location=device, weights_only=True)
+        return latents, attributes
+    began = time.monotonic()
+    fast = copy.deepcopy(vae)
+    take_whole_clips(fast)
+    generator = torch.Generator(device).manual_seed(settings.seed + 1000)
+    numbers = torch.zeros(len(COLOURS), len(SHAPES), len(MOTIONS), dtype=torch.long, device=device)
+    for number, (colour, shape, motion) in enumerate(TRAINING_TRIPLES):
+        numbers[list(COLOURS).index(colour), SHAPES.index(shape), MOTIONS.index(motion)] = number
+    latents, attributes = [], []
+    chunk = min(256, settings.pool)
+    for _ in range(0, settings.pool, chunk):
+        batch = sample_training(chunk, generator)
+        latents.append(latents_of(fast, draw(batch)).bfloat16().contiguous())
+        attributes.append(torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1))
+    pool = torch.cat(latents), torch.cat(attributes)
+    torch.save(pool, file)
+    logger.info("%d clips drawn and encoded in %.0f s", len(pool[0]), time.monotonic() - began)
+    return pool
+
+
+def _captions(settings: VideoTraining) -> Tensor:
+    """Tokens [triple, background, phrase, TOKENS]; background 0 is a caption that names none."""
+    rng = random.Random(settings.seed)
+    tokenizer = new_tokenizer()
+    texts = [
+        _with_unknown_word(paraphrase(Attributes(*triple, background), rng), rng)
+        for triple in TRAINING_TRIPLES
+        for background in (None, *BACKGROUNDS)
+        for _ in range(settings.phrases)
+    ]
+    tokens = tokenizer(texts, padding="max_length", max_length=TOKENS, truncation=False, return_tensors="pt")
+    shape = len(TRAINING_TRIPLES), 1 + len(BACKGROUNDS), settings.phrases, TOKENS
+    return tokens.input_ids.view(shape).to(torch.int16)
+
+
+def _with_unknown_word(caption: str, rng: random.Random) -> str:
+    """Now and then a word that is not in the vocabulary, so that the model has met one."""
+    words = caption.split()
+    if rng.random() < 0.1:
+        words.insert(rng.randrange(len(words) + 1), "<unk>")
+    return " ".join(words)
