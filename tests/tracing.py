@@ -9,9 +9,9 @@ import torch
 from comfy_tpu.bridge import TraceContext, call_function, to_device, to_host
 
 
-def run_traced(function: Callable[..., Any], *tensors: Any) -> Any:
+def run_traced(function: Callable[..., Any], *tensors: Any, context: TraceContext | None = None) -> Any:
     """`function(*tensors)` as a compiled program on one device, tensors back on the host."""
-    jitted = jax.jit(lambda *arrays: call_function(function, arrays, context=TraceContext()))
+    jitted = jax.jit(lambda *arrays: call_function(function, arrays, context=context or TraceContext()))
     return to_host(jitted(*to_device(tensors)))
 
 

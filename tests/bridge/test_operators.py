@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import operator
+from comfy_tpu.bridge import TraceContext, operator
 from comfy_tpu.bridge.environment import environment
 from comfy_tpu.bridge.operators import OPERATORS
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.parallel.mesh import make_placement
 from tests.tracing import relative_error, run_traced
 
 aten = torch.ops.aten
@@ -154,6 +155,24 @@ def test_agrees_with_torch(name: str) -> None:
         assert one.dtype == other.dtype
         tolerance = 1e-5 if other.dtype == torch.float32 else 8e-3
         assert relative_error(one, other) <= tolerance
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, b: F.conv3d(x, w, b),
+        lambda x, w, b: F.conv3d(x, w, b, padding=1),
+        lambda x, w, b: F.conv3d(x, w, b, stride=(1, 2, 1), padding=(2, 0, 1), dilation=(1, 2, 1)),
+        lambda x, w, b: F.conv3d(x, w[..., :1], b, padding="same"),
+        lambda x, w, b: F.conv3d(x, w[:, :, :1], b),
+        lambda x, w, b: F.conv3d(x, w, b, stride=2),
+        lambda x, w, b: F.conv3d(x, w[:, :2], None, groups=2),
+    ],
+)
+def test_conv3d_by_taps_on_a_cpu(call: Callable[..., Any]) -> None:
+    tensors = (video, normal(6, 4, 3, 3, 2), normal(6))
+    actual = run_traced(call, *tensors, context=TraceContext(placement=make_placement("single", platform="cpu")))
+    assert relative_error(actual, call(*tensors)) <= 1e-5
 
 
 def test_every_operator_of_the_table_has_a_case() -> None:

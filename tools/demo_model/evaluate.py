@@ -1,4 +1,4 @@
-"""Generate prompts of the grammar with diffusers' WanPipeline and score what comes out.
+"""Generate prompts of the grammar with diffusers' WanPipeline, or with ours, and score what comes out.
 
 python -m tools.demo_model.evaluate src/comfy_tpu/assets/demo --report scores.json --sheet scores.png
 """
@@ -42,6 +42,18 @@ def generate(pipeline, prompts: list[str], steps: int, guidance: float, seed: in
     return np.concatenate(videos)
 
 
+def generate_compiled(model: Path, prompts: list[str], steps: int, guidance: float, seed: int) -> np.ndarray:
+    """The same through the project's own pipeline, on whatever JAX finds."""
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+    pipeline = VideoPipeline.open(model)
+    videos = []
+    for number, prompt in enumerate(prompts):
+        settings = pipeline.settings(num_inference_steps=steps, guidance_scale=guidance, seed=seed + number)
+        videos.append(torch.cat(list(pipeline.generate(prompt, settings)), dim=1).numpy())
+    return np.concatenate(videos)
+
+
 def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
     """Share of right answers for each attribute, and every miss."""
     right, asked, misses = Counter(), Counter(), []
@@ -66,6 +78,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--compiled", action="store_true", help="through comfy-tpu instead of diffusers")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--sheet", type=Path)
     arguments = parser.parse_args()
@@ -73,11 +86,14 @@ def main() -> None:
 
     prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
     texts, wanted = [text for text, _ in prompts], [attributes for _, attributes in prompts]
-    pipeline = load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
+    pipeline = None if arguments.compiled else load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     seen_in_training = arguments.prompts - arguments.held_out
     reports = {}
     for guidance in arguments.guidance:
-        videos = generate(pipeline, texts, arguments.steps, guidance, arguments.seed, arguments.batch)
+        if arguments.compiled:
+            videos = generate_compiled(arguments.model, texts, arguments.steps, guidance, arguments.seed)
+        else:
+            videos = generate(pipeline, texts, arguments.steps, guidance, arguments.seed, arguments.batch)
         report = tally(videos, wanted)
         report["held_out"] = tally(videos[seen_in_training:], wanted[seen_in_training:])["share"]
         reports[str(guidance)] = report
