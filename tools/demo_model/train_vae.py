@@ -28,8 +28,8 @@ class VaeTraining:
     warmup: int = 100
     # Weight of the KL term: latents that are smooth, and channels nobody needs silent, at no visible cost in sharpness.
     kl: float = 1e-4
-    # Squared error first of all: the median of what a pixel may show is the background, so under L1 alone objects stayed
-    # away (18 dB after 2,000 steps, then also with a wide posterior). L1 and the edges sharpen what is there.
+    # Squared error first of all: the median of what a pixel may show is the background, so under L1 alone objects
+    # stayed away (18 dB after 2,000 steps, then also with a wide posterior). L1 and the edges sharpen what is there.
     absolute: float = 0.1
     edges: float = 0.1
     objects: float = 4.0  # extra weight of the pixels that are not background
