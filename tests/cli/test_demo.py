@@ -1,0 +1,80 @@
+"""The real command with the demo model, in processes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Counts what is compiled around the command itself: the loader's small programs and all.
+COUNTING = """
+import json, sys
+from comfy_tpu.cli.main import main
+from comfy_tpu.compiler.cache import count_compilations
+with count_compilations() as count:
+    status = main(sys.argv[1:])
+print(json.dumps({"requested": count.requested, "compiled": count.compiled}), file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), **more}
+
+
+def generate(cache: Path, output: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    words = ["generate", "a red circle moving left", "--steps", "2", "--mesh", "single", "--json", "-o", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTING, *words],
+        env=environment(JAX_COMPILATION_CACHE_DIR=str(cache)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), json.loads(done.stderr.splitlines()[-1])
+
+
+def test_a_second_process_compiles_nothing_and_makes_the_same_video(tmp_path: Path) -> None:
+    report, first = generate(tmp_path / "cache", tmp_path / "a.mp4")
+    assert first["compiled"] > 0
+    assert report["outputs"] == [str(tmp_path / "a.mp4")]
+    again, second = generate(tmp_path / "cache", tmp_path / "b.mp4")
+    assert second == {"requested": first["requested"], "compiled": 0}
+    assert all(program["from_cache"] for program in again["programs"])
+    assert again["programs"]
+    with av.open(tmp_path / "a.mp4") as one, av.open(tmp_path / "b.mp4") as other:
+        frames = [[frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)] for video in (one, other)]
+    assert len(frames[0]) == len(frames[1]) == 17
+    assert all((a == b).all() for a, b in zip(*frames, strict=True))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
+    # Steps enough to last for hours; the first "denoising" on the terminal says that it is time.
+    words = ["generate", "a red circle", "--steps", "1000", "--mesh", "single", "-o", str(tmp_path / "out" / "x.mp4")]
+    leader, follower = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "comfy_tpu.cli", *words],
+        env=environment(),
+        stderr=follower,
+        stdout=subprocess.DEVNULL,
+    )
+    os.close(follower)
+    heard = b""
+    while b"denoising" not in heard:
+        heard += os.read(leader, 4096)
+    process.send_signal(number)
+    drain = subprocess.Popen(["cat"], stdin=leader, stdout=subprocess.PIPE)
+    os.close(leader)
+    rest, _ = drain.communicate()
+    assert process.wait(120) == status, (heard + rest).decode()
+    assert b"Traceback" not in heard + rest
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
