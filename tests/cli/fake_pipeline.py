@@ -30,6 +30,7 @@ class FakePipeline:
     def __init__(self, model, on_progress):
         self.model_name = model
         self.model_fingerprint = MODELS[model]
+        self.dtype_name = "float32"
         self.defaults = GenerationSettings(height=32, width=64, num_frames=9, num_inference_steps=4)
         self.ran = []
         self._say = on_progress

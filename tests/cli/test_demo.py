@@ -11,6 +11,8 @@ from typing import Any
 import av
 import pytest
 
+from comfy_tpu.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 
 # Counts what is compiled around the command itself: the loader's small programs and all.
@@ -78,3 +80,25 @@ def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, num
     assert process.wait(120) == status, (heard + rest).decode()
     assert b"Traceback" not in heard + rest
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_the_stages_are_the_whole_and_a_finished_one_is_not_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--steps", "2", "--seed", "3", "--mesh", "single"]
+    whole, parts = tmp_path / "whole.npy", tmp_path / "parts.npy"
+    text, latents = str(tmp_path / "text.safetensors"), str(tmp_path / "latents.safetensors")
+    assert main(["generate", "a red circle moving left", *chosen, "-o", str(whole)]) == 0
+    assert main(["encode", "a red circle moving left", *chosen, "-o", text]) == 0
+    assert main(["denoise", text, "--mesh", "single", "-o", latents]) == 0
+    assert main(["decode", latents, "--mesh", "single", "-o", str(parts)]) == 0
+    assert whole.read_bytes() == parts.read_bytes()
+    made = Path(latents).stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["denoise", text, "--mesh", "single", "-o", latents]) == 0
+    assert "is there already" in capsys.readouterr().err
+    assert Path(latents).stat().st_mtime_ns == made
+    # In another precision it is something else.
+    assert main(["denoise", text, "--mesh", "single", "--dtype", "bfloat16", "-o", latents]) == 0
+    assert "is there already" not in capsys.readouterr().err
+    assert Path(latents).stat().st_mtime_ns != made

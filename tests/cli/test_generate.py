@@ -143,8 +143,8 @@ def test_warnings_of_the_package_are_lines_of_the_command(opened, capsys, monkey
 REFUSED = {
     "height": (["--height", "100"], "--height 100 is not divisible by 16; use 96 or 112"),
     "frames": (["--num-frames", "10"], "--num-frames 10 is not 4n+1; use 9 or 13"),
-    "steps": (["--steps", "0"], "--steps 0 is not a whole number from 1 to 1000"),
-    "text for a number": (["--steps", "few"], "--steps 'few' is not a whole number from 1 to 1000"),
+    "steps": (["--steps", "0"], "--steps 0 is not allowed; give a whole number from 1 to 1000"),
+    "text for a number": (["--steps", "few"], "--steps 'few' is not allowed; give a whole number from 1 to 1000"),
     "guidance": (["--guidance-scale", "nan"], "--guidance-scale nan is not a number from 0 to 100"),
     "scheduler": (["--scheduler", "x"], "--scheduler 'x' is unknown; choose from unipc, euler"),
     "size": (["--size", "8K"], "--size 8K is unknown; choose from 480P"),

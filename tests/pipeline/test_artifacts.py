@@ -14,8 +14,8 @@ from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.text import PromptEmbeddings
 
-MODEL = types.SimpleNamespace(model_name="demo", model_fingerprint="ab12")
-OTHER = types.SimpleNamespace(model_name="owner/wan", model_fingerprint="cd34")
+MODEL = types.SimpleNamespace(model_name="demo", model_fingerprint="ab12", dtype_name="float32")
+OTHER = types.SimpleNamespace(model_name="owner/wan", model_fingerprint="cd34", dtype_name="float32")
 SETTINGS = GenerationSettings(guidance_scale=4.1, seed=2**63, negative_prompt="nicht rot, 不", num_videos=2)
 
 
@@ -74,6 +74,7 @@ def test_metadata_say_everything(tmp_path):
         "comfy_tpu": comfy_tpu.__version__,
         "model": "demo",
         "model_fingerprint": "ab12",
+        "dtype": "float32",
         "prompt": "ein Würfel 红",
         "cut": "der Rest",
         "seed": str(2**63),

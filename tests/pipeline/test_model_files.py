@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -21,6 +22,20 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_damaged_tokenizer_is_named(directory: Path, content: str | None) -> None:
+    for path in (directory / "tokenizer").iterdir():
+        path.unlink()
+    if content is not None:
+        (directory / "tokenizer" / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"has a tokenizer that cannot be read .*download the model again"):
+        _ = ModelFiles.open(directory).tokenizer
+
+
 def test_a_whole_directory_is_accepted(directory: Path) -> None:
     files = ModelFiles.open(directory)
     assert files.family.name == "Wan 2.1"
@@ -33,6 +48,16 @@ def test_a_whole_directory_is_accepted(directory: Path) -> None:
     [
         (lambda d: shutil.rmtree(d / "vae"), CheckpointError, "lacks vae; a WanPipeline directory has text_encoder"),
         (lambda d: shutil.rmtree(d / "tokenizer"), CheckpointError, "lacks tokenizer"),
+        (
+            lambda d: next((d / "vae").glob("*.safetensors")).unlink(),
+            CheckpointError,
+            "^model=.*: the weights of its vae cannot be used: .* has no .safetensors files",
+        ),
+        (
+            lambda d: truncate(next((d / "transformer").glob("*.safetensors"))),
+            CheckpointError,
+            "^model=.*: the weights of its transformer cannot be used: .*truncated, damaged",
+        ),
         (lambda d: (d / "model_index.json").unlink(), CheckpointError, "model_index.json does not exist"),
         (lambda d: (d / "model_index.json").write_text("{"), CheckpointError, "cannot be read"),
         (lambda d: (d / "model_index.json").write_text("[]"), CheckpointError, "holds a list, expected an object"),
@@ -59,6 +84,7 @@ def test_a_damaged_directory_is_refused(
 @pytest.mark.parametrize(
     ("model", "text"),
     [
+        ("", "model is empty; give a directory"),
         ("/no/such/directory", "is not a directory; give one, a hub id"),
         ("nothing", "is not a directory; give one, a hub id"),
         (__file__, "is a file; give a model directory"),
@@ -84,8 +110,13 @@ def test_the_fingerprint_follows_configs_and_weights(directory: Path) -> None:
     edit(directory / "vae" / "config.json", latents_mean=[0.0] * 4)
     changed = ModelFiles.open(directory).fingerprint
     assert changed != before
-    weights = next((directory / "transformer").glob("*.safetensors"))
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert ModelFiles.open(directory).fingerprint not in (before, changed)
+    seen = {before, changed}
+    path = next((directory / "transformer").glob("*.safetensors"))
+    tensors = load_file(path)
+    for name in list(tensors):
+        # A fine-tune: the same names and shapes, one tensor's values.
+        save_file({**tensors, name: tensors[name] + 1}, path)
+        seen.add(ModelFiles.open(directory).fingerprint)
+    assert len(seen) == 2 + len(tensors)
+    (directory / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert ModelFiles.open(directory).fingerprint not in seen

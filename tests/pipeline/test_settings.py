@@ -18,16 +18,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"width": 48.0}, "width=48.0 is not a whole number"),
     ({"num_frames": 80}, r"num_frames=80 is not 4n\+1; use 77 or 81"),
     ({"num_frames": 0}, "num_frames=0 is not a whole number from 1 to 1025"),
-    ({"num_inference_steps": 0}, "num_inference_steps=0 is not a whole number from 1"),
+    ({"num_inference_steps": 0}, "num_inference_steps=0 is not allowed; give a whole number from 1 to 1000"),
     ({"guidance_scale": math.nan}, "guidance_scale=nan is not a number from 0 to 100"),
     ({"guidance_scale": -1}, "guidance_scale=-1 is not a number from 0"),
     ({"flow_shift": 0.0}, "flow_shift=0.0 is not a number from 0.01"),
     ({"flow_shift": math.inf}, "flow_shift=inf is not a number"),
     ({"seed": -1}, "seed=-1 is not a whole number from 0 to 2"),
     ({"seed": 1.5}, "seed=1.5 is not a whole number"),
+    ({"seed": True}, "seed=True is not a whole number"),
+    ({"max_sequence_length": 0}, "max_sequence_length=0 is not allowed; give a whole number from 1 to 512"),
     ({"scheduler": "ddim"}, r"scheduler='ddim' is unknown; choose from unipc, euler, dpm\+\+"),
-    ({"num_videos": 0}, "num_videos=0 is not a whole number from 1 to 64"),
-    ({"fps": 0}, "fps=0 is not a whole number from 1 to 240"),
+    ({"num_videos": 0}, "num_videos=0 is not allowed; give a whole number from 1 to 64"),
+    ({"fps": 0}, "fps=0 is not allowed; give a whole number from 1 to 240"),
     ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
     ({"steps": 3}, "steps is not a setting; choose from flow_shift, fps"),
 ]
@@ -49,7 +51,12 @@ def test_every_default_and_preset_is_allowed() -> None:
         make_settings(WAN21.defaults, preset, WAN21.limits)
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n", None])
-def test_an_empty_prompt_is_refused(prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused(prompt: str) -> None:
     with pytest.raises(InvalidValueError, match="is empty; say what the video should show"):
         check_prompt(prompt)
+
+
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="prompt is a int, expected text"):
+        check_prompt(5)  # type: ignore[arg-type]

@@ -152,6 +152,16 @@ def test_a_prompt_over_the_limit_says_what_was_cut() -> None:
     embeddings = pipeline.encode("a red circle moving left on a black background", settings)
     assert embeddings.positive.shape[1] == 8
     assert embeddings.cut == "black background"
+    embeddings = pipeline.encode("a red circle moving left on a Stranger thing", settings)
+    assert embeddings.cut == "Stranger thing", "in the prompt's own words, known to the tokenizer or not"
+
+
+def test_a_negative_prompt_over_the_limit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = opened("single")
+    settings = pipeline.settings(**(CHOSEN | {"max_sequence_length": 4, "negative_prompt": "red blue black left"}))
+    with caplog.at_level("WARNING"):
+        pipeline.encode("a circle", settings)
+    assert "negative_prompt is too long; this was cut: left" in caplog.text
 
 
 def test_a_picture_that_does_not_fit_is_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +204,9 @@ def test_tiles_cover_everything_and_overlap() -> None:
     ("call", "text"),
     [
         (lambda p, s: p.encode(" ", s), "prompt=' ' is empty"),
-        (lambda p, s: list(p.decode(torch.zeros(1, 4, 3, 6, 11), s)), r"latents have shape .*11\), expected .*80×48×9"),
+        (lambda p, s: p.encode("&nbsp; ", s), "is empty"),
+        (lambda p, s: p.decode(torch.full((1, 4, 3, 6, 10), torch.nan), s), "latents hold NaN or infinity"),
+        (lambda p, s: p.decode(torch.zeros(1, 4, 3, 6, 11), s), r"latents have shape .*11\), expected .*80×48×9"),
         (lambda p, s: p.settings(height=50), "height=50 is not divisible by 16; use 48 or 64"),
     ],
 )

@@ -53,11 +53,10 @@ class Session:
 
     def videos_are_there(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings) -> bool:
         sheet = self.arguments.contact_sheet
-        if sheet is not None and not sheet.exists():
-            return False
-        return self.is_there(
-            paths[0], prompt, settings, *(media.find_metadata(path, settings.num_frames) for path in paths)
-        )
+        found = [media.find_metadata(path, settings.num_frames) for path in paths]
+        if sheet is not None:
+            found.append(media.find_metadata(sheet, 1))
+        return self.is_there(paths[0], prompt, settings, *found)
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
         description = artifacts.describe(prompt, settings, self.pipeline)

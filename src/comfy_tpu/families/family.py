@@ -34,6 +34,7 @@ class Limits:
     shift_max: float = 100.0
     videos_max: int = 64
     fps_max: int = 240
+    tokens_max: int = 512
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,9 @@ class Model(Protocol):
     @property
     def model_fingerprint(self) -> str: ...
 
+    @property
+    def dtype_name(self) -> str: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Header:
@@ -64,13 +67,17 @@ def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[st
         "settings": json.dumps(dataclasses.asdict(settings), ensure_ascii=False),
         "model": model.model_name,
         "model_fingerprint": model.model_fingerprint,
+        "dtype": model.dtype_name,
         "comfy_tpu": comfy_tpu.__version__,
     }
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt by the same model with the same settings, so the content is the same, too."""
-    return all(found.get(key) == expected[key] for key in ("prompt", "settings", "model_fingerprint"))
+    """Made from the same prompt by the same model with the same settings in the same precision.
+
+    The content is then the same but for the mesh, which changes the order of sums.
+    """
+    return all(found.get(key) == expected[key] for key in ("prompt", "settings", "model_fingerprint", "dtype"))
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:

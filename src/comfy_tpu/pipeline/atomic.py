@@ -54,7 +54,8 @@ def replacing_files(directory: Path) -> Iterator[Path]:
             partial.mkdir()
         yield partial
         with explained(directory):
-            for file in sorted(partial.iterdir()):
+            # The first file last: whoever finds it takes the rest for complete.
+            for file in sorted(partial.iterdir(), reverse=True):
                 file.replace(directory / file.name)
             partial.rmdir()
 

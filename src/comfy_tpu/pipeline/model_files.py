@@ -21,7 +21,7 @@ DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
-_SAMPLE_BYTES = 65536
+_SAMPLE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,12 @@ class ModelFiles:
             missing.append("tokenizer")
         if missing:
             raise CheckpointError(
-                f"model {model} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
+                f"model={model} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
                 f"{', '.join(spec.name for spec in family.components)} and tokenizer: download it again"
             )
         for spec in family.components:
             files._check_architecture(spec)
+            files._check_weights(spec)
         return files
 
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
@@ -60,7 +61,13 @@ class ModelFiles:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.directory / "tokenizer", trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(self.directory / "tokenizer", trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"model={self.name} has a tokenizer that cannot be read ({reason}); download the model again"
+            ) from error
 
     @property
     def defaults(self) -> GenerationSettings:
@@ -76,21 +83,28 @@ class ModelFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when a configuration or a weight file does, as far as its size, beginning and end tell."""
+        """Changes when a configuration, the tokenizer or a tensor does, as far as three samples of each tensor tell."""
         digest = hashlib.sha256()
-        for spec in self.family.components:
-            folder = self.directory / spec.name
-            for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
-                size = path.stat().st_size
-                digest.update(f"{spec.name}/{path.name}:{size};".encode())
-                with path.open("rb") as file:
-                    digest.update(file.read(_SAMPLE_BYTES))
-                    file.seek(max(size - _SAMPLE_BYTES, 0))
-                    digest.update(file.read(_SAMPLE_BYTES))
+        for folder in (*(spec.name for spec in self.family.components), "tokenizer"):
+            for path in sorted((self.directory / folder).glob("*")):
+                digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
+                if path.suffix == ".safetensors":
+                    _digest_tensors(path, digest)
+                elif path.suffix == ".json":
+                    digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
     def _config_path(self, spec: ComponentSpec) -> Path:
         return self.directory / spec.name / "config.json"
+
+    def _check_weights(self, spec: ComponentSpec) -> None:
+        """Headers only: a file that is missing or cut short must not be found after hours of denoising."""
+        try:
+            self.checkpoint(spec)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"model={self.name}: the weights of its {spec.name} cannot be used: {error}"
+            ) from error
 
     def _check_architecture(self, spec: ComponentSpec) -> None:
         config = _read_json(self._config_path(spec))
@@ -102,7 +116,23 @@ class ModelFiles:
             )
 
 
+def _digest_tensors(path: Path, digest: Any) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length)
+        digest.update(header)
+        for name, tensor in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            begin, end = tensor["data_offsets"]
+            for start in (begin, (begin + end) // 2, max(end - _SAMPLE_BYTES, begin)):
+                file.seek(8 + length + start)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - start)))
+
+
 def _find(model: str) -> Path:
+    if not model:
+        raise InvalidValueError(f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO}"')
     if model == DEMO:
         return DEMO_DIRECTORY
     if Path(model).is_dir():

@@ -31,7 +31,8 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_count("fps", settings.fps, limits.fps_max)
     _check_number("guidance_scale", settings.guidance_scale, 0.0, limits.guidance_max)
     _check_number("flow_shift", settings.flow_shift, 0.01, limits.shift_max)
-    if not isinstance(settings.seed, int) or not 0 <= settings.seed < 2**64:
+    _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
+    if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1")
     if settings.scheduler not in limits.schedulers:
         raise InvalidValueError(
@@ -42,7 +43,9 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
 
 
 def check_prompt(prompt: str) -> None:
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not isinstance(prompt, str):
+        raise InvalidValueError(f"prompt is a {type(prompt).__name__}, expected text")
+    if not prompt.strip():
         raise InvalidValueError(f"prompt={prompt!r} is empty; say what the video should show")
 
 
@@ -70,7 +73,7 @@ def _check_frames(value: int, limits: Limits) -> None:
 
 def _check_count(name: str, value: int, largest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise InvalidValueError(f"{name}={value!r} is not a whole number from 1 to {largest}")
+        raise InvalidValueError(f"{name}={value!r} is not allowed; give a whole number from 1 to {largest}")
 
 
 def _check_number(name: str, value: float, smallest: float, largest: float) -> None:

@@ -40,9 +40,19 @@ def tokenize(files: ModelFiles, prompts: list[str], max_length: int) -> Tokens:
         return_attention_mask=True,
         return_tensors="pt",
     )
-    cut = []
-    for prompt in cleaned:
-        every = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        room = max_length - tokenizer.num_special_tokens_to_add()
-        cut.append(tokenizer.decode(every[room:]).strip() if len(every) > room else "")
-    return Tokens(encoded.input_ids.int(), encoded.attention_mask.int(), tuple(cut))
+    cut = tuple(_beyond(tokenizer, prompt, max_length) for prompt in cleaned)
+    return Tokens(encoded.input_ids.int(), encoded.attention_mask.int(), cut)
+
+
+def _beyond(tokenizer: Any, prompt: str, max_length: int) -> str:
+    """What of the prompt the tokens do not reach, in its own words: decoded tokens would show unknown ones as such."""
+    room = max_length - tokenizer.num_special_tokens_to_add()
+    # verbose=False: transformers warns of "indexing errors" to come, which cutting prevents.
+    every = tokenizer(
+        prompt, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, truncation=False, verbose=False
+    )
+    if len(every["input_ids"]) <= room:
+        return ""
+    if tokenizer.is_fast:
+        return prompt[every["offset_mapping"][room][0] :].strip()
+    return str(tokenizer.decode(every["input_ids"][room:])).strip()

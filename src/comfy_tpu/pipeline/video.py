@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -98,6 +101,11 @@ class VideoPipeline:
         return self._files.fingerprint
 
     @property
+    def dtype_name(self) -> str:
+        """ "bfloat16" or "float32": what the model computes in."""
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
     def family(self) -> VideoFamily:
         return self._files.family
 
@@ -115,10 +123,13 @@ class VideoPipeline:
 
     def encode(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
         check_prompt(prompt)
+        check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
         guided = settings.guidance_scale > 1
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
         tokens = tokenize(self._files, prompts, settings.max_sequence_length)
+        if any(tokens.cut[1:]):
+            logger.warning("negative_prompt is too long; this was cut: %s", tokens.cut[1])
         self._size = f"{settings.max_sequence_length} tokens"
         program = self._program(self.family.text_encoder, self.family.encode_text)
         with self._weights(self.family.text_encoder) as weights:
@@ -133,7 +144,11 @@ class VideoPipeline:
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
+        check_settings(settings, self.limits)
         self._check_latents(latents, settings)
+        return self._decode(latents, settings)
+
+    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         self._size = _size(settings)
         program = self._program(
             self.family.vae, self.family.decode_frame, input_axes={"latent": _WIDTH, "cache": _WIDTH}, donate=("cache",)
@@ -220,6 +235,8 @@ class VideoPipeline:
                 f"latents have shape {tuple(latents.shape)}, expected {expected} for {_size(settings)}; "
                 "decode with the settings and the model they were made with"
             )
+        if not bool(torch.isfinite(latents).all()):
+            raise InvalidValueError("latents hold NaN or infinity; denoise again, with other settings or in float32")
 
     def _component(self, spec: ComponentSpec) -> Component:
         if spec.name not in self._components:
