@@ -1,5 +1,7 @@
 """Every exception a user can meet. Messages say what happened, what was got, what was expected, what to do."""
 
+from collections.abc import Iterable
+
 
 class ComfyTpuError(Exception):
     """The root of all errors this package raises on purpose."""
@@ -43,3 +45,10 @@ class EscapeError(ComfyTpuError):
 
 class DeviceMemoryError(ComfyTpuError, MemoryError):
     """The device has no room for what was asked, even after evicting everything that is not in use."""
+
+
+def listed(names: Iterable[str], most: int = 5, separator: str = ", ", before_rest: str = " ") -> str:
+    """The first few of many names, and how many more there are: an error over a whole model stays readable."""
+    names = list(names)
+    more = len(names) - most
+    return separator.join(names[:most]) + (f"{before_rest}and {more} more" if more > 0 else "")

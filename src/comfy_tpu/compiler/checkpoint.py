@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from comfy_tpu.errors import CheckpointError
+from comfy_tpu.errors import CheckpointError, listed
 
 REMAP_BYTES = 64 * 1024**2
 """A file is mapped anew after this much of it was read. Pages of a mapping count as our memory from their first touch
 until it is unmapped, so one mapping per file would end at the size of the file (measured: +256 MB for 256 MB read).
 Mapping anew parses one header again, well under a millisecond per shard of a 14B model."""
 
-_LISTED = 5
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _WHY_NO_PICKLE = (
     "such files are pickles, and opening a pickle runs the code inside it; use the model's safetensors version, or "
@@ -171,7 +170,7 @@ def _name_and_variant(stem: str, variant: str | None) -> tuple[str, str | None]:
 def _nothing_found(directory: Path) -> str:
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
-        return f"{directory} has no .safetensors files, only {', '.join(pickles[:_LISTED])}: {_WHY_NO_PICKLE}"
+        return f"{directory} has no .safetensors files, only {listed(pickles)}: {_WHY_NO_PICKLE}"
     return f"{directory} has no .safetensors files; give the directory of one model part, such as .../transformer"
 
 
@@ -194,7 +193,7 @@ def _check_present(directory: Path, names: Iterable[str], according_to: str) -> 
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {_listed(missing)}, which should be there according to {according_to}; "
+            f"{directory} lacks {listed(missing)}, which should be there according to {according_to}; "
             "download the missing files"
         )
 
@@ -208,7 +207,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"index {index} cannot be read ({error!r}); download it again") from error
     outside = sorted({shard for shard in weight_map.values() if Path(shard).name != shard})
     if outside:
-        raise CheckpointError(f"index {index} names files outside its directory: {_listed(outside)}; do not trust it")
+        raise CheckpointError(f"index {index} names files outside its directory: {listed(outside)}; do not trust it")
     _check_present(index.parent, sorted(set(weight_map.values())), index.name)
     return weight_map
 
@@ -238,8 +237,8 @@ def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[st
     absent = [name for name, shard in weight_map.items() if name not in tensors or tensors[name].file.name != shard]
     unlisted = [name for name in tensors if name not in weight_map]
     if absent or unlisted:
-        problems = [f"not in the shard it names: {_listed(absent)}"] if absent else []
-        problems += [f"in a shard but not in the index: {_listed(unlisted)}"] if unlisted else []
+        problems = [f"not in the shard it names: {listed(absent)}"] if absent else []
+        problems += [f"in a shard but not in the index: {listed(unlisted)}"] if unlisted else []
         raise CheckpointError(
             f"index {index} and its shards disagree ({'; '.join(problems)}); download index and shards again, together"
         )
@@ -255,9 +254,3 @@ def _explained(file: Path) -> Iterator[None]:
             f"{file} cannot be read as safetensors ({error}); it has {size} bytes and is truncated, damaged or of "
             "another format: download it again"
         ) from error
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from comfy_tpu.bridge.dtypes import as_numpy
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
-from comfy_tpu.errors import CheckpointError
+from comfy_tpu.errors import CheckpointError, listed
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def _check(checkpoint: Checkpoint, slots: Sequence[WeightSlot], ignore_unused: S
         problems += [problem for info in present for problem in _mismatches(slot, info)]
         problems += _placement_problems(slot)
     if missing:
-        problems.append(f"missing from the checkpoint: {_listed(missing)}")
+        problems.append(f"missing from the checkpoint: {listed(missing, _LISTED)}")
     used = {source for slot in slots for source in slot.sources}
     unused = [
         name
@@ -169,7 +169,7 @@ def _check(checkpoint: Checkpoint, slots: Sequence[WeightSlot], ignore_unused: S
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore_unused)
     ]
     if unused:
-        problems.append(f"in the checkpoint, but the model has no place for them: {_listed(unused)}")
+        problems.append(f"in the checkpoint, but the model has no place for them: {listed(unused, _LISTED)}")
     if problems:
         more = [f"and {len(problems) - _LISTED} more problems"] if len(problems) > _LISTED else []
         # The missing and the unused come last and are the most telling: keep them.
@@ -214,8 +214,3 @@ def _placement_problems(slot: WeightSlot) -> list[str]:
     except ValueError as error:
         return [f"{slot.name}: shape {slot.shape} cannot be sharded ({error})"]
     return []
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.kernels import cudnn
 from comfy_tpu.kernels.masking import FULL, Band
-from comfy_tpu.parallel.mesh import check_heads
+from comfy_tpu.parallel.mesh import check_heads, divisors
 
 Implementation = Literal["splash", "cudnn", "chunked", "dense"]
 Strategy = Literal["ulysses", "ring", "whole_keys"]
@@ -55,7 +55,7 @@ def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: At
     if config.sequence_parallel == "ulysses" and local_heads % sizes.sp:
         raise MeshError(
             f"heads={local_heads} a device ({call.heads} over tp={sizes.tp}) is not divisible by sp={sizes.sp}, which "
-            f'sequence_parallel="ulysses" needs; choose sp from {_divisors(local_heads)}, or sequence_parallel="ring"'
+            f'sequence_parallel="ulysses" needs; choose sp from {divisors(local_heads)}, or sequence_parallel="ring"'
         )
     if config.sequence_parallel != "auto":
         return config.sequence_parallel
@@ -140,7 +140,3 @@ def _refuse(name: str, reason: str | None) -> None:
 def _check_name(field: str, got: str, known: tuple[str, ...]) -> None:
     if got not in known:
         raise InvalidValueError(f'{field}="{got}" is unknown; choose from {", ".join(known)}')
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(candidate) for candidate in range(1, number + 1) if number % candidate == 0)

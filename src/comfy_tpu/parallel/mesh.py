@@ -162,8 +162,11 @@ def _check_size(where: str, axis: str, size: int) -> None:
 def check_heads(heads: int, tp: int) -> None:
     """Attention divides its heads among tp; a single head is not divided."""
     if heads > 1 and heads % tp:
-        choices = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        raise MeshError(f"heads={heads} is not divisible by tp={tp}; choose tp from {choices}")
+        raise MeshError(f"heads={heads} is not divisible by tp={tp}; choose tp from {divisors(heads)}")
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(candidate) for candidate in range(1, number + 1) if number % candidate == 0)
 
 
 def _check_platform(platform: str, choices: Sequence[str]) -> None:

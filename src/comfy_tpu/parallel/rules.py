@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -18,12 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from comfy_tpu.config import ShardingConfig
-from comfy_tpu.errors import ShardingError
+from comfy_tpu.errors import ShardingError, listed
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport, make_report
 
-_LISTED_NAMES = 5
 _LARGEST_TP_SUGGESTED = 64
+_listed = functools.partial(listed, before_rest=", ")
 
 RuleKind = Literal["column", "row", "gather", "replicate"]
 
@@ -185,9 +186,8 @@ def _check_tensor_parallel(rules: Mapping[str, Rule], shapes: Mapping[str, tuple
         if size % tp
     ]
     if uneven:
-        raise ShardingError(
-            f"{_listed(uneven, separator='; ')}; choose tp from {_divisors([s for _, s in split.values()])}"
-        )
+        choices = _divisors([size for _, size in split.values()])
+        raise ShardingError(f"{listed(uneven, separator='; ', before_rest='; ')}; choose tp from {choices}")
 
 
 def _divisors(sizes: Iterable[int]) -> str:
@@ -240,9 +240,3 @@ def _spec(entries: tuple[_Entry, ...]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)
-
-
-def _listed(names: Iterable[str], separator: str = ", ") -> str:
-    names = list(names)
-    more = len(names) - _LISTED_NAMES
-    return separator.join(names[:_LISTED_NAMES]) + (f"{separator}and {more} more" if more > 0 else "")
