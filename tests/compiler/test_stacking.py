@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from comfy_tpu.bridge import TraceContext, build_skeleton, call_module, to_device, to_host, weight_shapes
-from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
+from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
 from comfy_tpu.errors import StackingError
 from tests.tracing import relative_error
 
@@ -44,7 +44,7 @@ STACK = LayerStack("inner.blocks", carry=("text", "image"))
 
 
 def run(skeleton: torch.nn.Module, source: torch.nn.Module, *inputs: torch.Tensor):  # type: ignore[no-untyped-def]
-    counts, state = stack_counts(skeleton), source.state_dict()
+    counts, state = stacked_blocks(skeleton), source.state_dict()
     weights = {}
     for name in weight_shapes(skeleton):
         sources = split_layer_name(name, counts)
@@ -86,7 +86,7 @@ def test_a_block_is_traced_once_however_many_layers() -> None:
 
 
 def test_names_of_layers() -> None:
-    counts = {"inner.blocks.*.": 3}
+    counts = {"inner.blocks.*.": ("inner.blocks.0", "inner.blocks.1", "inner.blocks.2")}
     assert split_layer_name("inner.blocks.*.a.weight", counts) == tuple(f"inner.blocks.{i}.a.weight" for i in range(3))
     assert split_layer_name("inner.head.weight", counts) == ("inner.head.weight",)
 

@@ -62,6 +62,17 @@ def run_layers(
     return results[0] if output_count is None else results + (None,) * (output_count - len(results))
 
 
+def run_layer(block: torch.nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, path: str) -> Any:
+    """`block(*args, **kwargs)` with the weights of one layer of a stack."""
+    bridge, trace = environment(), current_trace()
+    weights = {
+        name: trace.for_compute(f"{path}.*.{name}", array[index])
+        for name, array in bridge.as_jax(weight_shapes(block)).items()
+    }
+    with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
+        return block(*args, **kwargs)
+
+
 def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any], *, count: int, path: str) -> Any:
     """`function(block)` for every layer of stacked weights; results have a leading layer dimension."""
     bridge, trace = environment(), current_trace()

@@ -40,11 +40,11 @@ _turn = threading.RLock()
 def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipeline]:
     """The model's pipeline, reporting to the node that runs now. `stages`: what its bar counts, with totals."""
     context = get_executing_context()
-    report = _Report(context.node_id if context else None, stages)
+    report = NodeReport(context.node_id if context else None, stages, previews=True)
     with _turn:
         comfy.model_management.throw_exception_if_processing_interrupted()
         pipeline = open_pipeline(model_id)
-        _start()
+        start()
         stand_in_line()
         pipeline.on_progress = report
         try:
@@ -56,19 +56,24 @@ def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipe
 
 
 @functools.cache
-def _start() -> None:
+def start() -> None:
+    """JAX is about to be used, or is: the panel may ask for its devices."""
     from comfy_tpu.compiler.residency import shared_residency
 
     STATUS.start()
     shared_residency().listen(lambda event: announce(now=True))  # a Free between two prompts, above all
 
 
-class _Report:
-    def __init__(self, node: str | None, stages: Mapping[str, int]) -> None:
+class NodeReport:
+    """Shows progress on a node, and ends the run where the user cancelled it."""
+
+    def __init__(self, node: str | None, stages: Mapping[str, int] | None = None, *, previews: bool = False) -> None:
         self._node = node
-        self._stages = stages
-        self._bar = comfy.utils.ProgressBar(sum(stages.values()), node_id=node)
-        self._previewer = latent_preview.get_previewer(torch.device("cpu"), comfy.latent_formats.Wan21())
+        self._stages = stages or {}
+        self._bar = comfy.utils.ProgressBar(sum(self._stages.values()), node_id=node)
+        self._previewer = (
+            latent_preview.get_previewer(torch.device("cpu"), comfy.latent_formats.Wan21()) if previews else None
+        )
         self._said, self._said_at = "", 0.0
 
     def __call__(self, progress: Progress) -> None:

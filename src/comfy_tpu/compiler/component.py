@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec
 from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
-from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.program import Program, method_name
-from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
-from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
+from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
+from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig, ShardingConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.parallel.mesh import check_heads
@@ -85,10 +84,10 @@ class Component:
         )
 
     def _shapes(self, dtype: torch.dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
-        counts = stack_counts(self.module)
+        blocks = stacked_blocks(self.module)
         shapes, sources = {}, {}
         for name, tensor in weight_shapes(self.module).items():
-            sources[name] = split_layer_name(name, counts)
+            sources[name] = split_layer_name(name, blocks)
             leading = (len(sources[name]),) if sources[name] != (name,) else ()
             shapes[name] = jax.ShapeDtypeStruct(leading + tuple(tensor.shape), self._dtype(name, tensor, dtype))
         return shapes, sources
@@ -104,7 +103,7 @@ class Component:
         return PartitionSpec(*spec[1:]) if stacked else spec
 
     def load(
-        self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None] | None = None
+        self, checkpoint: WeightSource, on_progress: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
         return load_weights(checkpoint, self.slots, on_progress=on_progress)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,11 @@ class LayerStack:
     """Attributes that may differ between the blocks because their forward does not read them."""
 
 
-class ScannedLayers(torch.nn.Module):
-    """A list of `count` equal blocks that iterates as one module. Its weights have a leading layer dimension."""
+class StackedBlocks(torch.nn.Module):
+    """`count` equal blocks as one: its weights have a leading layer dimension."""
 
-    def __init__(self, stack: LayerStack, blocks: torch.nn.ModuleList) -> None:
+    def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         super().__init__()
-        self.stack = stack
         self.count = len(blocks)
         self._modules[INDEX] = blocks[0]
 
@@ -51,6 +50,18 @@ class ScannedLayers(torch.nn.Module):
         template = self._modules[INDEX]
         assert template is not None
         return template
+
+    def block_names(self, path: str) -> tuple[str, ...]:
+        """What a checkpoint calls the blocks, given where they are in the module."""
+        return tuple(f"{path}.{index}" for index in range(self.count))
+
+
+class ScannedLayers(StackedBlocks):
+    """A list of equal blocks that iterates as one module."""
+
+    def __init__(self, stack: LayerStack, blocks: torch.nn.ModuleList) -> None:
+        super().__init__(list(blocks))
+        self.stack = stack
 
     def __iter__(self) -> Iterator[ScannedLayers]:
         yield self
@@ -123,7 +134,7 @@ def stack_layers(module: torch.nn.Module, stacks: tuple[LayerStack, ...]) -> tor
                 f"{stack.path} of {type(module).__name__} is {type(blocks).__name__}, expected a ModuleList with blocks"
             )
         for index, block in enumerate(blocks):
-            if difference := _difference(blocks[0], block, stack.varying):
+            if difference := block_difference(blocks[0], block, stack.varying):
                 raise StackingError(
                     f"{stack.path}[{index}] differs from {stack.path}[0] in {difference}; a scan needs equal blocks: "
                     "leave the list out of the family's stacks, or name the attribute in `varying` if it is not read"
@@ -132,7 +143,7 @@ def stack_layers(module: torch.nn.Module, stacks: tuple[LayerStack, ...]) -> tor
     return module
 
 
-def _difference(first: torch.nn.Module, other: torch.nn.Module, varying: tuple[str, ...]) -> str | None:
+def block_difference(first: torch.nn.Module, other: torch.nn.Module, varying: tuple[str, ...]) -> str | None:
     one, two = _facts(first, varying), _facts(other, varying)
     for name in one.keys() | two.keys():
         if one.get(name) != two.get(name):
@@ -174,24 +185,26 @@ def _comparable(value: Any, depth: int = 4) -> Any:
     return value
 
 
-def stack_counts(module: torch.nn.Module) -> dict[str, int]:
-    """Paths of scanned lists, as the prefix of their weights' names, with how many layers each has."""
+def stacked_blocks(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Prefixes of stacked weights' names, each with the checkpoint's prefixes of its layers, in order."""
     return {
-        f"{path}.{INDEX}.": layers.count for path, layers in module.named_modules() if isinstance(layers, ScannedLayers)
+        f"{path}.{INDEX}.": layers.block_names(path)
+        for path, layers in module.named_modules()
+        if isinstance(layers, StackedBlocks)
     }
 
 
-def split_layer_name(name: str, counts: Mapping[str, int]) -> tuple[str, ...]:
+def split_layer_name(name: str, blocks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The checkpoint's names behind a weight: one per layer for a stacked weight, in order."""
-    for prefix, count in counts.items():
+    for prefix, layers in blocks.items():
         if name.startswith(prefix):
-            return tuple(f"{prefix[:-2]}{index}.{name[len(prefix) :]}" for index in range(count))
+            return tuple(f"{layer}.{name[len(prefix) :]}" for layer in layers)
     return (name,)
 
 
 def check_weights(program: str, module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     """That `weights` are those of `module`: every one it has, of its shape, and none that it does not have."""
-    counts = stack_counts(module)
+    blocks = stacked_blocks(module)
     expected = weight_shapes(module)
     if missing := sorted(set(expected) - set(weights)):
         raise InvalidValueError(
@@ -206,7 +219,7 @@ def check_weights(program: str, module: torch.nn.Module, weights: Mapping[str, A
         if leaf not in parent._parameters and leaf not in parent._buffers:
             raise InvalidValueError(f"{program}: weight {name} is given, but the module has no such weight")
         if name in expected:
-            sources = split_layer_name(name, counts)
+            sources = split_layer_name(name, blocks)
             shape = tuple(expected[name].shape) if sources == (name,) else (len(sources), *expected[name].shape)
             if tuple(array.shape) != shape:
                 raise InvalidValueError(f"{program}: weight {name} has shape {tuple(array.shape)}, expected {shape}")

@@ -7,8 +7,9 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from comfy_tpu.bridge.dtypes import as_numpy
-from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
+from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.errors import CheckpointError, listed
 from comfy_tpu.quiet import quiet
 
@@ -27,6 +28,20 @@ _LISTED = 10
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
+
+
+class WeightSource(Protocol):
+    """Where tensors come from: a `Checkpoint`, or a module in host memory."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +69,7 @@ def abstract_weights(slots: Iterable[WeightSlot]) -> dict[str, jax.ShapeDtypeStr
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    checkpoint: WeightSource,
     slots: Sequence[WeightSlot],
     *,
     on_progress: ProgressCallback | None = None,
@@ -87,7 +102,25 @@ def load_weights(
     return {slot.name: arrays[slot.name] for slot in slots}
 
 
-def _write(checkpoint: Checkpoint, slot: WeightSlot, position: int, stack: jax.Array | None) -> jax.Array:
+def update_weights(
+    source: WeightSource, slots: Sequence[WeightSlot], arrays: dict[str, jax.Array], changed: Collection[str]
+) -> int:
+    """Writes the `changed` tensors of a source into arrays that `load_weights` made; how many bytes were moved.
+
+    If anything is raised, the arrays are no longer those of any source: delete them.
+    """
+    moved = 0
+    with quiet():
+        for slot in slots:
+            for position, name in enumerate(slot.sources):
+                if name in changed:
+                    # A whole weight gets a new array; a layer is written into its stack, which is then another array.
+                    arrays[slot.name] = _write(source, slot, position, arrays[slot.name])
+                    moved += source.tensors[name].nbytes
+    return moved
+
+
+def _write(checkpoint: WeightSource, slot: WeightSlot, position: int, stack: jax.Array | None) -> jax.Array:
     """The slot's array with one more of its sources in it."""
     tensor = checkpoint.read(slot.sources[position])
     if tuple(tensor.shape) == slot.shape:
@@ -100,7 +133,7 @@ def _write(checkpoint: Checkpoint, slot: WeightSlot, position: int, stack: jax.A
     return array.block_until_ready()
 
 
-def _writes_in_file_order(checkpoint: Checkpoint, slots: Sequence[WeightSlot]) -> list[tuple[WeightSlot, int]]:
+def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot]) -> list[tuple[WeightSlot, int]]:
     # Layer by layer as they lie on the disk, not slot by slot: a network disk is several times faster in sequence.
     order = {name: number for number, name in enumerate(checkpoint.tensors)}
     writes = [(slot, position) for slot in slots for position in range(len(slot.sources))]
@@ -150,7 +183,7 @@ def _layer_writer(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-def _check(checkpoint: Checkpoint, slots: Sequence[WeightSlot], ignore_unused: Sequence[str]) -> None:
+def _check(checkpoint: WeightSource, slots: Sequence[WeightSlot], ignore_unused: Sequence[str]) -> None:
     problems = []
     names = [slot.name for slot in slots]
     problems += [f"two slots are named {name}" for name in sorted({name for name in names if names.count(name) > 1})]

@@ -1,0 +1,143 @@
+"""Modules of ComfyUI on our devices: one `HostedModule` each, shared by everything that uses the module."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import torch
+from comfy_execution.utils import get_executing_context
+
+from comfy_tpu.comfy.run import NodeReport, start
+from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.pipeline.progress import Progress
+
+if TYPE_CHECKING:
+    from comfy_tpu.compiler.hosted import HostedModule
+    from comfy_tpu.compiler.program import ProgramEvent
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS = ("auto", "bfloat16", "float32")
+MESHES = ("auto", "single", "seed")
+ATTENTIONS = ("auto", "splash", "cudnn", "chunked")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What the inputs of a TPU Compile node say."""
+
+    mesh: str = "auto"
+    precision: str = "auto"
+    attention: str = "auto"
+
+
+class Host:
+    """A module on the devices, for the node that runs now."""
+
+    def __init__(self, module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None]) -> None:
+        from comfy_tpu.compiler.hosted import HostedModule
+        from comfy_tpu.compiler.residency import shared_residency
+        from comfy_tpu.config import AttentionConfig
+        from comfy_tpu.parallel.mesh import make_placement
+
+        placement = make_placement(choices.mesh)
+        on_cpu = placement.platform == "cpu"
+        wanted = choices.precision if choices.precision != "auto" else "float32" if on_cpu else "bfloat16"
+        self.dtype: torch.dtype = getattr(torch, wanted)
+        self.size = ""
+        """What is being computed, for the line that says so."""
+        self._name = type(module).__name__
+        self._report: NodeReport | None = None
+        self._hosted: HostedModule = HostedModule(
+            module,
+            name=self._name,
+            placement=placement,
+            dtype=self.dtype,
+            attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
+            residency=shared_residency(),
+            prepare=lambda skeleton: _prepare(skeleton, prepare),
+            on_event=self._on_event,
+            on_load=lambda done, total: self._tell(Progress("loading", self._name, done, total)),
+        )
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(module, …)` on the devices. ComfyUI's own errors come out where it has one for the case."""
+        from comfy_tpu.errors import DeviceMemoryError
+
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        start()
+        stand_in_line()
+        context = get_executing_context()
+        self._report = NodeReport(context.node_id if context else None)
+        try:
+            return self._hosted(function, *args, **kwargs)
+        except DeviceMemoryError as error:
+            # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
+            raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+    def _on_event(self, event: ProgramEvent) -> None:
+        if event.stage in ("compiling", "ready"):
+            what = f"{event.program} at {self.size}" if self.size else event.program
+            self._tell(Progress("compiling", what, int(event.stage == "ready"), 1, event.from_cache))
+
+    def _tell(self, progress: Progress) -> None:
+        if self._report is not None:
+            self._report(progress)
+
+
+_hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def host_of(
+    module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None] | None = None
+) -> Host:
+    """The same for every clone of a model: they share the module, its programs and its place on the devices."""
+    with _lock:
+        hosts = _hosts.setdefault(module, {})
+        if choices not in hosts:
+            hosts[choices] = Host(module, choices, prepare or (lambda skeleton: None))
+        return hosts[choices]
+
+
+def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None]) -> None:
+    part: Any
+    for part in skeleton.modules():
+        if hasattr(part, "comfy_cast_weights"):
+            # ComfyUI's layers then cast their weights to what they are given, so that any mixture of dtypes computes.
+            part.comfy_cast_weights = True
+            part.weight_function, part.bias_function = [], []
+    more(skeleton)
+
+
+class Fallback:
+    """Remembers what cannot be traced, and says so, once for each reason."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._said: set[str] = set()
+        self._refused: set[Hashable] = set()
+
+    def explain(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("%s runs without the TPU: %s", self._what, reason)
+
+    def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """Whether it could be traced, and its result. What failed once is not traced again."""
+        from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
+
+        if kind in self._refused:
+            return False, None
+        try:
+            return True, run()
+        except (TraceError, UnsupportedError, MissingOperatorError, StackingError) as error:
+            self._refused.add(kind)
+            self.explain(str(error))
+            return False, None

@@ -1,0 +1,57 @@
+"""The weights of a module that lives in host memory, read like a checkpoint; and which of them changed since."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from comfy_tpu.bridge import weight_shapes
+from comfy_tpu.compiler.checkpoint import TensorInfo
+
+
+class HostWeights:
+    """A `WeightSource` over the tensors that a module has at this moment."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.path = Path(type(module).__name__)
+        self._tensors = weight_shapes(module)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, tuple(tensor.shape), tensor.dtype, self.path)
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name].detach()
+        # ComfyUI keeps quantized weights as a tensor subclass that knows how to undo it.
+        return tensor.dequantize() if hasattr(tensor, "_layout_params") else tensor
+
+    def close(self) -> None:
+        """Nothing to close; a checkpoint has."""
+
+
+class WeightWatch:
+    """Which tensors of a module were replaced or written to since it was looked at last.
+
+    Whoever patches weights (ComfyUI's LoRA) puts new tensors in their place, and the old ones back later.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def changed(self, module: torch.nn.Module) -> set[str]:
+        """Names whose tensor is another one than at the last `remember`."""
+        return {name for name, tensor in weight_shapes(module).items() if not self._is_seen(name, tensor)}
+
+    def remember(self, module: torch.nn.Module) -> None:
+        self._seen = {name: (weakref.ref(tensor), _version(tensor)) for name, tensor in weight_shapes(module).items()}
+
+    def _is_seen(self, name: str, tensor: torch.Tensor) -> bool:
+        reference, version = self._seen.get(name, (None, 0))
+        return reference is not None and reference() is tensor and version == _version(tensor)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,182 @@
+"""A module that somebody else owns and keeps in host memory, run on our devices.
+
+Its own code is traced, from a skeleton of it; its weights are copied to the devices, and again where they change.
+The module itself is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import glob
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import torch
+
+from comfy_tpu.bridge import to_host, weight_shapes
+from comfy_tpu.compiler.component import Component, ComponentSpec
+from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch
+from comfy_tpu.compiler.program import Program, ProgramEvent
+from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.compiler.uniform import run_watched, stack_uniform
+from comfy_tpu.compiler.weights import update_weights
+from comfy_tpu.config import AttentionConfig, CacheConfig
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.parallel.constraints import Axes
+from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.rules import Rule, gather, replicate
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+"""(module, *args, **kwargs) -> tensors: what to run, as a function on the skeleton."""
+
+_numbers = itertools.count()
+
+
+class HostedModule:
+    """`function(module, …)` on the devices, for any function of the module. Calls may come from any thread."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        name: str,
+        placement: Placement,
+        dtype: torch.dtype,
+        attention: AttentionConfig,
+        residency: Residency,
+        cache: CacheConfig = CacheConfig(),
+        prepare: Callable[[torch.nn.Module], None] = lambda skeleton: None,
+        on_event: Callable[[ProgramEvent], None] = lambda event: None,
+        on_load: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """`prepare` may change the skeleton, which nobody else sees, before it is traced."""
+        self.name = name
+        self._module = weakref.ref(module)
+        self._residency = residency
+        self._on_event = on_event
+        self._on_load = on_load
+        self._lock = threading.RLock()
+        self._watch = WeightWatch()
+        self._programs: dict[Hashable, Program] = {}
+        skeleton = stack_uniform(_skeleton(module, prepare))
+        spec = ComponentSpec(
+            name=name,
+            classes=(type(module).__name__,),
+            build=lambda config: skeleton,
+            rules=tuple(_rule(weight, tensor) for weight, tensor in weight_shapes(skeleton).items()),
+        )
+        self._component = Component(spec, {}, placement, dtype=dtype, attention=attention, cache=cache)
+        self._key = ("hosted", next(_numbers))
+        weakref.finalize(module, residency.evict, self._key)
+
+    def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), **kwargs: Any) -> Any:
+        """Host tensors in and out; `axes` say how the tensors among the arguments are split over the mesh."""
+        tensors, structure = _take_apart((args, kwargs))
+        program = self._program(function, axes)
+        with self._weights() as weights:
+            return to_host(program(weights, tensors=tensors, structure=structure))
+
+    @property
+    def compiled_count(self) -> int:
+        return sum(program.compiled_count for program in self._programs.values())
+
+    def _program(self, function: Function, axes: Axes) -> Program:
+        def run(module: torch.nn.Module, tensors: list[torch.Tensor], structure: _Structure) -> Any:
+            def once() -> Any:
+                args, kwargs = structure.put_together(tensors)
+                return function(module, *args, **kwargs)
+
+            return run_watched(module, once)
+
+        run.__name__ = function.__name__
+        key = (function, axes)
+        with self._lock:
+            if key not in self._programs:
+                self._programs[key] = self._component.program(
+                    run, static=("structure",), input_axes={"tensors": axes}, on_event=self._on_event
+                )
+            return self._programs[key]
+
+    @contextmanager
+    def _weights(self) -> Iterator[Mapping[str, jax.Array]]:
+        module = self._module()
+        if module is None:
+            raise UnsupportedError(f"{self.name} was given up by its owner; load it again")
+
+        def load() -> dict[str, jax.Array]:
+            arrays = self._component.load(HostWeights(module), self._on_load)
+            self._watch.remember(module)
+            return arrays
+
+        nbytes = sum(slot.bytes_per_device for slot in self._component.slots)
+        with self._lock, self._residency.use(self._key, label=self.name, nbytes_per_device=nbytes, load=load) as arrays:
+            if changed := self._watch.changed(module):
+                self._update(module, arrays, changed)
+            yield arrays
+
+    def _update(self, module: torch.nn.Module, arrays: dict[str, jax.Array], changed: set[str]) -> None:
+        try:
+            moved = update_weights(HostWeights(module), self._component.slots, arrays, changed)
+        except BaseException:
+            self._residency.evict(self._key)
+            raise
+        self._watch.remember(module)
+        logger.info("%s: %d weights changed, %.3f GB moved", self.name, len(changed), moved / 1e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """Arguments without their tensors."""
+
+    tree: Any
+    leaves: tuple[Hashable, ...]
+    """Constants; `_TENSOR` where a tensor goes."""
+
+    def put_together(self, tensors: list[torch.Tensor]) -> Any:
+        rest = iter(tensors)
+        return jax.tree.unflatten(self.tree, [next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves])
+
+
+_TENSOR = type("_TensorPlace", (), {"__repr__": lambda self: "tensor"})()
+
+
+def _take_apart(arguments: Any) -> tuple[list[torch.Tensor], _Structure]:
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    for constant in constants:
+        if not isinstance(constant, (int, float, str, bool, type(None), torch.dtype)) and constant is not _TENSOR:
+            raise UnsupportedError(
+                f"an argument holds a {type(constant).__name__}, which a compiled program cannot take; expected "
+                "tensors, numbers and text"
+            )
+    return tensors, _Structure(tree, constants)
+
+
+def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
+    """A copy with its weights on meta: the weights are known to the copier before it starts, so none is copied."""
+    weights = weight_shapes(module)
+    with torch.inference_mode(False):
+        memo: dict[int, Any] = {}
+        for tensor in weights.values():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        skeleton = copy.deepcopy(module, memo)
+        prepare(skeleton)
+    return skeleton
+
+
+def _rule(name: str, tensor: torch.Tensor) -> Rule:
+    """Every weight in pieces over the mesh, whole while it computes: right for any model, whatever it is called."""
+    pattern = glob.escape(name)
+    return gather(pattern) if tensor.ndim > 1 else replicate(pattern)
