@@ -22,16 +22,18 @@ def run_layers(
     call: inspect.BoundArguments,
     carry: tuple[str, ...],
     *,
-    count: int,
+    layers: range,
     carry_axes: tuple[str | None, ...],
     path: str,
 ) -> Any:
-    """Runs `block` `count` times over stacked weights, its outputs replacing the arguments named by `carry`.
+    """Runs `block` for `layers` of the stacked weights, its outputs replacing the arguments named by `carry`.
 
     Returns what the last layer returns, with None for outputs beyond the carried ones.
     """
     bridge, trace = environment(), current_trace()
     stacked = bridge.as_jax(weight_shapes(block))
+    if any(array.shape[0] != len(layers) for array in stacked.values()):
+        stacked = {name: array[layers.start : layers.stop] for name, array in stacked.items()}
     output_count: int | None = None
 
     def place(value: jax.Array) -> jax.Array:
@@ -57,7 +59,7 @@ def run_layers(
         return tuple(map(place, results)), None
 
     initial = tuple(bridge.as_jax(tuple(call.arguments[name] for name in carry)))
-    final, _ = jax.lax.scan(layer, initial, stacked, length=count)
+    final, _ = jax.lax.scan(layer, initial, stacked, length=len(layers))
     results = tuple(bridge.as_torch(final))
     return results[0] if output_count is None else results + (None,) * (output_count - len(results))
 

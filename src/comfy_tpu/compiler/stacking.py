@@ -100,7 +100,7 @@ class ScannedLayers(StackedBlocks):
             )
         stack = self.stack
         return run_layers(
-            self.template, bound, stack.carry, count=self.count, carry_axes=stack.carry_axes, path=stack.path
+            self.template, bound, stack.carry, layers=range(self.count), carry_axes=stack.carry_axes, path=stack.path
         )
 
 

@@ -1,21 +1,22 @@
 """Equal blocks of a module that nobody described, found by looking and run as a scan where that is the same.
 
 A family says which of its lists are uniform and what they carry (`stacking`). A module of somebody else's says
-nothing, so its lists are compared block by block, and while its forward is traced the loop is watched: if every block
-gets what the block before it returned, and nothing else that differs, and nobody keeps what came between, then all of
-them are one `lax.scan`. Otherwise they are run one after the other, from the same stacked weights. That is decided
-anew in every trace: an option of the model may put something between two blocks.
+nothing, so its lists are compared block by block, and while its forward is traced the loop is watched: blocks that
+get what the block before returned, and nothing else that differs, and whose results nobody else looks at, are one
+`lax.scan`. The others run one after the other, from the same stacked weights. That is decided anew in every trace: an
+option of the model may put something between two blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.overrides
 
 from comfy_tpu.bridge import run_layer, run_layers
 from comfy_tpu.compiler.stacking import StackedBlocks, block_difference
@@ -28,6 +29,16 @@ CARRY_AXES = ("dp", "sp", None)
 SMALLEST_RUN = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Blocks of a run, from `start` to before `stop`, of which each goes on with what the one before returned."""
+
+    start: int
+    stop: int
+    carry: tuple[str, ...] = ()
+    """Parameters of the block that take what the block before returned, in the order of its results."""
+
+
 class BlockRun(StackedBlocks):
     """Consecutive equal blocks of a list, from `start` on."""
 
@@ -36,8 +47,8 @@ class BlockRun(StackedBlocks):
         self.list_path = list_path
         self.start = start
         self.watch: _Watch | None = None
-        self.carry: tuple[str, ...] | None = None
-        """What the blocks pass on, if they are to be scanned."""
+        self.segments: dict[int, Segment] = {}
+        """By the position of each of their blocks."""
         self.returns_tuple = False
 
     @property
@@ -54,13 +65,21 @@ class BlockRun(StackedBlocks):
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.watch is not None:
             return self.watch.call(position, args, kwargs)
-        if self.carry is None:
+        segment = self.segments[position]
+        if segment.stop - segment.start == 1:
             return run_layer(self.template, position, args, kwargs, path=self.path)
         bound = inspect.signature(self.template.forward).bind(*args, **kwargs)
-        if position:  # the first call ran them all
-            passed = tuple(bound.arguments[name] for name in self.carry)
+        if position > segment.start:  # the first call ran them all
+            passed = tuple(bound.arguments[name] for name in segment.carry)
             return passed if self.returns_tuple else passed[0]
-        return run_layers(self.template, bound, self.carry, count=self.count, carry_axes=CARRY_AXES, path=self.path)
+        return run_layers(
+            self.template,
+            bound,
+            segment.carry,
+            layers=range(segment.start, segment.stop),
+            carry_axes=CARRY_AXES,
+            path=self.path,
+        )
 
 
 class _Block:
@@ -133,7 +152,7 @@ def _has_weights(block: torch.nn.Module) -> bool:
 
 
 def run_watched(module: torch.nn.Module, function: Callable[[], Any]) -> Any:
-    """`function()`, with every run of the module scanned that may be. Inside a trace.
+    """`function()`, with blocks scanned that may be. Inside a trace.
 
     The function is run twice. The first time blocks are watched, and only the first of a run computes; what that run
     computes is used by nobody, and the compiler drops it.
@@ -141,98 +160,137 @@ def run_watched(module: torch.nn.Module, function: Callable[[], Any]) -> Any:
     runs = [part for part in module.modules() if isinstance(part, BlockRun)]
     if not runs:
         return function()
+    uses = _Uses()
     for run in runs:
-        run.watch, run.carry = _Watch(run), None
+        run.watch = _Watch(run, uses)
     try:
-        function()
+        with uses:
+            uses.add_results(function())
     finally:
         watches = [(run, run.watch) for run in runs]
         for run in runs:
             run.watch = None
     for run, watch in watches:
         assert watch is not None
-        run.carry, run.returns_tuple = watch.verdict(), watch.returns_tuple
+        segments = watch.segments()
+        run.segments = {position: part for part in segments for position in range(part.start, part.stop)}
+        run.returns_tuple = watch.returns_tuple
+        if len(segments) > 1:
+            logger.debug("%s runs in %d pieces", run.path, len(segments))
     return function()
+
+
+class _Uses(torch.overrides.TorchFunctionMode):
+    """Notes which of the tensors that blocks returned are used by anything but a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handed_out: dict[int, torch.Tensor] = {}  # by id; held, so that no other tensor takes the id
+        self._used: set[int] = set()
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._handed_out[id(tensor)] = tensor
+        return tensor
+
+    def was_used(self, tensor: Any) -> bool:
+        return id(tensor) in self._used
+
+    def add_results(self, results: Any) -> None:
+        self._note(results)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # x.shape and the like use nothing of it
+            self._note((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, tree: Any) -> None:
+        if isinstance(tree, torch.Tensor):
+            if id(tree) in self._handed_out:
+                self._used.add(id(tree))
+        elif isinstance(tree, dict):
+            for item in tree.values():
+                self._note(item)
+        elif isinstance(tree, (list, tuple)):
+            for item in tree:
+                self._note(item)
+
+
+@dataclasses.dataclass
+class _Call:
+    arguments: dict[str, Any]
+    outputs: tuple[Any, ...]
 
 
 class _Watch:
     """Follows what one pass through the model's loop hands from block to block."""
 
-    def __init__(self, run: BlockRun) -> None:
+    def __init__(self, run: BlockRun, uses: _Uses) -> None:
         self._run = run
+        self._uses = uses
         self._signature = inspect.signature(run.template.forward)
-        self._calls = 0
-        self._first: dict[str, Any] = {}
-        self._fixed: dict[str, Any] = {}
-        self._outputs: tuple[Any, ...] = ()
-        self._older: list[weakref.ref[Any]] = []
-        self._carry: tuple[str, ...] | None = None
-        self._problem = ""
+        self._calls: dict[int, _Call] = {}
+        self._in_order = True
         self.returns_tuple = False
 
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
-        if position != self._calls:
-            self._note(f"block {position} is called where block {self._calls} was expected")
-        self._calls += 1
-        if not position:
-            outputs = run_layer(self._run.template, 0, args, kwargs, path=self._run.path)
-            self.returns_tuple = isinstance(outputs, tuple)
-            self._first = arguments
-            return self._hand_out(outputs if self.returns_tuple else (outputs,))
-        self._compare(position, arguments)
-        del arguments, args, kwargs
-        return self._hand_out(tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in self._outputs))
-
-    def verdict(self) -> tuple[str, ...] | None:
-        """What the blocks carry, or None if they are not to be scanned."""
-        if not self._problem and self._calls != self._run.count:
-            self._note(f"{self._calls} of {self._run.count} blocks were called")
-        if self._problem:
-            logger.info("%s is not run as a scan: %s", self._run.path, self._problem)
-            return None
-        return self._carry
-
-    def _hand_out(self, outputs: tuple[Any, ...]) -> Any:
-        if not all(isinstance(output, torch.Tensor) for output in outputs):
-            self._note("a block returns something other than tensors")
-        older, self._older = self._older, [weakref.ref(x) for x in self._outputs if isinstance(x, torch.Tensor)]
-        self._outputs = outputs
-        if any(reference() is not None for reference in older):
-            self._note("what a block returned is kept beyond the next block")
+        self._in_order &= position == len(self._calls)
+        if not self._calls:
+            first = run_layer(self._run.template, position, args, kwargs, path=self._run.path)
+            self.returns_tuple = isinstance(first, tuple)
+            made = first if self.returns_tuple else (first,)
+        else:
+            made = next(iter(self._calls.values())).outputs
+        # New tensors every time: where one turns up again tells what the model did with it.
+        outputs = tuple(self._uses.hand_out(_again(x)) if isinstance(x, torch.Tensor) else x for x in made)
+        self._calls[position] = _Call(arguments, outputs)
         return outputs if self.returns_tuple else outputs[0]
 
-    def _compare(self, position: int, arguments: dict[str, Any]) -> None:
-        carried = {
-            name: index
-            for name, value in arguments.items()
-            for index, output in enumerate(self._outputs)
-            if value is output
-        }
-        carry = tuple(sorted(carried, key=lambda name: carried[name]))
-        if position == 1:
-            self._carry = carry
-            self._fixed = {name: value for name, value in self._first.items() if name not in carried}
-            self._check_carry(carried)
-            self._first = {}
-        if carry != self._carry:
-            self._note(f"block {position} gets other results of the block before than block 1 did")
-        rest = {name: value for name, value in arguments.items() if name not in carried}
-        if rest.keys() != self._fixed.keys() or not all(_same(rest[name], self._fixed[name]) for name in rest):
-            self._note(f"block {position} gets other arguments than the first")
+    def segments(self) -> list[Segment]:
+        """The run in pieces, each of which is one scan."""
+        count = self._run.count
+        if not self._in_order or len(self._calls) != count:
+            return [Segment(position, position + 1) for position in range(count)]
+        found = [Segment(0, 1)]
+        for position in range(1, count):
+            last, carry = found[-1], self._link(position)
+            if carry and (last.stop - last.start == 1 or carry == last.carry):
+                found[-1] = Segment(last.start, position + 1, carry)
+            else:
+                found.append(Segment(position, position + 1))
+        return found
 
-    def _check_carry(self, carried: dict[str, int]) -> None:
-        if sorted(carried.values()) != list(range(len(self._outputs))):
-            self._note("not everything that a block returns goes to the next one, once")
-            return
-        for name, index in carried.items():
-            before, after = self._first.get(name), self._outputs[index]
-            alike = isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (after.shape, after.dtype)
-            if not alike:
-                self._note(f"{name} has another shape or dtype after a block than before the first")
+    def _link(self, position: int) -> tuple[str, ...]:
+        """What block `position` takes over from the one before, if that is everything and nothing else differs."""
+        before, call = self._calls[position - 1], self._calls[position]
+        places = {id(output): index for index, output in enumerate(before.outputs)}
+        carried = {name: places[id(value)] for name, value in call.arguments.items() if id(value) in places}
+        if sorted(carried.values()) != list(range(len(before.outputs))):
+            return ()
+        if not all(isinstance(output, torch.Tensor) for output in before.outputs):
+            return ()
+        if any(self._uses.was_used(output) for output in before.outputs):
+            return ()
+        if not all(_alike(before.arguments.get(name), before.outputs[index]) for name, index in carried.items()):
+            return ()
+        rest, rest_before = (
+            {name: value for name, value in arguments.items() if name not in carried}
+            for arguments in (call.arguments, before.arguments)
+        )
+        if rest.keys() != rest_before.keys() or not all(_same(rest[name], rest_before[name]) for name in rest):
+            return ()
+        return tuple(sorted(carried, key=lambda name: carried[name]))
 
-    def _note(self, problem: str) -> None:
-        self._problem = self._problem or problem
+
+def _again(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():  # not a use by the model
+        return tensor.clone()
+
+
+def _alike(before: Any, after: torch.Tensor) -> bool:
+    return isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (after.shape, after.dtype)
 
 
 def _same(one: Any, other: Any) -> bool:
