@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.routes import add_routes
 from comfy_tpu.comfy.wan_nodes import Wan21TextEncoder, Wan21TPUPipeline, Wan21TPUSampler, Wan21TPUVAEDecoder
@@ -13,6 +14,10 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     Wan21TPUSampler,
     Wan21TPUVAEDecoder,
     Wan21TPUPipeline,
+    TPUCompileModel,
+    TPUCompileVAE,
+    TPUCompileCLIP,
+    TPULoadDiffusionModel,
     TPUInfo,
 )
 

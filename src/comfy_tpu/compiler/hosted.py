@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import glob
 import itertools
 import logging
@@ -28,7 +29,7 @@ from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import run_watched, stack_uniform
 from comfy_tpu.compiler.weights import update_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.errors import StackingError, UnsupportedError
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, gather, replicate
@@ -67,23 +68,48 @@ class HostedModule:
         self._lock = threading.RLock()
         self._watch = WeightWatch()
         self._programs: dict[Hashable, Program] = {}
-        skeleton = stack_uniform(_skeleton(module, prepare))
+        self._prepare = prepare
+        self._make_component = functools.partial(
+            Component, config={}, placement=placement, dtype=dtype, attention=attention, cache=cache
+        )
+        self._component = self._build(module, stack_uniform)
+        self._key = ("hosted", next(_numbers))
+        weakref.finalize(module, residency.evict, self._key)
+
+    def _build(self, module: torch.nn.Module, stack: Callable[[torch.nn.Module], torch.nn.Module]) -> Component:
+        skeleton = stack(_skeleton(module, self._prepare))
         spec = ComponentSpec(
-            name=name,
+            name=self.name,
             classes=(type(module).__name__,),
             build=lambda config: skeleton,
             rules=tuple(_rule(weight, tensor) for weight, tensor in weight_shapes(skeleton).items()),
         )
-        self._component = Component(spec, {}, placement, dtype=dtype, attention=attention, cache=cache)
-        self._key = ("hosted", next(_numbers))
-        weakref.finalize(module, residency.evict, self._key)
+        return self._make_component(spec)
 
-    def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), **kwargs: Any) -> Any:
-        """Host tensors in and out; `axes` say how the tensors among the arguments are split over the mesh."""
+    def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), fetch: bool = True, **kwargs: Any) -> Any:
+        """Host tensors in and out; `axes` say how the tensors among the arguments are split over the mesh.
+
+        With `fetch=False` results stay on the devices, as arrays that may be arguments of another call.
+        """
         tensors, structure = _take_apart((args, kwargs))
-        program = self._program(function, axes)
+        try:
+            results = self._run(function, axes, tensors, structure)
+        except StackingError as error:
+            logger.info("%s is not stacked: %s", self.name, error)
+            self._unstack()
+            results = self._run(function, axes, tensors, structure)
+        return to_host(results) if fetch else results
+
+    def _run(self, function: Function, axes: Axes, tensors: list[Any], structure: _Structure) -> Any:
         with self._weights() as weights:
-            return to_host(program(weights, tensors=tensors, structure=structure))
+            return self._program(function, axes)(weights, tensors=tensors, structure=structure)
+
+    def _unstack(self) -> None:
+        """For a module that uses its lists in another way than by calling their blocks."""
+        with self._lock:
+            self._residency.evict(self._key)
+            self._programs.clear()
+            self._component = self._build(self._owned(), lambda skeleton: skeleton)
 
     @property
     def compiled_count(self) -> int:
@@ -92,7 +118,8 @@ class HostedModule:
     def _program(self, function: Function, axes: Axes) -> Program:
         def run(module: torch.nn.Module, tensors: list[torch.Tensor], structure: _Structure) -> Any:
             def once() -> Any:
-                args, kwargs = structure.put_together(tensors)
+                # Copies, which cost nothing: a model may write into its inputs, and this runs twice.
+                args, kwargs = structure.put_together([tensor.clone() for tensor in tensors])
                 return function(module, *args, **kwargs)
 
             return run_watched(module, once)
@@ -108,9 +135,7 @@ class HostedModule:
 
     @contextmanager
     def _weights(self) -> Iterator[Mapping[str, jax.Array]]:
-        module = self._module()
-        if module is None:
-            raise UnsupportedError(f"{self.name} was given up by its owner; load it again")
+        module = self._owned()
 
         def load() -> dict[str, jax.Array]:
             arrays = self._component.load(HostWeights(module), self._on_load)
@@ -122,6 +147,12 @@ class HostedModule:
             if changed := self._watch.changed(module):
                 self._update(module, arrays, changed)
             yield arrays
+
+    def _owned(self) -> torch.nn.Module:
+        module = self._module()
+        if module is None:
+            raise UnsupportedError(f"{self.name} was given up by its owner; load it again")
+        return module
 
     def _update(self, module: torch.nn.Module, arrays: dict[str, jax.Array], changed: set[str]) -> None:
         try:
@@ -149,10 +180,10 @@ class _Structure:
 _TENSOR = type("_TensorPlace", (), {"__repr__": lambda self: "tensor"})()
 
 
-def _take_apart(arguments: Any) -> tuple[list[torch.Tensor], _Structure]:
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+def _take_apart(arguments: Any) -> tuple[list[Any], _Structure]:
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None or isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, jax.Array))]
+    constants = tuple(_TENSOR if isinstance(leaf, (torch.Tensor, jax.Array)) else leaf for leaf in leaves)
     for constant in constants:
         if not isinstance(constant, (int, float, str, bool, type(None), torch.dtype)) and constant is not _TENSOR:
             raise UnsupportedError(

@@ -20,6 +20,7 @@ import torch.overrides
 
 from comfy_tpu.bridge import run_layer, run_layers
 from comfy_tpu.compiler.stacking import StackedBlocks, block_difference
+from comfy_tpu.errors import StackingError
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,13 @@ class _Block:
         return self._run.call(self._position, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._run.template, name)
+        value = getattr(self._run.template, name)
+        if isinstance(value, (torch.nn.Module, torch.Tensor)):
+            raise StackingError(
+                f"the model uses {name} of a block of {self._run.list_path} by itself; a stack has no such part of one "
+                "block: run the list as it is"
+            )
+        return value
 
 
 class UniformList(torch.nn.Module):
@@ -141,14 +148,15 @@ def _runs(blocks: torch.nn.ModuleList) -> list[tuple[int, int]]:
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or block_difference(blocks[start], blocks[index], ()):
-            if index - start >= SMALLEST_RUN and _has_weights(blocks[start]):
+            if index - start >= SMALLEST_RUN and _is_block(blocks[start]):
                 runs.append((start, index))
             start = index
     return runs
 
 
-def _has_weights(block: torch.nn.Module) -> bool:
-    return any(True for _ in block.parameters())
+def _is_block(module: torch.nn.Module) -> bool:
+    """Something to call, with weights; a container that only groups others is never called."""
+    return type(module).forward is not torch.nn.Module.forward and any(True for _ in module.parameters())
 
 
 def run_watched(module: torch.nn.Module, function: Callable[[], Any]) -> Any:

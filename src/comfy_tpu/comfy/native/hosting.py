@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = ("auto", "bfloat16", "float32")
-MESHES = ("auto", "single", "seed")
-ATTENTIONS = ("auto", "splash", "cudnn", "chunked")
-
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
@@ -80,6 +76,13 @@ class Host:
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+    @staticmethod
+    def fetch(results: Any) -> Any:
+        """Host tensors of what a call with `fetch=False` left on the devices."""
+        from comfy_tpu.bridge import to_host
+
+        return to_host(results)
 
     def _on_event(self, event: ProgramEvent) -> None:
         if event.stage in ("compiling", "ready"):

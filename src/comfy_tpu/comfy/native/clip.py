@@ -1,0 +1,98 @@
+"""CLIP: the transformers of ComfyUI's text encoders, replaced on a clone by the same code on the devices.
+
+Tokens, embeddings, weights of words and everything around them stay ComfyUI's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import comfy.clip_model
+import comfy.text_encoders.llama
+import torch
+from comfy.sd1_clip import SDClipModel
+
+from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+
+if TYPE_CHECKING:
+    from comfy.sd import CLIP
+
+BUCKET = 64
+"""Lengths of texts that no tokenizer fills up are rounded up to a multiple of this, each of which is a program."""
+
+
+def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
+    """A clone whose text models compute on the devices."""
+    compiled = clip.clone()
+    for path, part in compiled.cond_stage_model.named_modules():
+        if isinstance(part, SDClipModel):
+            name = f"{path}.transformer" if path else "transformer"
+            compiled.patcher.add_object_patch(f"{name}.forward", DeviceText(part.transformer, choices))
+    return compiled
+
+
+class DeviceText:
+    """Stands for the forward of a text model."""
+
+    def __init__(self, module: torch.nn.Module, choices: Choices) -> None:
+        self._reference = weakref.ref(module)
+        self._choices = choices
+        self._fallback = Fallback(type(module).__name__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceText:
+        return self  # a skeleton is copied while we are on the module, and does not use us
+
+    def __call__(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        module = self._reference()
+        assert module is not None  # it is the one that calls us
+        if options.get("embeds") is not None:
+            kind = frozenset(name for name, value in options.items() if value is not None)
+            traced, result = self._fallback.attempt(
+                kind, lambda: self._on_devices(module, attention_mask, dict(options))
+            )
+            if traced:
+                return result
+        return type(module).forward(module, tokens, attention_mask, **options)
+
+    def _on_devices(self, module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> Any:
+        host = host_of(module, self._choices)
+        embeds = options.pop("embeds")
+        length = embeds.shape[1]
+        fill = -length % BUCKET if _is_causal(module) else 0
+        embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, fill))
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, fill))
+        counts = options.pop("num_tokens", None)
+        if isinstance(module, comfy.clip_model.CLIPTextModel) and counts is not None:
+            counts = torch.tensor(counts)  # not as numbers: every count would be a program
+        else:
+            counts = None  # no other model reads it
+        host.size = f"{embeds.shape[1]} tokens"
+        results = host(_forward, mask, embeds, counts, _plain(options))
+        return tuple(_cut(result, length, length + fill) for result in results)
+
+
+def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options: dict[str, Any]) -> Any:
+    forward = type(module).forward
+    if counts is None:
+        return forward(module, None, mask, embeds=embeds, num_tokens=[embeds.shape[1]] * len(embeds), **options)
+    # The model would take the count of tokens as a number, to find the last one; here it is found by its index.
+    last, *others = forward(module, None, mask, embeds=embeds, num_tokens=[1] * len(embeds), **options)
+    pooled = last[torch.arange(len(last), device=last.device), counts.long() - 1]
+    return last, others[0], module.text_projection(pooled), pooled
+
+
+def _is_causal(module: torch.nn.Module) -> bool:
+    """Nothing looks ahead, so that what is filled in behind a text changes nothing of it."""
+    return isinstance(module, comfy.text_encoders.llama.BaseLlama)
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if not (name == "embeds_info" and not value)}
+
+
+def _cut(result: Any, length: int, filled: int) -> Any:
+    if length == filled or not isinstance(result, torch.Tensor) or result.ndim < 3 or result.shape[-2] != filled:
+        return result
+    return result[..., :length, :]

@@ -1,0 +1,138 @@
+"""VAE: decode and encode of the first-stage model, replaced on a copy by the same code on the devices."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from comfy_tpu.comfy.native.attention import picture_attention
+from comfy_tpu.comfy.native.hosting import Choices, Fallback, Host, host_of
+
+if TYPE_CHECKING:
+    from comfy.sd import VAE
+
+WHOLE_MESH = ("dp", "sp", "tp")
+
+
+def compile_vae(vae: VAE, choices: Choices) -> VAE:
+    """A copy whose decode and encode compute on the devices. Tiling and everything else stay ComfyUI's."""
+    compiled = copy.copy(vae)
+    compiled.patcher = vae.patcher.clone()
+    for name in ("decode", "encode"):
+        compiled.patcher.add_object_patch(name, DeviceMethod(vae.first_stage_model, name, choices))
+    # ComfyUI cuts a batch where the host has no memory free for it. It takes none there, and every cut would be a
+    # program of its own.
+    compiled.memory_used_decode = compiled.memory_used_encode = lambda shape, dtype: 1
+    return compiled
+
+
+class DeviceMethod:
+    """Stands for `first_stage_model.decode` or `.encode`."""
+
+    def __init__(self, module: torch.nn.Module, name: str, choices: Choices) -> None:
+        self._reference = weakref.ref(module)
+        self._name = name
+        self._choices = choices
+        self._fallback = Fallback(f"{type(module).__name__}.{name}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMethod:
+        return self  # a skeleton is copied while we are on the module, and does not use us
+
+    def __call__(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        module = self._reference()
+        assert module is not None  # it is the one that calls us
+        kind = (x.ndim, frozenset(options))
+        traced, result = self._fallback.attempt(kind, lambda: self._on_devices(module, x, options))
+        return result if traced else getattr(type(module), self._name)(module, x, **options)
+
+    def _on_devices(self, module: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        host = host_of(module, self._choices, _prepare)
+        host.size = "×".join(str(side) for side in reversed(x.shape[2:]))
+        values = x.to(host.dtype)
+        if _is_causal(module):
+            result = _by_frames(host, self._name, values)
+        else:
+            result = host(_METHODS[self._name], values, options, axes=_axes(values))
+        return result.to(x.dtype)
+
+
+def _decode(module: Any, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    return type(module).decode(module, x, **options)  # the class's own: the skeleton may have our replacement on it
+
+
+def _encode(module: Any, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    return type(module).encode(module, x, **options)
+
+
+_METHODS = {"decode": _decode, "encode": _encode}
+
+
+def _axes(x: torch.Tensor) -> tuple[Any, ...]:
+    """Pictures are split by columns over the whole mesh."""
+    return (*(None,) * (x.ndim - 1), WHOLE_MESH)
+
+
+def _prepare(skeleton: torch.nn.Module) -> None:
+    part: Any
+    for part in skeleton.modules():
+        if hasattr(part, "optimized_attention"):
+            part.optimized_attention = picture_attention
+
+
+# Wan's VAEs go through a video a few frames at a time and remember the frames before. ComfyUI's loop over them would
+# be one program that grows with the video; a frame with its memory is one program for all but the first two.
+
+
+def _is_causal(module: torch.nn.Module) -> bool:
+    return type(module).__module__ in ("comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2")
+
+
+def _by_frames(host: Host, name: str, x: torch.Tensor) -> torch.Tensor:
+    frames = x.shape[2]
+    # One at a time in latents; the first alone and then four at a time in pictures.
+    parts = [(i, i + 1) for i in range(frames)] if name == "decode" else [(0, 1), *_fours(frames)]
+    function: Callable[..., Any] = _decode_part if name == "decode" else _encode_part
+    memory: Any = None
+    results = []
+    for begin, end in parts:
+        result, memory = host(function, x[:, :, begin:end], memory, axes=_axes(x), fetch=False)
+        results.append(host.fetch(result))
+    return torch.cat(results, dim=2)
+
+
+def _fours(frames: int) -> list[tuple[int, int]]:
+    return [(begin, begin + 4) for begin in range(1, frames - 3, 4)]
+
+
+def _decode_part(module: Any, z: torch.Tensor, memory: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
+    code: Any = sys.modules[type(module).__module__]
+    slots = _slots(memory, code.count_conv3d(module.decoder))
+    first = {"first_chunk": memory is None} if hasattr(code, "unpatchify") else {}
+    out = module.decoder(module.conv2(z), feat_cache=slots, feat_idx=[0], **first)
+    if hasattr(code, "unpatchify"):  # Wan 2.2
+        out = code.unpatchify(out, patch_size=2)
+    return out, _kept(slots)
+
+
+def _encode_part(module: Any, x: torch.Tensor, memory: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
+    code: Any = sys.modules[type(module).__module__]
+    if hasattr(code, "patchify"):
+        x = code.patchify(x, patch_size=2)
+    slots = _slots(memory, code.count_conv3d(module.encoder))
+    out = module.encoder(x, feat_cache=slots, feat_idx=[0])
+    mean, _ = module.conv1(out).chunk(2, dim=1)
+    return mean, _kept(slots)
+
+
+def _slots(memory: list[Any] | None, count: int) -> list[Any]:
+    """As ComfyUI's loop has them: "Rep" where an upsampling saw only the first frame."""
+    return [None] * count if memory is None else ["Rep" if entry is None else entry for entry in memory]
+
+
+def _kept(slots: list[Any]) -> list[Any]:
+    return [None if isinstance(entry, str) else entry for entry in slots]
