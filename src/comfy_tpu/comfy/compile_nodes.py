@@ -44,7 +44,7 @@ class TPUCompileModel(io.ComfyNode):
             node_id="TPUCompileModel",
             display_name="TPU Compile Model",
             category=CATEGORY,
-            description="Any diffusion model of ComfyUI on the TPU, with any sampler, LoRA, guider and cache around it.",
+            description="Any diffusion model of ComfyUI on the TPU, with any sampler, LoRA, guider or cache around.",
             inputs=[
                 io.Model.Input("model", tooltip="From any loader, with LoRA and patches applied or not."),
                 *_choices(),
