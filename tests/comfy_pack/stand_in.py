@@ -2,8 +2,8 @@
 
     python tests/comfy_pack/stand_in.py PACK_DIRECTORY MODELS_DIRECTORY [bare]
 
-loads the pack as ComfyUI does and prints one JSON object about it; `bare`: with no comfy_tpu installed. Options are those
-of ComfyUI 0.7.0's comfy_api.latest, so that one which it does not know is an error here, too.
+loads the pack as ComfyUI does and prints one JSON object about it; `bare`: with no comfy_tpu installed. Options are
+those of ComfyUI 0.7.0's comfy_api.latest, so that one which it does not know is an error here, too.
 """
 
 from __future__ import annotations
