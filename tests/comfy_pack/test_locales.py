@@ -112,6 +112,23 @@ def test_help_pages_are_where_the_frontend_looks():
         assert (docs / f"{node_id}.md").read_text() == (docs / node_id / "en.md").read_text()
 
 
+@pytest.mark.parametrize("document", ["docs/comfyui.md", "docs/comfyui.zh-CN.md"])
+def test_the_guide_has_every_range_and_default(document, nodes):
+    sections = re.split(r"^### ", (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for node_id in ("Wan21TextEncoder", "Wan21TPUSampler", "Wan21TPUVAEDecoder"):
+        (section,) = [section for section in sections if f"`{node_id}`" in section.splitlines()[0]]
+        rows = {line.split("`")[1]: line.split("|") for line in section.splitlines() if line.startswith("| `")}
+        assert list(rows) == [each["id"] for each in nodes[node_id]["inputs"]]
+        for each in nodes[node_id]["inputs"]:
+            _, _, default, values, _ = rows[each["id"]]
+            if each["type"] in ("INT", "FLOAT"):
+                upper = "2⁶⁴−1" if each["max"] == 2**64 - 1 else f"{each['max']:g}"
+                assert default.strip() == str(each["default"])
+                assert values.strip().startswith(f"{each['min']:g}–{upper}")
+        for each in nodes[node_id]["outputs"]:
+            assert re.search(rf"`{each['name']}` ?[(（]{each['type']}[)）]", section)
+
+
 def _row_name(line):
     match = re.match(r"\* `(\w+)`", line)
     return match and match[1]
