@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
-from comfy_tpu.comfy.run import NodeReport, start
+from comfy_tpu.comfy.run import NodeReport, at_rest, start
 from comfy_tpu.comfy.unloading import stand_in_line
 from comfy_tpu.pipeline.progress import Progress
 
@@ -50,6 +51,7 @@ class Host:
         """What is being computed, for the line that says so."""
         self._name = type(module).__name__
         self._report: NodeReport | None = None
+        self._step: int | None = None
         self._hosted: HostedModule = HostedModule(
             module,
             name=self._name,
@@ -69,8 +71,7 @@ class Host:
         comfy.model_management.throw_exception_if_processing_interrupted()
         start()
         stand_in_line()
-        context = get_executing_context()
-        self._report = NodeReport(context.node_id if context else None)
+        self._report = _report()
         try:
             return self._hosted(function, *args, **kwargs)
         except DeviceMemoryError as error:
@@ -84,6 +85,23 @@ class Host:
 
         return to_host(results)
 
+    @contextlib.contextmanager
+    def step(self, index: int, total: int) -> Iterator[None]:
+        """Around the calls of a sampler's step. Several calls may belong to one; the first announces it."""
+        if total and index != self._step:
+            self._report = _report()
+            self._tell(Progress("denoising", self.size, index, total))
+        self._step = index
+        try:
+            yield
+        except BaseException:
+            self._step = None
+            at_rest()
+            raise
+        if total and index == total - 1:
+            self._step = None
+            at_rest()
+
     def _on_event(self, event: ProgramEvent) -> None:
         if event.stage in ("compiling", "ready"):
             what = f"{event.program} at {self.size}" if self.size else event.program
@@ -92,6 +110,11 @@ class Host:
     def _tell(self, progress: Progress) -> None:
         if self._report is not None:
             self._report(progress)
+
+
+def _report() -> NodeReport:
+    context = get_executing_context()
+    return NodeReport(context.node_id if context else None)
 
 
 _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakref.WeakKeyDictionary()
