@@ -37,6 +37,8 @@ export class Activity extends Section {
     super.show()
     const { stage, what, done, total } = status.activity
     const running = stage !== "idle"
+    // A total of one is no progress to speak of: compiling, encoding a prompt.
+    const counted = total > 1
     const name = this.strings.get(`stage.${stage}`)
     const figures = running ? this.#figures(status) : ""
     setText(this.stage, name)
@@ -44,14 +46,14 @@ export class Activity extends Section {
     setText(this.figures, figures)
     setHidden(this.figures, !figures)
     setHidden(this.bar.root, !running)
-    this.bar.root.classList.toggle("comfy-tpu-bar-endless", running && !(total > 0))
-    this.bar.set([percent(done, total)], name, figures || name)
+    this.bar.root.classList.toggle("comfy-tpu-bar-endless", running && !counted)
+    this.bar.set([counted ? percent(done, total) : 0], name, figures || name)
   }
 
   #figures(status) {
     const { stage, done, total } = status.activity
     const figures = []
-    if (total > 0) {
+    if (total > 1) {
       // Loading counts bytes, everything else counts steps.
       const unit = stage === "loading" ? bytes : String
       figures.push(this.strings.get("progress", { done: unit(done), total: unit(total) }))
@@ -158,11 +160,9 @@ export class Compiled extends Section {
     const { stage, what } = status.activity
     const facts = []
     if (stage === "compiling") facts.push(["compiling_now", what || "…"])
-    facts.push(["programs", programs > 0 ? String(programs) : this.strings.get("none")])
-    if (programs > 0) {
-      facts.push(["from_cache", String(fromCache)])
-      facts.push(["compile_seconds", this.strings.get("seconds", { seconds: seconds(spent) })])
-    }
+    facts.push(["programs", String(programs)])
+    facts.push(["from_cache", String(fromCache)])
+    if (programs > 0) facts.push(["compile_seconds", this.strings.get("seconds", { seconds: seconds(spent) })])
     if (last) facts.push(["last_compiled", last])
     this.rows.set(facts.map(([key, value]) => [this.strings.get(key), value]))
   }
