@@ -9,6 +9,9 @@ from typing import Literal
 MESH_AXES = ("dp", "sp", "tp")
 """dp: batch and CFG branches; sp: sequence; tp: heads and columns. Every mesh has all three, of size 1 where unused."""
 
+DEMO_MODEL = "demo"
+"""The name of the model that comes with the package."""
+
 Platform = Literal["tpu", "gpu", "cpu"]
 
 

@@ -29,6 +29,7 @@ def torch_state() -> dict[str, Any]:
         "shown by": warnings.showwarning,
         "random": torch.get_rng_state().tolist(),
         "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
         "filters": list(warnings.filters),
         "functional": dict(vars(torch.nn.functional)),
     }
@@ -77,6 +78,19 @@ def test_torch_is_as_before(model: Callable[..., Any], around: str) -> None:
             assert model is not well_behaved
         assert torch_state() == before
     torch.testing.assert_close(run_traced(well_behaved, x), well_behaved(x))
+
+
+def test_a_trace_inside_inference_mode_is_like_any_other() -> None:
+    """ComfyUI runs every node inside one, and there `.to(dtype)` does not reach torch's modes."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.5).to(torch.long) + x.half().float()
+
+    with torch.inference_mode():
+        inside = run_traced(model, x)
+        assert torch.is_inference_mode_enabled()
+    torch.testing.assert_close(inside, run_traced(model, x))
+    torch.testing.assert_close(inside, model(x))
 
 
 def test_scopes_nest() -> None:

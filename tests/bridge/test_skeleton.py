@@ -57,3 +57,9 @@ def test_another_thread_builds_real_modules_meanwhile() -> None:
 
     assert build_skeleton(factory).weight.is_meta
     assert built[0].weight.device.type == "cpu"
+
+
+def test_a_skeleton_built_in_inference_mode_is_an_ordinary_one():
+    with torch.inference_mode():
+        module = build_skeleton(lambda: torch.nn.BatchNorm1d(3))
+    assert not any(tensor.is_inference() for tensor in [*module.parameters(), *module.buffers()])

@@ -1,5 +1,6 @@
 """Components: what a family says becomes a plan, slots and programs on the mesh."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,6 +13,7 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.residency import Residency, ResidencyEvent
 from comfy_tpu.config import ResidencyConfig, ShardingConfig
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
+from comfy_tpu.families.wan import TEXT_ENCODER
 from comfy_tpu.parallel.constraints import even_batch, evenly
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -76,6 +78,18 @@ def test_an_image_to_video_transformer_is_refused() -> None:
     model = small_models.transformer()
     with pytest.raises(UnsupportedError, match="image-to-video model; use a text-to-video one"):
         Component(model.spec, {**model.config, "image_dim": 8}, make_placement("single"), dtype=torch.float32)
+
+
+def test_a_library_that_cannot_be_imported_is_explained_by_its_first_failure() -> None:
+    def build(config: object) -> torch.nn.Module:
+        try:
+            raise RuntimeError("PyTorch and TorchAudio were compiled with different CUDA versions")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'UMT5EncoderModel'") from error
+
+    spec = dataclasses.replace(TEXT_ENCODER, build=build, heads=None)
+    with pytest.raises(UnsupportedError, match="text_encoder cannot be imported here .*different CUDA versions"):
+        Component(spec, {}, make_placement("dp1"), dtype=torch.float32)
 
 
 def test_a_dtype_that_is_no_float_is_refused() -> None:

@@ -63,7 +63,14 @@ def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
     """Torch code in the block runs on the environment's tensors. Everything of torch's state is put back afterwards."""
     from comfy_tpu.bridge.environment import environment
 
-    with _tracing, _torch_state_kept(), torch.no_grad(), quiet(), jax.default_matmul_precision("highest"):
+    with (
+        _tracing,
+        _torch_state_kept(),
+        torch.inference_mode(False),  # in it, which is where ComfyUI runs nodes, `.to(dtype)` does not reach our modes
+        torch.no_grad(),
+        quiet(),
+        jax.default_matmul_precision("highest"),
+    ):
         # "highest" makes float32 mean float32, as in torch: left to itself JAX multiplies float32 in bfloat16 on a TPU.
         # Products of bfloat16 are the same either way.
         _active.contexts.append(context)

@@ -44,6 +44,11 @@ def build_skeleton(factory: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
     Buffers that a checkpoint does not hold (persistent=False) become constants of the programs traced from it.
     """
+    with torch.inference_mode(False):  # a module built inside one could not be used outside of it
+        return _emptied(factory)
+
+
+def _emptied(factory: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     with _random_state_kept(), torch.no_grad(), _EmptyOnMeta():
         module = factory()
     emptied: dict[int, torch.nn.Parameter] = {}

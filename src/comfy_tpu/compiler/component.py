@@ -20,7 +20,7 @@ from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_counts, stack_layers
 from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig, ShardingConfig
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings
@@ -68,7 +68,7 @@ class Component:
         self.spec = spec
         self.placement = placement
         self._cache = cache
-        self.module = build_skeleton(lambda: spec.build(config))
+        self.module = build_skeleton(lambda: _build(spec, config))
         if scan:
             stack_layers(self.module, spec.stacks)
         shapes, sources = self._shapes(dtype)
@@ -116,3 +116,17 @@ class Component:
         """A program over this component's weights; `options` are those of `Program`."""
         name = f"{self.spec.name}.{method_name(method)}"
         return Program(self.module, context=self.context, method=method, name=name, cache=self._cache, **options)
+
+
+def _build(spec: ComponentSpec, config: Mapping[str, Any]) -> torch.nn.Module:
+    try:
+        return spec.build(config)
+    except ImportError as error:
+        # transformers imports lazily, and says only that it could not: the first failure underneath is the reason.
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__ or cause
+        raise UnsupportedError(
+            f"the library of the {spec.name} cannot be imported here ({type(cause).__name__}: {cause}); mend that "
+            "package, or remove it if nothing needs it"
+        ) from error

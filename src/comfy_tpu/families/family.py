@@ -56,6 +56,9 @@ class VideoFamily:
     """Pixels a latent has on a side."""
     temporal_scale: int
     """Frames a latent has, except the first."""
+    latent_statistics: Callable[[Mapping[str, Any]], tuple[list[float], list[float]]]
+    """The VAE's configuration -> mean and standard deviation of its latents, by channel. The transformer's latents are
+    the VAE's, less the mean, over the deviation."""
     clean_prompt: Callable[[str], str]
     encode_text: Callable[..., torch.Tensor]
     """(module, input_ids, attention_mask) -> [batch, tokens, features], zeros where there is no token."""

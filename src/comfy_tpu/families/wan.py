@@ -152,6 +152,10 @@ VAE = ComponentSpec(
 )
 
 
+def latent_statistics(config: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    return config["latents_mean"], config["latents_std"]
+
+
 def clean_prompt(text: str) -> str:
     """As diffusers' Wan pipeline does, so that the same prompt is the same tokens."""
     import ftfy
@@ -184,8 +188,7 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
     """[batch, channels, 1, height, width] of the transformer's latents -> one frame if it is the first, else four."""
     dtype = module.post_quant_conv.weight.dtype
     shape = (1, -1, 1, 1, 1)
-    mean = torch.tensor(module.config.latents_mean, device=latent.device).view(shape)
-    std = torch.tensor(module.config.latents_std, device=latent.device).view(shape)
+    mean, std = (torch.tensor(x, device=latent.device).view(shape) for x in latent_statistics(module.config))
     # diffusers writes "Rep" where an upsampling saw only the first frame; every other place is filled by then.
     if cache is None:
         slots: list[Any] = [None] * sum(isinstance(part, torch.nn.Conv3d) for part in module.decoder.modules())
@@ -239,6 +242,7 @@ WAN21 = VideoFamily(
     schedulers={"unipc": _unipc, "euler": _euler, "dpm++": _dpm},
     spatial_scale=8,
     temporal_scale=4,
+    latent_statistics=latent_statistics,
     clean_prompt=clean_prompt,
     encode_text=encode_text,
     prompt_cache=prompt_cache,

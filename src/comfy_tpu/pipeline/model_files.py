@@ -12,12 +12,11 @@ from typing import Any
 
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.registry import family_of
 
-DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
@@ -31,18 +30,21 @@ class ModelFiles:
     family: VideoFamily
 
     @classmethod
-    def open(cls, model: str | Path) -> ModelFiles:
-        """ "demo", a directory, or the id of a model on the hub, which is then downloaded or found in its cache."""
+    def open(cls, model: str | Path, *, name: str | None = None) -> ModelFiles:
+        """ "demo", a directory, or the id of a model on the hub, which is then downloaded or found in its cache.
+
+        `name` is what the model is called in labels and messages, instead of `model` itself.
+        """
         directory = _find(str(model))
         index = _read_json(directory / "model_index.json")
         family = family_of(str(index.get("_class_name")))
-        files = cls(str(model), directory, family)
+        files = cls(name or str(model), directory, family)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
         if not (directory / "tokenizer").is_dir():
             missing.append("tokenizer")
         if missing:
             raise CheckpointError(
-                f"model={model} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
+                f"model={files.name} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
                 f"{', '.join(spec.name for spec in family.components)} and tokenizer: download it again"
             )
         for spec in family.components:
@@ -132,8 +134,8 @@ def _digest_tensors(path: Path, digest: Any) -> None:
 
 def _find(model: str) -> Path:
     if not model:
-        raise InvalidValueError(f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO}"')
-    if model == DEMO:
+        raise InvalidValueError(f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO_MODEL}"')
+    if model == DEMO_MODEL:
         return DEMO_DIRECTORY
     if Path(model).is_dir():
         return Path(model)
@@ -141,7 +143,9 @@ def _find(model: str) -> Path:
         raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout")
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return _download(model)
-    raise InvalidValueError(f'model={model} is not a directory; give one, a hub id such as "owner/name", or "{DEMO}"')
+    raise InvalidValueError(
+        f'model={model} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
+    )
 
 
 def _download(model: str) -> Path:

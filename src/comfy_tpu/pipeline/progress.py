@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Stage = Literal["loading", "compiling", "encoding", "denoising", "decoding"]
 
@@ -19,6 +22,9 @@ class Progress:
     """Bytes while loading, steps while denoising, latent frames while decoding, 1 otherwise."""
     from_cache: bool = False
     """With a finished "compiling": the persistent cache had the program."""
+    preview: Callable[[], torch.Tensor] | None = None
+    """After a step: fetches the first frame's latents as the model sees them finished, [1, channels, 1, height, width]
+    in the transformer's scale. Only while the listener runs: the next step takes over their memory."""
 
 
 Listener = Callable[[Progress], None]

@@ -9,6 +9,7 @@ step and every scheduler, and no scheduler is written again here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,14 @@ _TOLERANCE = 2e-6
 class Schedule:
     timesteps: np.ndarray
     """float32 [steps]: what the transformer is told."""
+    sigmas: np.ndarray
+    """float32 [steps]: how much of the sample is noise when the step begins."""
     coefficients: np.ndarray
     """float32 [steps, 2 * HISTORY]: weights of the last samples, newest first, then of the last outputs."""
+
+    def rows(self) -> Iterator[tuple[float, float, np.ndarray]]:
+        """Timestep, sigma and coefficients of each step."""
+        return zip(self.timesteps.tolist(), self.sigmas.tolist(), self.coefficients, strict=True)
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -48,7 +55,10 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
         after = scheduler.step(outputs[-1][None], timestep, samples[-1][None], return_dict=False)[0][0]
         table.append(_weights(after.double(), samples, outputs, scheduler))
         samples.append(after.double())
-    return Schedule(timesteps.numpy().astype(np.float32), np.array(table, np.float32))
+    sigmas = scheduler.sigmas[: len(timesteps)]
+    return Schedule(
+        timesteps.numpy().astype(np.float32), sigmas.numpy().astype(np.float32), np.array(table, np.float32)
+    )
 
 
 def _weights(

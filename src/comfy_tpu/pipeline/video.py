@@ -68,6 +68,7 @@ class VideoPipeline:
         cls,
         model: str | Path = "demo",
         *,
+        name: str | None = None,
         mesh: str = "auto",
         platform: str = "auto",
         dtype: str = "auto",
@@ -76,10 +77,13 @@ class VideoPipeline:
         residency: Residency | None = None,
         on_progress: Listener = ignore,
     ) -> VideoPipeline:
-        """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU."""
+        """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU.
+
+        `name` is what the model is called in labels and messages, instead of `model` itself.
+        """
         if dtype not in ("auto", *DTYPES):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
-        files = ModelFiles.open(model)
+        files = ModelFiles.open(model, name=name)
         placement = make_placement(mesh, platform=platform)
         chosen = DTYPES["float32" if placement.platform == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
         return cls(
@@ -161,6 +165,33 @@ class VideoPipeline:
                 self._tell("decoding", self._size, index + 1, total)
                 yield part
 
+    def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as `denoise` gives them, in the scale in which the VAE itself makes and reads them."""
+        mean, deviation = self._latent_statistics()
+        return latents * deviation + mean
+
+    def from_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
+        """The VAE's own latents, as `decode` wants them."""
+        mean, deviation = self._latent_statistics()
+        return (latents - mean) / deviation
+
+    def latent_settings(self, latents: torch.Tensor, **chosen: Any) -> GenerationSettings:
+        """The settings that latents of this shape were made with, as far as their shape tells."""
+        channels = self._files.config(self.family.transformer)["in_channels"]
+        if latents.ndim != 5 or latents.shape[1] != channels:
+            raise InvalidValueError(
+                f"latents have shape {tuple(latents.shape)}, expected (videos, {channels}, frames, height, width): "
+                "those of another model; decode with the model they were made with"
+            )
+        videos, _, frames, height, width = latents.shape
+        return self.settings(
+            num_videos=videos,
+            num_frames=(frames - 1) * self.family.temporal_scale + 1,
+            height=height * self.family.spatial_scale,
+            width=width * self.family.spatial_scale,
+            **chosen,
+        )
+
     def generate(self, prompt: str, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """All three stages; frames as `decode` gives them."""
         return self.decode(self.denoise(self.encode(prompt, settings), settings), settings)
@@ -186,18 +217,19 @@ class VideoPipeline:
         with self._weights(spec) as weights:
             weights = {**weights, **prepare(weights, text=text)}
             self._tell("denoising", self._size, 0, len(schedule))
-            for index, (timestep, row) in enumerate(zip(schedule.timesteps, schedule.coefficients, strict=True)):
+            for index, (timestep, sigma, row) in enumerate(schedule.rows()):
                 samples, outputs = step(
                     weights,
                     samples=samples,
                     outputs=outputs,
                     coefficients=torch.from_numpy(row),
-                    timestep=torch.tensor([timestep]),
+                    timestep=torch.tensor([timestep], dtype=torch.float32),
                     guidance_scale=torch.tensor(settings.guidance_scale, dtype=torch.float32),
                     guided=guided,
                 )
                 samples[0].block_until_ready()  # so that a step that is announced is done, and Ctrl-C is heard between
-                self._tell("denoising", self._size, index + 1, len(schedule))
+                preview = functools.partial(_finished, samples[1], outputs[0], sigma)
+                self._tell("denoising", self._size, index + 1, len(schedule), preview)
         return samples[0]
 
     @functools.cached_property
@@ -237,6 +269,10 @@ class VideoPipeline:
             )
         if not bool(torch.isfinite(latents).all()):
             raise InvalidValueError("latents hold NaN or infinity; denoise again, with other settings or in float32")
+
+    def _latent_statistics(self) -> list[torch.Tensor]:
+        config = self._files.config(self.family.vae)
+        return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.family.latent_statistics(config)]
 
     def _component(self, spec: ComponentSpec) -> Component:
         if spec.name not in self._components:
@@ -281,8 +317,15 @@ class VideoPipeline:
                 )
             )
 
-    def _tell(self, stage: Stage, what: str, done: int, total: int) -> None:
-        self.on_progress(Progress(stage, what, done, total))
+    def _tell(
+        self, stage: Stage, what: str, done: int, total: int, preview: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self.on_progress(Progress(stage, what, done, total, preview=preview))
+
+
+def _finished(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
+    """The first frame as the model sees it without its noise: what a flow's velocity points to."""
+    return to_host(sample[:1, :, :1] - sigma * velocity[:1, :, :1])
 
 
 def _size(settings: GenerationSettings) -> str:

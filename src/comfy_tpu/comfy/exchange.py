@@ -1,0 +1,72 @@
+"""ComfyUI's types to ours and back. What goes out is plain host data: CPU tensors, nothing of ours inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from comfy_api.latest import InputImpl, Types
+
+from comfy_tpu.errors import InvalidValueError
+
+Conditioning = list[list[Any]]
+Latent = dict[str, Any]
+
+
+def to_conditioning(embeds: torch.Tensor) -> Conditioning:
+    """float32, as ComfyUI's own encoders give it on a CPU; bfloat16 values survive that unchanged."""
+    return [[embeds.float(), {}]]
+
+
+def from_conditioning(name: str, conditioning: Any, tokens: int) -> torch.Tensor:
+    """[1, tokens or more, features]. Shorter texts are filled up with zeros, which is what the model was trained on."""
+    try:
+        entries = [(entry[0], entry[1]) for entry in conditioning]
+    except (TypeError, IndexError, KeyError):
+        raise InvalidValueError(
+            f"{name} is not a CONDITIONING; connect a text encoder such as Wan 2.1 Text Encoder (TPU)"
+        ) from None
+    if len(entries) != 1:
+        raise InvalidValueError(
+            f"{name} holds {len(entries)} prompts, expected one; prompts that were combined, or limited to areas or "
+            "steps, are not read here: write them as one"
+        )
+    embeds = entries[0][0]
+    if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
+        got = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
+        raise InvalidValueError(f"{name} holds {got}, expected (1, tokens, features) of one prompt")
+    missing = max(tokens - embeds.shape[1], 0)
+    return torch.nn.functional.pad(embeds.detach().cpu().float(), (0, 0, 0, missing))
+
+
+def to_latent(samples: torch.Tensor) -> Latent:
+    return {"samples": samples}
+
+
+def from_latent(name: str, latent: Any) -> torch.Tensor:
+    samples = latent.get("samples") if isinstance(latent, dict) else None
+    if not isinstance(samples, torch.Tensor):
+        raise InvalidValueError(f"{name} is not a LATENT; connect a sampler or a VAE Encode")
+    if samples.ndim == 4:  # pictures, as other samplers give them: a video of one frame each
+        samples = samples.unsqueeze(2)
+    return samples.detach().cpu().float()
+
+
+def to_images(parts: Iterable[torch.Tensor], frames: int) -> torch.Tensor:
+    """[videos * frames, height, width, 3] of parts [videos, t, height, width, 3]; each part is let go as it is read."""
+    images: torch.Tensor | None = None
+    done = 0
+    for part in parts:
+        if images is None:
+            images = torch.empty((part.shape[0], frames, *part.shape[2:]), dtype=torch.float32)
+        images[:, done : done + part.shape[1]] = part
+        done += part.shape[1]
+    assert images is not None
+    assert done == frames
+    return images.flatten(0, 1)
+
+
+def to_video(images: torch.Tensor, fps: float) -> Any:
+    return InputImpl.VideoFromComponents(Types.VideoComponents(images=images, frame_rate=Fraction(fps)))

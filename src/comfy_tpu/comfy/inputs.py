@@ -1,0 +1,153 @@
+"""Inputs and outputs that several nodes share, each defined once: range, default, tooltip.
+
+Ranges and defaults are those of the node table in docs/comfyui.md; a model may allow more, from a shell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from comfy_tpu.comfy.models import HUB_MODELS, model_choices
+from comfy_tpu.config import GenerationSettings
+
+SIZE_MIN, SIZE_MAX, SIZE_STEP = 256, 1280, 16
+FRAMES_MIN, FRAMES_MAX, FRAMES_STEP = 17, 121, 4
+SCHEDULERS = ["unipc", "euler", "dpm++"]
+
+_DEFAULTS = GenerationSettings()
+
+
+def prompt() -> io.Input:
+    return io.String.Input(
+        "prompt", multiline=True, dynamic_prompts=True, tooltip="What the video should show, in English or Chinese."
+    )
+
+
+def negative_prompt() -> io.Input:
+    return io.String.Input(
+        "negative_prompt",
+        multiline=True,
+        dynamic_prompts=True,
+        default=_DEFAULTS.negative_prompt,
+        tooltip="What the video should not show. Has an effect where guidance_scale is over 1.",
+    )
+
+
+def prompt_embeds() -> io.Input:
+    return io.Conditioning.Input(
+        "prompt_embeds",
+        tooltip="The prompt, from Wan 2.1 Text Encoder (TPU) or from ComfyUI's CLIP Text Encode with Wan's encoder.",
+    )
+
+
+def negative_prompt_embeds() -> io.Input:
+    return io.Conditioning.Input(
+        "negative_prompt_embeds", tooltip="The negative prompt. Not used where guidance_scale is 1 or less."
+    )
+
+
+def sampling() -> list[io.Input]:
+    """Height to flow_shift, in the order of the node table."""
+    return [
+        io.Int.Input("height", tooltip=_size_tooltip("Height"), **_size_range(_DEFAULTS.height)),
+        io.Int.Input("width", tooltip=_size_tooltip("Width"), **_size_range(_DEFAULTS.width)),
+        io.Int.Input(
+            "num_frames",
+            default=_DEFAULTS.num_frames,
+            min=FRAMES_MIN,
+            max=FRAMES_MAX,
+            step=FRAMES_STEP,
+            tooltip="Frames of the video: 4n+1. 81 frames at 16 frames a second are 5 seconds.",
+        ),
+        io.Int.Input(
+            "num_inference_steps",
+            default=_DEFAULTS.num_inference_steps,
+            min=1,
+            max=100,
+            tooltip="Denoising steps. Fewer are faster, more are finer; below 20 motion suffers.",
+        ),
+        io.Float.Input(
+            "guidance_scale",
+            default=_DEFAULTS.guidance_scale,
+            min=0.0,
+            max=20.0,
+            step=0.1,
+            tooltip="How closely to follow the prompt. At 1 or less the negative prompt is not used: half the work.",
+        ),
+        io.Int.Input(
+            "seed",
+            default=_DEFAULTS.seed,
+            min=0,
+            max=2**64 - 1,
+            control_after_generate=True,
+            tooltip="The same seed with the same settings is the same video, on any number of chips.",
+        ),
+        io.Float.Input(
+            "flow_shift",
+            default=_DEFAULTS.flow_shift,
+            min=1.0,
+            max=10.0,
+            step=0.1,
+            tooltip="How long to stay at high noise: 5.0 for 720P, 3.0 for 480P.",
+        ),
+    ]
+
+
+def latents() -> io.Input:
+    return io.Latent.Input(
+        "latents", tooltip="From Wan 2.1 TPU Sampler, or from any ComfyUI sampler or VAE Encode of Wan 2.1."
+    )
+
+
+def fps() -> io.Input:
+    return io.Int.Input(
+        "fps", default=_DEFAULTS.fps, min=1, max=240, tooltip="Frames a second of the video. Wan 2.1 was trained at 16."
+    )
+
+
+def model_id() -> io.Input:
+    return io.Combo.Input(
+        "model_id",
+        options=model_choices(),
+        default=HUB_MODELS[0],
+        tooltip="A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's "
+        "models/diffusers; or demo, a small model that comes with the pack and draws moving shapes at 64×64.",
+    )
+
+
+def scheduler() -> io.Input:
+    return io.Combo.Input(
+        "scheduler",
+        options=SCHEDULERS,
+        default=_DEFAULTS.scheduler,
+        optional=True,
+        tooltip="The solver. unipc is Wan's own; euler is the plainest; dpm++ is the multistep one.",
+    )
+
+
+def frame_outputs() -> list[io.Output]:
+    return [
+        io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
+        io.Float.Output("fps_out", display_name="fps", tooltip="Frames a second, for whoever makes a video of them."),
+        io.Video.Output("video", tooltip="The same frames as a video, for Save Video."),
+    ]
+
+
+def frames_problem(num_frames: Any) -> str | None:
+    """What is wrong with a typed num_frames, in a sentence. ComfyUI checks ranges itself, but knows no 4n+1."""
+    if not FRAMES_MIN <= num_frames <= FRAMES_MAX:
+        return f"num_frames={num_frames} is outside {FRAMES_MIN} to {FRAMES_MAX}"
+    if (num_frames - 1) % FRAMES_STEP:
+        below = (num_frames - 1) // FRAMES_STEP * FRAMES_STEP + 1
+        return f"num_frames={num_frames} is not {FRAMES_STEP}n+1; use {below} or {below + FRAMES_STEP}"
+    return None
+
+
+def _size_range(default: int) -> dict[str, int]:
+    return {"default": default, "min": SIZE_MIN, "max": SIZE_MAX, "step": SIZE_STEP}
+
+
+def _size_tooltip(side: str) -> str:
+    return f"{side} in pixels, a multiple of {SIZE_STEP}. 720P is 1280×720, 480P is 848×480. demo always draws 64×64."

@@ -1,0 +1,87 @@
+"""Which models a node offers, and one pipeline per model for the life of the server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import folder_paths
+
+from comfy_tpu.config import DEMO_MODEL
+from comfy_tpu.errors import InvalidValueError, listed
+
+if TYPE_CHECKING:
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+HUB_MODELS = ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+"""The first is every node's default."""
+
+_PIPELINE_CLASSES = ("WanPipeline",)
+_FOLDER = "diffusers"
+_DEPTH = 2
+"""models/diffusers/NAME, or models/diffusers/OWNER/NAME as the hub names it."""
+
+_Stamp = tuple[tuple[str, int, int], ...]
+_pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
+_lock = threading.Lock()
+
+
+def model_choices() -> list[str]:
+    """Hub models, the demo model, and every directory in diffusers' layout that ComfyUI's model folders hold."""
+    return [*HUB_MODELS, DEMO_MODEL, *(name for name in sorted(_local_models()) if name not in HUB_MODELS)]
+
+
+def open_pipeline(model_id: str) -> VideoPipeline:
+    """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice."""
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+    local = _local_models()
+    if model_id not in (*HUB_MODELS, DEMO_MODEL, *local):
+        raise InvalidValueError(
+            f"model_id={model_id!r} is not a model that is known here; choose from {listed(model_choices())}, or put "
+            "a model in diffusers' layout into ComfyUI's models/diffusers"
+        )
+    place = local.get(model_id)
+    stamp = _stamp(place) if place else ()
+    with _lock:
+        known = _pipelines.get(model_id)
+        if known is None or known[0] != stamp:
+            _pipelines[model_id] = stamp, VideoPipeline.open(place or model_id, name=model_id)
+        return _pipelines[model_id][1]
+
+
+def _local_models() -> dict[str, Path]:
+    models: dict[str, Path] = {}
+    for root in folder_paths.get_folder_paths(_FOLDER):
+        for directory in _directories(Path(root), _DEPTH):
+            if _pipeline_class(directory) in _PIPELINE_CLASSES:
+                models.setdefault(directory.relative_to(root).as_posix(), directory)
+    return {name: path for name, path in models.items() if name != DEMO_MODEL}
+
+
+def _directories(root: Path, depth: int) -> Iterator[Path]:
+    try:
+        inside = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError:  # not there, or not ours to read
+        return
+    for directory in inside:
+        yield directory
+        if depth > 1:
+            yield from _directories(directory, depth - 1)
+
+
+def _pipeline_class(directory: Path) -> str | None:
+    try:
+        index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return index.get("_class_name") if isinstance(index, dict) else None
+
+
+def _stamp(directory: Path) -> _Stamp:
+    """Changes when a file of the model is replaced, without reading any."""
+    files = sorted(path for path in directory.glob("*/*") if path.is_file())
+    return tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files)

@@ -1,0 +1,59 @@
+"""The one route of the pack, for the device panel, and the event that carries the same."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+
+from aiohttp import web
+from comfy.cli_args import args
+from server import PromptServer
+
+from comfy_tpu.comfy.status import STATUS
+
+PATH = "/comfy_tpu/status"
+EVENT = "comfy_tpu.status"
+
+_SECONDS_BETWEEN = 0.1
+
+_lock = threading.Lock()
+_last_sent = 0.0
+
+
+def add_routes() -> None:
+    PromptServer.instance.routes.get(PATH)(_get_status)
+
+
+def announce(*, now: bool = False) -> None:
+    """Send every browser the status; at most ten times a second unless it must be `now`. From any thread."""
+    global _last_sent
+    with _lock:
+        moment = time.monotonic()
+        if not now and moment - _last_sent < _SECONDS_BETWEEN:
+            return
+        _last_sent = moment
+    PromptServer.instance.send_sync(EVENT, STATUS.snapshot())
+
+
+async def _get_status(request: web.Request) -> web.Response:
+    if not _is_own_address(request.url.host or "", args.listen):
+        return web.json_response({"error": "this address is not the server's own"}, status=403)
+    return web.json_response(STATUS.snapshot())
+
+
+def _is_own_address(host: str, listen: str) -> bool:
+    """A server on loopback is asked by a loopback name. Any other comes from a page that gave us its own name (DNS
+    rebinding). Whoever opens the server to a network decides on its names."""
+    if not all(_is_loopback(address) for address in listen.split(",")):
+        return True
+    return _is_loopback(host)
+
+
+def _is_loopback(name: str) -> bool:
+    if name.strip().lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip()).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,100 @@
+"""A node at work: its pipeline, and a listener that shows progress on the node and hears Cancel."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import comfy.latent_formats
+import comfy.model_management
+import comfy.utils
+import latent_preview
+import torch
+from comfy_execution.utils import get_executing_context
+from server import PromptServer
+
+from comfy_tpu.comfy.models import open_pipeline
+from comfy_tpu.comfy.routes import announce
+from comfy_tpu.comfy.status import STATUS
+from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.pipeline.progress import Progress, ignore
+
+if TYPE_CHECKING:
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+logger = logging.getLogger(__name__)
+
+_TEXT_SECONDS = 0.1
+"""Between two lines of text on a node; loading would otherwise send one for each tensor."""
+
+_turn = threading.RLock()
+"""ComfyUI runs one node at a time, but nothing forbids another thread to call one."""
+
+
+@contextlib.contextmanager
+def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipeline]:
+    """The model's pipeline, reporting to the node that runs now. `stages`: what its bar counts, with totals."""
+    context = get_executing_context()
+    report = _Report(context.node_id if context else None, stages)
+    with _turn:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        pipeline = open_pipeline(model_id)
+        _start()
+        stand_in_line()
+        pipeline.on_progress = report
+        try:
+            yield pipeline
+        finally:
+            pipeline.on_progress = ignore
+            STATUS.rest()
+            announce(now=True)
+
+
+@functools.cache
+def _start() -> None:
+    from comfy_tpu.compiler.residency import shared_residency
+
+    STATUS.start()
+    shared_residency().listen(lambda event: announce(now=True))  # a Free between two prompts, above all
+
+
+class _Report:
+    def __init__(self, node: str | None, stages: Mapping[str, int]) -> None:
+        self._node = node
+        self._stages = stages
+        self._bar = comfy.utils.ProgressBar(sum(stages.values()), node_id=node)
+        self._previewer = latent_preview.get_previewer(torch.device("cpu"), comfy.latent_formats.Wan21())
+        self._said, self._said_at = "", 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        # Raising here ends the run: that is how Cancel takes effect within a step.
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        STATUS.note(progress, self._node)
+        self._say(STATUS.text(), hurry=progress.stage != "loading" or progress.done in (0, progress.total))
+        if progress.stage in self._stages:
+            self._bar.update_absolute(self._done(progress), preview=self._picture(progress))
+        announce(now=progress.done in (0, progress.total))
+
+    def _done(self, progress: Progress) -> int:
+        """Of the whole bar: the stages before this one, and what is done of this."""
+        names = list(self._stages)
+        before = sum(self._stages[name] for name in names[: names.index(progress.stage)])
+        return before + progress.done
+
+    def _picture(self, progress: Progress) -> object:
+        if self._previewer is None or progress.preview is None:
+            return None
+        return self._previewer.decode_latent_to_preview_image("JPEG", progress.preview())
+
+    def _say(self, text: str, *, hurry: bool) -> None:
+        now = time.monotonic()
+        if self._node is None or text == self._said or (not hurry and now - self._said_at < _TEXT_SECONDS):
+            return
+        self._said, self._said_at = text, now
+        server = PromptServer.instance
+        server.send_progress_text(text, self._node, server.client_id)

@@ -1,0 +1,186 @@
+"""What the devices are doing: kept from a pipeline's progress, told as a line on the node and as data for the panel."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from comfy_tpu.pipeline.progress import Progress
+
+_RECENT_STEPS = 8
+_IDLE: dict[str, Any] = {"stage": "idle", "what": "", "done": 0, "total": 0, "node": None}
+
+
+class Status:
+    """Written by the thread that runs nodes, read by the server's."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._started = False
+        self._activity = _IDLE
+        self._steps: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self._mark = 0.0
+        self._compiling_since = 0.0
+        self._compiled: dict[str, Any] = {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None}
+
+    def start(self) -> None:
+        """JAX runs in this process from now on, so its devices may be asked."""
+        with self._lock:
+            self._started = True
+
+    def note(self, progress: Progress, node: str | None) -> None:
+        with self._lock:
+            now = self._clock()
+            if progress.stage == "denoising" and progress.done:
+                self._steps.append(now - self._mark)
+            elif progress.stage == "denoising":
+                self._steps.clear()
+            elif progress.stage == "compiling":
+                self._note_program(progress, now)
+            # Whatever else happens between two steps is not a step's time: a compilation in the first one above all.
+            self._mark = now
+            self._activity = {
+                "stage": progress.stage,
+                "what": progress.what,
+                "done": progress.done,
+                "total": progress.total,
+                "node": node,
+            }
+
+    def rest(self) -> None:
+        """The node is done, or failed."""
+        with self._lock:
+            self._activity = _IDLE
+
+    def text(self) -> str:
+        """What is going on, in a line."""
+        with self._lock:
+            return _sentence(self._activity, self._step_seconds())
+
+    def snapshot(self) -> dict[str, Any]:
+        """As docs/comfyui.md describes it. Asks the devices only where JAX has started already, and starts nothing."""
+        with self._lock:
+            step, activity = self._step_seconds(), self._activity
+            denoising = activity["stage"] == "denoising" and step is not None
+            document: dict[str, Any] = {
+                "schema": 1,
+                "started": self._started,
+                "platform": None,
+                "devices": [],
+                "resident": [],
+                "activity": dict(activity),
+                "step_seconds": step,
+                "eta_seconds": step * (activity["total"] - activity["done"]) if denoising and step else None,
+                "compiled": dict(self._compiled),
+            }
+        return document | _devices() if document["started"] else document
+
+    def report(self) -> str:
+        """The snapshot in words."""
+        now = self.snapshot()
+        count = len(now["devices"])
+        lines = [f"{count} {now['platform']} device{'' if count == 1 else 's'}"]
+        lines += [_device_line(device) for device in now["devices"]]
+        lines += [f"resident: {entry['label']}, {_bytes(entry['bytes_per_device'])}" for entry in now["resident"]]
+        if not now["resident"]:
+            lines.append("resident: nothing")
+        compiled = now["compiled"]
+        lines.append(
+            f"programs: {compiled['programs']} compiled in {compiled['seconds']:.1f} s, "
+            f"{compiled['from_cache']} from the cache"
+        )
+        if now["step_seconds"] is not None:
+            lines.append(f"last steps: {now['step_seconds']:.2f} s each")
+        return "\n".join(lines)
+
+    def _note_program(self, progress: Progress, now: float) -> None:
+        if not progress.done:
+            self._compiling_since = now
+            return
+        counter = "from_cache" if progress.from_cache else "programs"
+        self._compiled[counter] += 1
+        if not progress.from_cache:
+            self._compiled["seconds"] += now - self._compiling_since
+            self._compiled["last"] = progress.what
+
+    def _step_seconds(self) -> float | None:
+        return statistics.median(self._steps) if self._steps else None
+
+
+def _sentence(activity: dict[str, Any], step: float | None) -> str:
+    stage, what, done, total = (activity[name] for name in ("stage", "what", "done", "total"))
+    if stage == "loading":
+        return f"loading {what} {_size(done, total)}"
+    if stage == "compiling":
+        size = what.partition(" at ")[2]
+        return f"compiling (first run{f' at {size}' if size else ''})"
+    if stage == "encoding":
+        return "encoding the prompt"
+    if stage == "denoising":
+        timing = f" · {step:.2f} s/step · {_clock_time(step * (total - done))} left" if step is not None else ""
+        return f"{what} · step {done}/{total}{timing}"
+    if stage == "decoding":
+        return f"{what} · decoding {done}/{total}"
+    return ""
+
+
+def _size(done: int, total: int) -> str:
+    unit, name = _unit(total)
+    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
+
+
+def _bytes(count: int) -> str:
+    unit, name = _unit(count)
+    return f"{count / unit:.1f} {name}"
+
+
+def _unit(count: int) -> tuple[float, str]:
+    return (1e9, "GB") if count >= 1e8 else (1e6, "MB")
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    memory = f"weights {_bytes(device['weights_bytes'])}"
+    if device["used_bytes"] is not None and device["limit_bytes"]:
+        memory += f", in use {_bytes(device['used_bytes'])} of {_bytes(device['limit_bytes'])}"
+    return f"{device['id']}: {device['kind']}, {memory}"
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    from comfy_tpu.compiler.residency import shared_residency
+
+    residency = shared_residency()
+    weights = residency.bytes_per_device()
+    devices = []
+    for device in jax.local_devices():
+        memory = device.memory_stats() or {}  # a CPU has none
+        devices.append(
+            {
+                "id": device.id,
+                "kind": device.device_kind,
+                "weights_bytes": weights.get(device, 0),
+                "used_bytes": memory.get("bytes_in_use"),
+                "limit_bytes": memory.get("bytes_limit"),
+            }
+        )
+    resident = [
+        {"label": entry.label, "bytes_per_device": entry.bytes_per_device, "in_use": entry.in_use}
+        for entry in residency.entries()
+    ]
+    return {"platform": jax.default_backend(), "devices": devices, "resident": resident}
+
+
+STATUS = Status()
+"""Of this process."""

@@ -1,0 +1,62 @@
+"""The pictures that ComfyUI's template browser shows for example_workflows/: frames of the demo model over the nodes.
+
+python -m tools.thumbnails example_workflows
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from comfy_tpu.pipeline.video import VideoPipeline
+
+# By workflow: what the frames show, and its nodes from left to right (ours with a star).
+PICTURES = {
+    "wan21_tpu_demo": ("a red circle moving right on a black background", "Encoder* Sampler* Decoder* Video"),
+    "wan21_tpu_basic": ("an orange circle growing on a brown background", "Encoder* Sampler* Decoder* Video"),
+    "wan21_tpu_full_pipeline": ("a blue square growing on a white background", "Full_Pipeline* Video"),
+    "wan21_tpu_videohelpersuite": ("a cyan star moving down on a black background", "Encoder* Sampler* Decoder* VHS"),
+    "wan21_tpu_native_vae": ("a green triangle moving up on a gray background", "Encoder* Sampler* VAE_Decode Video"),
+    "wan21_native_tpu_vae": ("a purple square moving left on a gray background", "CLIP KSampler Decoder* Video"),
+}
+WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14
+SHOWN = (1, 8, 15)
+BACKGROUND, OURS, STOCK, WORDS = "#16181d", "#2f6fdd", "#3c414b", "#ffffff"
+
+
+def picture(frames: torch.Tensor, nodes: str) -> Image.Image:
+    image = Image.new("RGB", (WIDTH, HEIGHT), BACKGROUND)
+    left = (WIDTH - len(SHOWN) * CELL - (len(SHOWN) - 1) * MARGIN) // 2
+    for place, number in enumerate(SHOWN):
+        frame = Image.fromarray(frames[number].mul(255).round().byte().numpy())
+        image.paste(frame.resize((CELL, CELL), Image.Resampling.LANCZOS), (left + place * (CELL + MARGIN), 30))
+    _draw_nodes(ImageDraw.Draw(image), nodes.split(), left)
+    return image
+
+
+def _draw_nodes(draw: ImageDraw.ImageDraw, nodes: list[str], left: int) -> None:
+    gap, top, bottom = 34, 262, 322
+    width = (WIDTH - 2 * left - gap * (len(nodes) - 1)) / len(nodes)
+    middle = (top + bottom) / 2
+    for place, node in enumerate(nodes):
+        x = left + place * (width + gap)
+        draw.rounded_rectangle((x, top, x + width, bottom), 10, fill=OURS if node.endswith("*") else STOCK)
+        label = node.rstrip("*").replace("_", " ")
+        font = ImageFont.load_default(19)
+        draw.text((x + width / 2, middle), label, fill=WORDS, font=font, anchor="mm")
+        if place:
+            draw.line((x - gap + 4, middle, x - 8, middle), fill=WORDS, width=3)
+            draw.polygon([(x - 4, middle), (x - 13, middle - 6), (x - 13, middle + 6)], fill=WORDS)
+
+
+def main(directory: str) -> None:
+    pipeline = VideoPipeline.open("demo")
+    for name, (prompt, nodes) in PICTURES.items():
+        frames = torch.cat(list(pipeline.generate(prompt, pipeline.settings(seed=7))), dim=1)[0]
+        # .jpg, because that is the only name the frontend asks for (1.35.9).
+        picture(frames, nodes).save(Path(directory) / f"{name}.jpg", quality=88, optimize=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
