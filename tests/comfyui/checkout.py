@@ -22,6 +22,8 @@ def missing(name):
         return True
 print(json.dumps([name for name in sys.argv[1:] if missing(name)]))
 """
+# ComfyUI starts without it, and says which audio models it then lacks; it is also late for new versions of torch.
+_NOT_NEEDED = ("torchaudio",)
 _OURS = ("jax", "torchax", "diffusers", "ftfy", "platformdirs", "jaxtyping")
 
 
@@ -84,7 +86,8 @@ def _is_comfyui(path: Path) -> bool:
 def _requirements(path: Path) -> list[str]:
     text = (path / "requirements.txt").read_text(encoding="utf-8").split("#non essential")[0]
     lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return [re.split(r"[<>=~!\[; ]", line)[0] for line in lines if line]
+    names = [re.split(r"[<>=~!\[; ]", line)[0] for line in lines if line]
+    return [name for name in names if name not in _NOT_NEEDED]
 
 
 def _missing(python: Path, names: tuple[str, ...]) -> list[str]:

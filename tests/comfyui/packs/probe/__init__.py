@@ -46,6 +46,36 @@ class ProbeInteger:
         return (value,)
 
 
+class ProbeText:
+    """Any text over a link of any type: what no list of choices has checked."""
+
+    CATEGORY = "test"
+    FUNCTION = "give"
+    RETURN_TYPES = ("*",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802
+        return {"required": {"value": ("STRING", {"default": ""})}}
+
+    def give(self, value):
+        return (value,)
+
+
+class ProbeNumber:
+    """A number over a link, "nan" and "inf" among them."""
+
+    CATEGORY = "test"
+    FUNCTION = "give"
+    RETURN_TYPES = ("FLOAT",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802
+        return {"required": {"value": ("STRING", {"default": "0"})}}
+
+    def give(self, value):
+        return (float(value),)
+
+
 class ProbeConditioning:
     """What some other model's encoder would give."""
 
@@ -55,10 +85,17 @@ class ProbeConditioning:
 
     @classmethod
     def INPUT_TYPES(cls):  # noqa: N802
-        return {"required": {"tokens": ("INT", {"default": 512}), "features": ("INT", {"default": 4096})}}
+        return {
+            "required": {
+                "shape": ("STRING", {"default": "1,512,4096"}),
+                "entries": ("INT", {"default": 1, "min": 0}),
+                "fill": ("STRING", {"default": "0"}),
+            }
+        }
 
-    def give(self, tokens, features):
-        return ([[torch.zeros(1, tokens, features), {}]],)
+    def give(self, shape, entries, fill):
+        sizes = [int(size) for size in shape.split(",")]
+        return ([[torch.full(sizes, float(fill)), {}] for _ in range(entries)],)
 
 
 class ProbeLatent:
@@ -70,7 +107,7 @@ class ProbeLatent:
 
     @classmethod
     def INPUT_TYPES(cls):  # noqa: N802
-        return {"required": {"shape": ("STRING", {"default": "1,16,5,8,8"}), "fill": ("FLOAT", {"default": 0.0})}}
+        return {"required": {"shape": ("STRING", {"default": "1,16,5,8,8"}), "fill": ("STRING", {"default": "0"})}}
 
     def give(self, shape, fill):
         return ({"samples": torch.full([int(size) for size in shape.split(",")], float(fill))},)
@@ -79,12 +116,18 @@ class ProbeLatent:
 @PromptServer.instance.routes.get("/probe")
 async def probe(request):
     wanted = ("jax", "jaxlib", "torchax", "diffusers", "transformers", "comfy_tpu")
-    return web.json_response({"modules": [name for name in wanted if name in sys.modules]})
+    found = {"modules": [name for name in wanted if name in sys.modules], "arrays": 0, "bytes": 0}
+    if "jax" in sys.modules:  # not imported here: asking must not start it
+        arrays = sys.modules["jax"].live_arrays()
+        found |= {"arrays": len(arrays), "bytes": sum(array.nbytes for array in arrays)}
+    return web.json_response(found)
 
 
 NODE_CLASS_MAPPINGS = {
     "ProbeKeep": ProbeKeep,
     "ProbeInteger": ProbeInteger,
+    "ProbeText": ProbeText,
+    "ProbeNumber": ProbeNumber,
     "ProbeConditioning": ProbeConditioning,
     "ProbeLatent": ProbeLatent,
 }
