@@ -30,7 +30,8 @@ def test_tool_is_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-LAYERS = ["comfy", "cli", "diagnosis", "pipeline", "families", "compiler", "bridge", "kernels", "parallel"]
+LAYERS = ["comfy", "cli", "diagnosis", "installation", "pipeline", "families", "compiler", "bridge", "kernels"]
+LAYERS += ["parallel"]
 
 VIOLATIONS = {
     "a lower layer imports a higher one": ("compiler/x.py", "import comfy_tpu.families", "Imports go downwards"),
@@ -39,6 +40,7 @@ VIOLATIONS = {
     "the command imports the nodes": ("cli/x.py", "import comfy_tpu.comfy", "Imports go downwards"),
     "the nodes import the command": ("comfy/x.py", "import comfy_tpu.cli", "Imports go downwards"),
     "a diagnosis is used by a pipeline": ("pipeline/x.py", "import comfy_tpu.diagnosis", "Imports go downwards"),
+    "a diagnosis installs": ("diagnosis/x.py", "import comfy_tpu.installation", "Imports go downwards"),
     "config imports a layer": ("config.py", "import comfy_tpu.parallel", "Imports go downwards"),
     "a package without a layer": ("utils.py", "", "Imports go downwards"),
     "torchax in a family": ("families/x.py", "import torchax", "Only bridge imports torchax"),

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 import comfy_tpu
 
 ROOT = Path(__file__).parents[1]
+PACK = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows")
 HEAVY = ("jax", "jaxlib", "torch", "torchax", "comfy", "diffusers", "transformers")
 
 
@@ -31,6 +32,7 @@ IMPORTS = {
     "config": "import comfy_tpu.config",
     "cli": "import comfy_tpu.cli.main",
     "diagnosis": "import comfy_tpu.diagnosis",
+    "installation": "import comfy_tpu.installation",
     "help": """
 from comfy_tpu.cli.main import main
 try:
@@ -107,6 +109,16 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert "comfy_tpu/py.typed" in wheel.namelist()
 
 
+def test_wheel_holds_what_comfyui_reads(wheel):
+    """All of it and nothing besides: `comfy-tpu install` links this directory where there is no checkout."""
+    names = {name.removeprefix("comfy_tpu/_pack/") for name in wheel.namelist() if name.startswith("comfy_tpu/_pack/")}
+    expected = {name for name in PACK if (ROOT / name).is_file()}
+    for name in PACK:
+        expected |= {str(path.relative_to(ROOT)) for path in (ROOT / name).rglob("*") if path.is_file()}
+    assert names == expected
+    assert {name.split("/")[0] for name in names} == set(PACK)
+
+
 def test_version_is_the_same_everywhere(metadata):
     assert metadata["Version"] == comfy_tpu.__version__
 
@@ -115,6 +127,7 @@ def test_registry_section():
     section = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["comfy"]
     assert set(section) == {"PublisherId", "DisplayName", "Icon", "requires-comfyui"}
     assert section["DisplayName"] == "ComfyUI-TPU"
+    assert section["requires-comfyui"] == ">=0.7.0"
 
 
 def test_constraints_satisfy_the_requirements(requirements):

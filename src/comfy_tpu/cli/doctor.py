@@ -25,10 +25,8 @@ import json
 import sys
 from typing import Any
 
-from comfy_tpu.diagnosis import Finding, Report, examine
-
-SYMBOLS = {"ok": "✓", "warning": "!", "blocked": "✗"}
-ASCII_SYMBOLS = {"ok": "+", "warning": "!", "blocked": "x"}
+from comfy_tpu.cli.findings import finding_lines, printable, verdict
+from comfy_tpu.diagnosis import Report, examine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,39 +46,10 @@ def as_json(report: Report) -> str:
 
 def as_text(report: Report, encoding: str | None) -> str:
     encoding = encoding or "ascii"
-    width = max(len(finding.name) for finding in report.findings)
-    lines = [f"comfy-tpu {report.versions['comfy-tpu']}", ""]
-    for finding in report.findings:
-        lines += _lines(finding, width, _symbols(encoding))
+    lines = [f"comfy-tpu {report.versions['comfy-tpu']}", "", *finding_lines(report.findings, encoding)]
     companions = [
         f"{name} {report.versions[name]}" for name in ("jaxlib", "libtpu", "torchvision") if report.versions.get(name)
     ]
     if companions:
         lines += ["", f"Also here: {', '.join(companions)}."]
-    lines += ["", _verdict(report)]
-    return "\n".join(lines).encode(encoding, "replace").decode(encoding)
-
-
-def _symbols(encoding: str) -> dict[str, str]:
-    try:
-        "".join(SYMBOLS.values()).encode(encoding)
-    except UnicodeEncodeError:
-        return ASCII_SYMBOLS
-    return SYMBOLS
-
-
-def _lines(finding: Finding, width: int, symbols: dict[str, str]) -> list[str]:
-    lines = [f"{symbols[finding.status]} {finding.name:<{width}}  {finding.detail}"]
-    if finding.fix:
-        lines.append(f"  {'':<{width}}  fix: {finding.fix}")
-    return lines
-
-
-def _verdict(report: Report) -> str:
-    blocked = sum(finding.status == "blocked" for finding in report.findings)
-    warnings = sum(finding.status == "warning" for finding in report.findings)
-    if blocked:
-        return f"Not ready: {blocked} to mend first, {warnings} more to look at."
-    if warnings:
-        return f"Ready, with {warnings} to look at."
-    return "Ready."
+    return printable([*lines, "", verdict(report.findings)], encoding)

@@ -43,6 +43,7 @@ FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in ("dtype", "mesh", "model", "output", "platform", "size")},
     "prompt": "PROMPT",
+    "comfyui_dir": "COMFYUI_DIR",
 }
 """How a user of the command says what an error calls by its name in Python."""
 

@@ -1,6 +1,7 @@
 """Is this machine ready to run a model, and if not, what fixes it."""
 
 from comfy_tpu.diagnosis.checks import Finding
+from comfy_tpu.diagnosis.comfyui import ComfyUIProbes, examine_comfyui
 from comfy_tpu.diagnosis.examination import Probes, Report, examine
 
-__all__ = ["Finding", "Probes", "Report", "examine"]
+__all__ = ["ComfyUIProbes", "Finding", "Probes", "Report", "examine", "examine_comfyui"]

@@ -1,0 +1,45 @@
+"""The files that make the pack: the repository when this runs from a checkout, else what the wheel brought along."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+import comfy_tpu
+from comfy_tpu.errors import ComfyTpuError
+
+FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows")
+"""What ComfyUI reads; the wheel holds the same (pyproject.toml, force-include)."""
+
+_ENTRY = "comfy_tpu.comfy"
+"""Every version of our entry point imports this, and nobody else's does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    directory: Path
+
+    @classmethod
+    def here(cls) -> Pack:
+        package = Path(comfy_tpu.__file__).resolve().parent
+        for directory in (package.parents[1], package / "_pack"):
+            if all((directory / name).exists() for name in FILES):
+                return cls(directory)
+        raise ComfyTpuError(
+            f"the files of the ComfyUI pack ({', '.join(FILES)}) are neither around {package} nor inside it; "
+            "pip install --force-reinstall comfy-tpu"
+        )
+
+    @property
+    def required_comfyui(self) -> SpecifierSet:
+        project = tomllib.loads((self.directory / "pyproject.toml").read_text(encoding="utf-8"))
+        return SpecifierSet(project["tool"]["comfy"]["requires-comfyui"])
+
+
+def is_pack(directory: Path) -> bool:
+    """Is it ours, of whatever version?"""
+    entry = directory / "__init__.py"
+    return entry.is_file() and _ENTRY in entry.read_text(encoding="utf-8", errors="replace")
