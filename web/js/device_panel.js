@@ -7,6 +7,8 @@ import { Panel } from "./panel/panel.js"
 import { StatusFeed } from "./panel/status_feed.js"
 import { Strings } from "./panel/strings.js"
 
+const TAB = "comfy-tpu"
+
 function addStyles() {
   const link = document.createElement("link")
   link.rel = "stylesheet"
@@ -29,14 +31,18 @@ app.registerExtension({
       panel?.remove()
       panel = null
     }
-    strings.onChange(() => panel?.show(feed.state))
+    strings.onChange(() => {
+      panel?.show(feed.state)
+      const tab = app.extensionManager.getSidebarTabs().find((candidate) => candidate.id === TAB)
+      if (tab) tab.tooltip = strings.get("tooltip")
+    })
 
     app.extensionManager.registerSidebarTab({
-      id: "comfy-tpu",
+      id: TAB,
       icon: "pi pi-microchip",
       title: "TPU",
-      // A key of locales/: the sidebar translates it, and follows a change of language.
-      tooltip: "comfy_tpu.tooltip",
+      // Not as a key, which the sidebar could translate: in languages that we do not speak it would show the key.
+      tooltip: strings.get("tooltip"),
       type: "custom",
       // Called again with the same container whenever the sidebar is drawn anew.
       render(container) {

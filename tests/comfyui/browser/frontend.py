@@ -20,6 +20,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 START_MS = 60_000
 RUN_MS = 240_000
 TPU_BUTTON = re.compile("^TPU")
+_REGISTRY = "https://api.comfy.org/"
 _OURS = (f"/extensions/{PACK}/", "comfy_tpu", "comfy-tpu", "Wan21", "TPUInfo")
 
 # A frontend that has been used before (no tour, no list of templates on top), and nothing that covers the nodes.
@@ -101,6 +102,8 @@ class Complaints:
         self._add("error", f"{error.message} {error.stack}")
 
     def _add(self, kind: str, text: str) -> None:
+        if _REGISTRY in text:  # the frontend asks it about every node, and is not let out
+            return
         if kind in ("error", "warning") and any(name in text for name in _OURS):
             self.found.append(f"{kind}: {text}")
 
@@ -155,10 +158,14 @@ class Frontend:
 
     # running
 
+    def press_run(self) -> None:
+        # Not by its name: newer frontends give it to the menu beside it, too.
+        self.page.get_by_test_id("queue-button").click()
+
     def run(self) -> str:
         """Presses Run. The prompt's id."""
         with self.page.expect_response(lambda reply: reply.url.endswith("/api/prompt")) as info:
-            self.page.get_by_role("button", name="Run", exact=True).click()
+            self.press_run()
         answer: dict[str, Any] = info.value.json()
         assert "prompt_id" in answer, answer
         prompt_id: str = answer["prompt_id"]
@@ -178,6 +185,16 @@ class Frontend:
     def node_text(self, pattern: str) -> "Locator":
         """The text that a running node shows on itself."""
         return self.page.locator(".dom-widget").get_by_text(re.compile(pattern))
+
+    def open_error(self) -> "Locator":
+        """What the frontend shows of an error: a dialog; in newer versions a message, and a panel behind its button."""
+        dialog = self.page.get_by_role("dialog")
+        details = self.page.get_by_role("button", name="View details")
+        dialog.or_(details).first.wait_for()
+        if not details.is_visible():
+            return dialog
+        details.press("Enter")  # other messages may lie over it
+        return self.page.locator("body")
 
     def red_in_video(self) -> list[dict[str, float]]:
         """Of the first and the last frame of the video that is shown: share of red pixels, and where they are."""

@@ -191,6 +191,7 @@ def test_the_panel_in_chinese_and_back(frontend: Frontend) -> None:
     frontend.open(Locale="zh")
     frontend.open_panel()
     frontend.section("当前").get_by_text("去噪").wait_for()
+    frontend.page.get_by_role("button", name="TPU：内存、进度与已编译程序").wait_for()
     assert frontend.section("内存").get_by_role("meter").first.get_attribute("aria-valuetext") == (
         "权重 8.0 GB · 已用 16.0 GB，共 32.0 GB"
     )
@@ -198,6 +199,7 @@ def test_the_panel_in_chinese_and_back(frontend: Frontend) -> None:
 
     frontend.page.evaluate("app.extensionManager.setting.set('Comfy.Locale', 'en')")
     frontend.section("Now").get_by_text("Denoising").wait_for()
+    frontend.page.get_by_role("button", name="TPU: memory, progress and compiled programs").wait_for()
 
 
 def test_a_language_that_we_do_not_speak_gets_english(frontend: Frontend) -> None:
