@@ -1,0 +1,25 @@
+import pytest
+
+from tests.comfy_pack.loading import load_pack
+
+
+@pytest.fixture(scope="session")
+def pack(tmp_path_factory):
+    """The pack with two models in ComfyUI's folders, and with what is none."""
+    models = tmp_path_factory.mktemp("models")
+    for name, content in {
+        "mine": '{"_class_name": "WanPipeline"}',
+        "owner/theirs": '{"_class_name": "WanPipeline"}',
+        "picture": '{"_class_name": "StableDiffusionPipeline"}',
+        "broken": "{",
+        "demo": '{"_class_name": "WanPipeline"}',
+    }.items():
+        directory = models / "diffusers" / name
+        directory.mkdir(parents=True)
+        (directory / "model_index.json").write_text(content)
+    return load_pack(models)
+
+
+@pytest.fixture(scope="session")
+def nodes(pack):
+    return pack["nodes"]

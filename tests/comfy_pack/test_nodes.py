@@ -1,0 +1,123 @@
+"""What the pack declares to ComfyUI, against the specification, which is written out here. Needs no ComfyUI."""
+
+import pytest
+
+from tests.comfy_pack.loading import ROOT, load_pack
+
+HUB = ["Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
+PROMPTS = [
+    ("prompt", "STRING", {"multiline": True}),
+    ("negative_prompt", "STRING", {"multiline": True, "default": ""}),
+]
+EMBEDS = [("prompt_embeds", "CONDITIONING", {}), ("negative_prompt_embeds", "CONDITIONING", {})]
+SAMPLING = [
+    ("height", "INT", {"default": 720, "min": 256, "max": 1280, "step": 16}),
+    ("width", "INT", {"default": 1280, "min": 256, "max": 1280, "step": 16}),
+    ("num_frames", "INT", {"default": 81, "min": 17, "max": 121, "step": 4}),
+    ("num_inference_steps", "INT", {"default": 50, "min": 1, "max": 100}),
+    ("guidance_scale", "FLOAT", {"default": 5.0, "min": 0, "max": 20, "step": 0.1}),
+    ("seed", "INT", {"default": 2025, "min": 0, "max": 2**64 - 1, "control_after_generate": True}),
+    ("flow_shift", "FLOAT", {"default": 5.0, "min": 1, "max": 10, "step": 0.1}),
+]
+FPS = ("fps", "INT", {"default": 16, "min": 1, "max": 240})
+MODEL = ("model_id", "COMBO", {"default": HUB[0], "options": [*HUB, "demo", "mine", "owner/theirs"]})
+SCHEDULER = (
+    "scheduler",
+    "COMBO",
+    {"default": "unipc", "options": ["unipc", "euler", "dpm++"], "optional": True},
+)
+FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
+
+# id: shown as, category, inputs, outputs
+SPECIFIED = {
+    "Wan21TextEncoder": (
+        "Wan 2.1 Text Encoder (TPU)",
+        "TPU/Wan2.1",
+        [*PROMPTS, MODEL],
+        [("prompt_embeds", "CONDITIONING"), ("negative_prompt_embeds", "CONDITIONING")],
+    ),
+    "Wan21TPUSampler": (
+        "Wan 2.1 TPU Sampler",
+        "TPU/Wan2.1",
+        [*EMBEDS, *SAMPLING, MODEL, SCHEDULER],
+        [("latents", "LATENT"), ("num_frames", "INT")],
+    ),
+    "Wan21TPUVAEDecoder": (
+        "Wan 2.1 TPU VAE Decoder",
+        "TPU/Wan2.1",
+        [("latents", "LATENT", {}), FPS, MODEL],
+        FRAMES,
+    ),
+    "Wan21TPUPipeline": (
+        "Wan 2.1 TPU Full Pipeline",
+        "TPU/Wan2.1",
+        [*PROMPTS, *SAMPLING, FPS, MODEL, SCHEDULER],
+        FRAMES,
+    ),
+    "TPUInfo": ("TPU Info", "TPU", [("after", "*", {"optional": True})], [("info", "STRING")]),
+}
+
+
+def test_the_nodes_and_their_order(pack):
+    assert pack["order"] == list(SPECIFIED)
+
+
+@pytest.mark.parametrize("node_id", SPECIFIED)
+def test_node_is_as_specified(node_id, nodes):
+    node = nodes[node_id]
+    display_name, category, inputs, outputs = SPECIFIED[node_id]
+    assert (node["display_name"], node["category"]) == (display_name, category)
+    assert [(given["id"], given["type"]) for given in node["inputs"]] == [(name, kind) for name, kind, _ in inputs]
+    for given, (name, _, options) in zip(node["inputs"], inputs, strict=True):
+        assert {key: given.get(key) for key in ("optional", *options)} == {"optional": False, **options}, name
+        bounds = {"min", "max", "default"} & set(given)
+        assert bounds <= set(options), f"{name} has {bounds}, which nobody specified"
+    assert [(given["name"], given["type"]) for given in node["outputs"]] == outputs
+    assert node["is_output_node"] == (node_id == "TPUInfo")
+
+
+@pytest.mark.parametrize("node_id", SPECIFIED)
+def test_everything_is_explained(node_id, nodes):
+    node = nodes[node_id]
+    assert len(node["description"]) > 20
+    for each in (*node["inputs"], *node["outputs"]):
+        assert len(each["tooltip"] or "") > 15, each["id"]
+        assert each["tooltip"].endswith(".")
+
+
+@pytest.mark.parametrize("node_id", SPECIFIED)
+def test_comfyui_accepts_the_ids(node_id, nodes):
+    """It refuses a node of which an input and an output have the same id."""
+    ids = [each["id"] for each in (*nodes[node_id]["inputs"], *nodes[node_id]["outputs"])]
+    assert len(ids) == len(set(ids))
+
+
+def test_frames_that_are_not_4n_plus_1_are_refused_before_running(pack):
+    accepted = [count for count, answer in pack["frames"].items() if answer is True]
+    assert accepted == ["17", "81", "121"]
+    assert pack["frames"]["80"] == "num_frames=80 is not 4n+1; use 77 or 81"
+    assert pack["frames"]["125"] == "num_frames=125 is outside 17 to 121"
+
+
+def test_one_route_that_only_answers(pack):
+    assert pack["routes"] == [["get", "/comfy_tpu/status"]]
+
+
+def test_web_directory(pack):
+    assert pack["web_directory"] == "./web"
+    assert (ROOT / "web").is_dir()
+    assert pack["legacy"] == []  # ComfyUI would read those and pass over the entry point
+
+
+def test_importing_loads_nothing_heavy_and_changes_nothing(pack):
+    assert pack["heavy"] == []
+    assert pack["changed"] == {}
+
+
+def test_a_clone_without_an_installed_package_only_appends_its_sources(tmp_path):
+    """To the end of sys.path: nothing of ours may hide a module of ComfyUI or of another pack."""
+    loaded = load_pack(tmp_path, installed=False)
+    assert list(loaded["changed"]) == ["path"]
+    before, after = loaded["changed"]["path"]
+    assert after == [*before, str(ROOT / "src")]
+    assert loaded["order"] == list(SPECIFIED)
