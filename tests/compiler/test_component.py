@@ -89,7 +89,7 @@ def test_a_library_that_cannot_be_imported_is_explained_by_its_first_failure() -
 
     spec = dataclasses.replace(TEXT_ENCODER, build=build, heads=None)
     with pytest.raises(UnsupportedError, match="text_encoder cannot be imported here .*different CUDA versions"):
-        Component(spec, {}, make_placement("dp1"), dtype=torch.float32)
+        Component(spec, {}, make_placement("single"), dtype=torch.float32)
 
 
 def test_a_dtype_that_is_no_float_is_refused() -> None:

@@ -129,6 +129,42 @@ def test_progress_is_told() -> None:
     assert {event.stage for event in heard} == {"encoding", "denoising", "decoding"}, "nothing loaded, nothing compiled"
 
 
+def test_a_preview_is_what_the_model_sees_finished() -> None:
+    """At the last step that is the result itself, with a solver that goes straight there."""
+    previews: list[torch.Tensor] = []
+
+    def keep(progress: Progress) -> None:
+        if progress.preview is not None:
+            previews.append(progress.preview())
+
+    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="dp=2,tp=2", on_progress=keep)
+    settings = pipeline.settings(**(CHOSEN | {"scheduler": "euler"}))
+    latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings)
+    assert [preview.shape for preview in previews] == [(1, 4, 1, 6, 10)] * 4
+    torch.testing.assert_close(previews[-1], latents[:, :, :1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(previews[0], previews[-1], atol=1e-2)
+
+
+def test_latents_change_scale_and_back() -> None:
+    pipeline = opened("single")
+    vae = small_pipeline.reference().vae
+    latents = torch.randn(1, 4, 3, 6, 10)
+    mean, deviation = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
+    torch.testing.assert_close(pipeline.to_vae_scale(latents), latents * deviation + mean)
+    torch.testing.assert_close(pipeline.from_vae_scale(pipeline.to_vae_scale(latents)), latents)
+    settings = pipeline.latent_settings(latents, fps=12)
+    assert (settings.width, settings.height, settings.num_frames, settings.fps) == (80, 48, 9, 12)
+    with pytest.raises(InvalidValueError, match=r"latents have shape \(1, 5, .*those of another model"):
+        pipeline.latent_settings(torch.zeros(1, 5, 3, 6, 10))
+
+
+def test_a_model_may_be_called_by_another_name() -> None:
+    residency = Residency(ResidencyConfig())
+    pipeline = VideoPipeline.open(small_pipeline.directory(), name="mine", mesh="single", residency=residency)
+    pipeline.encode(PROMPT, pipeline.settings(**CHOSEN))
+    assert [entry.label for entry in residency.entries()] == ["mine text_encoder"]
+
+
 def test_a_listener_that_raises_ends_the_run_and_the_next_works() -> None:
     class CancelledError(Exception):
         pass
@@ -227,6 +263,9 @@ def test_embeddings_of_another_model_or_without_a_negative_prompt_are_refused() 
     other = type(unguided)("x", torch.zeros(1, 512, 99), torch.zeros(1, 512, 99))
     with pytest.raises(InvalidValueError, match="embeddings have 99 features, this model wants 16"):
         pipeline.denoise(other, settings)
+    mixed = type(unguided)("x", unguided.positive, torch.zeros(1, 512, 99))
+    with pytest.raises(InvalidValueError, match="embeddings have 99 features, this model wants 16"):
+        pipeline.denoise(mixed, settings)
 
 
 def test_an_unknown_dtype_is_refused() -> None:

@@ -20,7 +20,7 @@ def to_conditioning(embeds: torch.Tensor) -> Conditioning:
     return [[embeds.float(), {}]]
 
 
-def from_conditioning(name: str, conditioning: Any, tokens: int) -> torch.Tensor:
+def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: int) -> torch.Tensor:
     """[1, tokens or more, features]. Shorter texts are filled up with zeros, which is what the model was trained on."""
     try:
         entries = [(entry[0], entry[1]) for entry in conditioning]
@@ -37,6 +37,11 @@ def from_conditioning(name: str, conditioning: Any, tokens: int) -> torch.Tensor
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
         got = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
         raise InvalidValueError(f"{name} holds {got}, expected (1, tokens, features) of one prompt")
+    if embeds.shape[2] != features:
+        raise InvalidValueError(
+            f"{name} has {embeds.shape[2]} features, this model_id wants {features}: those of another model; encode "
+            "the prompt with the same model_id"
+        )
     missing = max(tokens - embeds.shape[1], 0)
     return torch.nn.functional.pad(embeds.detach().cpu().float(), (0, 0, 0, missing))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from comfy_api.latest import io
 
 from comfy_tpu.comfy import inputs
@@ -87,9 +88,12 @@ class Wan21TPUSampler(io.ComfyNode):
             from comfy_tpu.pipeline.text import PromptEmbeddings
 
             settings = _settings(pipeline, **chosen)
-            tokens = settings.max_sequence_length
-            positive = from_conditioning("prompt_embeds", prompt_embeds, tokens)
-            negative = from_conditioning("negative_prompt_embeds", negative_prompt_embeds, positive.shape[1])
+            positive, negative = _branches(
+                pipeline,
+                settings.max_sequence_length,
+                prompt_embeds=prompt_embeds,
+                negative_prompt_embeds=negative_prompt_embeds,
+            )
             latents = pipeline.denoise(PromptEmbeddings("", positive, negative), settings)
             return io.NodeOutput(to_latent(pipeline.to_vae_scale(latents)), settings.num_frames)
 
@@ -154,6 +158,14 @@ class Wan21TPUPipeline(io.ComfyNode):
 def _check_frames(num_frames: int | None) -> bool | str:
     """None: it comes over a link, and is checked when it is there."""
     return True if num_frames is None else inputs.frames_problem(num_frames) or True
+
+
+def _branches(pipeline: VideoPipeline, tokens: int, **given: Conditioning) -> list[torch.Tensor]:
+    """Each as the model reads it, all of one length."""
+    features = pipeline.text_features
+    read = [from_conditioning(name, embeds, tokens=tokens, features=features) for name, embeds in given.items()]
+    longest = max(embeds.shape[1] for embeds in read)
+    return [torch.nn.functional.pad(embeds, (0, 0, 0, longest - embeds.shape[1])) for embeds in read]
 
 
 def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:

@@ -117,6 +117,11 @@ class VideoPipeline:
     def limits(self) -> Limits:
         return self.family.limits
 
+    @property
+    def text_features(self) -> int:
+        """Width of the embeddings that the transformer reads."""
+        return int(self._files.config(self.family.transformer)["text_dim"])
+
     @functools.cached_property
     def defaults(self) -> GenerationSettings:
         return self._files.defaults
@@ -237,12 +242,12 @@ class VideoPipeline:
         return make_step(self.family.predict)
 
     def _branches(self, embeddings: PromptEmbeddings, guided: bool, num_videos: int) -> torch.Tensor:
-        width = self._files.config(self.family.transformer)["text_dim"]
-        if embeddings.positive.shape[-1] != width:
-            raise InvalidValueError(
-                f"embeddings have {embeddings.positive.shape[-1]} features, this model wants {width}; "
-                "encode the prompt with this model"
-            )
+        for branch in (embeddings.positive, embeddings.negative):
+            if branch is not None and branch.shape[-1] != self.text_features:
+                raise InvalidValueError(
+                    f"embeddings have {branch.shape[-1]} features, this model wants {self.text_features}; "
+                    "encode the prompt with this model"
+                )
         if guided and embeddings.negative is None:
             raise InvalidValueError(
                 "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"

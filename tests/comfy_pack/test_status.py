@@ -1,0 +1,101 @@
+"""What the node says and the panel shows, from what a pipeline tells. Needs no ComfyUI."""
+
+import pytest
+
+from comfy_tpu.comfy.status import Status
+from comfy_tpu.pipeline.progress import Progress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def status(clock: Clock) -> Status:
+    return Status(clock)
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (Progress("loading", "transformer", int(3.2e9), int(28.6e9)), "loading transformer 3.2 of 28.6 GB"),
+        (Progress("loading", "vae", 2_500_000, 10_300_000), "loading vae 2.5 of 10.3 MB"),
+        (Progress("compiling", "transformer.step at 832×480×81", 0, 1), "compiling (first run at 832×480×81)"),
+        (Progress("compiling", "vae", 0, 1), "compiling (first run)"),
+        (Progress("encoding", "prompt", 0, 1), "encoding the prompt"),
+        (Progress("denoising", "832×480×81", 0, 50), "832×480×81 · step 0/50"),
+        (Progress("decoding", "832×480×81", 3, 21), "832×480×81 · decoding 3/21"),
+    ],
+)
+def test_lines(status: Status, progress: Progress, text: str) -> None:
+    status.note(progress, "3")
+    assert status.text() == text
+
+
+def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Status, clock: Clock) -> None:
+    size = "832×480×81"
+    for now, progress in [
+        (0.0, Progress("denoising", size, 0, 50)),
+        (1.0, Progress("compiling", f"transformer.step at {size}", 0, 1)),
+        (21.0, Progress("compiling", f"transformer.step at {size}", 1, 1)),
+        (22.5, Progress("denoising", size, 1, 50)),
+        (24.0, Progress("denoising", size, 2, 50)),
+    ]:
+        clock.now = now
+        status.note(progress, "3")
+    assert status.text() == f"{size} · step 2/50 · 1.50 s/step · 1:12 left"
+    now = status.snapshot()
+    assert now["step_seconds"] == 1.5
+    assert now["eta_seconds"] == 72.0
+    assert now["activity"] == {"stage": "denoising", "what": size, "done": 2, "total": 50, "node": "3"}
+    assert now["compiled"] == {"programs": 1, "from_cache": 0, "seconds": 20.0, "last": f"transformer.step at {size}"}
+
+
+def test_a_program_from_the_cache_is_not_a_compilation(status: Status, clock: Clock) -> None:
+    status.note(Progress("compiling", "vae.decode at x", 0, 1), None)
+    clock.now = 2.0
+    status.note(Progress("compiling", "vae.decode at x", 1, 1, from_cache=True), None)
+    assert status.snapshot()["compiled"] == {"programs": 0, "from_cache": 1, "seconds": 0.0, "last": None}
+
+
+def test_a_new_run_forgets_the_steps_of_the_last(status: Status, clock: Clock) -> None:
+    status.note(Progress("denoising", "a", 0, 2), None)
+    clock.now = 9.0
+    status.note(Progress("denoising", "a", 1, 2), None)
+    status.note(Progress("denoising", "b", 0, 2), None)
+    assert status.snapshot()["step_seconds"] is None
+
+
+def test_hours_are_shown_as_hours(status: Status, clock: Clock) -> None:
+    status.note(Progress("denoising", "a", 0, 100), None)
+    clock.now = 60.0
+    status.note(Progress("denoising", "a", 1, 100), None)
+    assert status.text().endswith("60.00 s/step · 1:39:00 left")
+
+
+def test_before_a_node_ran_no_device_is_asked(status: Status) -> None:
+    now = status.snapshot()
+    assert (now["started"], now["platform"], now["devices"], now["resident"]) == (False, None, [], [])
+
+
+def test_devices_are_told_once_started(status: Status) -> None:
+    status.start()
+    now = status.snapshot()
+    assert now["platform"] == "cpu"
+    assert {"id", "kind", "weights_bytes", "used_bytes", "limit_bytes"} == set(now["devices"][0])
+    assert status.report().splitlines()[0] == f"{len(now['devices'])} cpu devices"
+
+
+def test_at_rest_nothing_goes_on(status: Status) -> None:
+    status.note(Progress("decoding", "a", 1, 2), "3")
+    status.rest()
+    assert status.text() == ""
+    assert status.snapshot()["activity"]["stage"] == "idle"
