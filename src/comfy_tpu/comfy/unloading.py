@@ -21,9 +21,15 @@ class DeviceWeights(torch.nn.Module):
 
 @functools.cache
 def _stand_in() -> ModelPatcher:
+    from comfy_tpu.compiler.residency import shared_residency
+
+    def release(patcher: ModelPatcher, unpatch_all: bool = True) -> None:
+        shared_residency().clear()
+        gc.collect()  # what an interrupted run left in a traceback's frames
+
     device = comfy.model_management.get_torch_device()
     patcher = ModelPatcher(DeviceWeights(), load_device=device, offload_device=torch.device("cpu"))
-    patcher.add_callback(CallbacksMP.ON_DETACH, _release)
+    patcher.add_callback(CallbacksMP.ON_DETACH, release)
     return patcher
 
 
@@ -32,10 +38,3 @@ def stand_in_line() -> None:
     # Only where it is not on the list yet: loading a model anew begins with detaching it.
     if _stand_in() not in comfy.model_management.loaded_models():
         comfy.model_management.load_models_gpu([_stand_in()])
-
-
-def _release(patcher: ModelPatcher, unpatch_all: bool = True) -> None:
-    from comfy_tpu.compiler.residency import shared_residency
-
-    shared_residency().clear()
-    gc.collect()  # what an interrupted run left in a traceback's frames
