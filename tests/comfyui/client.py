@@ -185,8 +185,25 @@ class ComfyClient:
         self.post("/interrupt", {})
 
     def free(self, *, unload_models: bool = True, free_memory: bool = True) -> None:
-        """What the frontend's two buttons send. The server does it when it is idle: wait with `eventually`."""
+        """What the frontend's two buttons send. The server does it when it is idle: `empty_device` waits for that."""
         self.post("/free", {"unload_models": unload_models, "free_memory": free_memory})
+
+    def empty_device(self, *, free_memory: bool = True, seconds: float = 60.0) -> None:
+        """Free, until nothing of ours is on the device.
+
+        Asked again after a while: a request that arrives while ComfyUI's worker collects garbage behind a prompt wakes
+        nobody, and would be seen only with the next prompt (PromptQueue.set_flag notifies a worker that does not wait).
+        """
+        asked = 0.0
+
+        def is_empty() -> bool:
+            nonlocal asked
+            if time.monotonic() - asked > 3:
+                self.free(free_memory=free_memory)
+                asked = time.monotonic()
+            return not self.status()["resident"]
+
+        self.eventually(is_empty, "an empty device", seconds)
 
     # prompts
 

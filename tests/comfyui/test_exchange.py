@@ -128,10 +128,9 @@ def test_our_decoder_reads_what_comfyuis_sampler_made_from_our_embeds(client: Co
 
 
 def test_our_sampler_reads_what_another_encoder_gave(client: ComfyClient, base: Path) -> None:
-    words = {"positive": RED_CIRCLE, "negative": ""}
-    texts = {
+    texts: Prompt = {
         name: {"class_type": "CLIPTextEncode", "inputs": {"clip": ["text", 0], "text": text}}
-        for name, text in words.items()
+        for name, text in {"positive": RED_CIRCLE, "negative": ""}.items()
     }
     prompt = {**three_nodes(steps=STEPS), **NATIVE, **texts}
     prompt["other"] = {

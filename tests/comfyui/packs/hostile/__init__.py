@@ -5,14 +5,13 @@ result or a changed torch is an entry in "problems".
 """
 
 import copy
-import json
 import threading
 
 import comfy.model_management
 import torch
 
 from .handling import handle_everything, handle_loaded_models, handle_tensors_of_the_process
-from .maths import compute, expected, fingerprint
+from .maths import compute, expected, random_states
 from .state import differences, snapshot
 
 AT_START = snapshot()
@@ -41,10 +40,18 @@ class HostileMaths(Foreign):
 
     last = None
 
-    def run(self, value, also=None, salt=0):
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802
+        types = super().INPUT_TYPES()
+        # The first one of a workflow: ComfyUI's own nodes may have drawn random numbers since the last prompt.
+        types["optional"]["first"] = ("BOOLEAN", {"default": False})
+        return types
+
+    def run(self, value, also=None, salt=0, first=False):
         problems = differences(AT_START, snapshot())
-        if HostileMaths.last is not None and HostileMaths.last != random_states():
-            problems.append("a random number generator was moved")
+        now = random_states()
+        moved = [] if first else [name for name, state in HostileMaths.last.items() if now[name] != state]
+        problems += [f"the random numbers of {name} were moved" for name in moved]
         problems += compute()
         problems += handle_everything(value) + handle_everything(also)
         problems += handle_loaded_models(comfy.model_management.current_loaded_models)
@@ -115,10 +122,6 @@ class Worker(threading.Thread):
     def stop(self):
         self.ended.set()
         self.join(60)
-
-
-def random_states():
-    return json.dumps(fingerprint())
 
 
 NODE_CLASS_MAPPINGS = {

@@ -67,7 +67,9 @@ def handle_tensors_of_the_process():
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "meta":
             continue  # a shape without data; torch itself refuses to move it
         problems += attempt(f"to of a {type(tensor).__module__}.{type(tensor).__name__}", lambda t=tensor: t.to("cpu"))
-        problems += attempt(f"maths with a {type(tensor).__module__}", lambda t=tensor: t[..., :1] + t[..., :1])
+        problems += attempt(
+            f"maths with a {type(tensor).__module__}", lambda t=tensor: t.flatten()[:1] + t.flatten()[:1]
+        )
     return problems
 
 

@@ -43,7 +43,7 @@ def compute():
     return problems
 
 
-def fingerprint():
+def random_states():
     def digest(content):
         return hashlib.sha256(content).hexdigest()
 
