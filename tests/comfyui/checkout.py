@@ -22,8 +22,8 @@ def missing(name):
         return True
 print(json.dumps([name for name in sys.argv[1:] if missing(name)]))
 """
-# ComfyUI starts without it, and says which audio models it then lacks; it is also late for new versions of torch.
-_NOT_NEEDED = ("torchaudio",)
+# torchaudio, which is late for new versions of torch: ComfyUI 0.7 starts without it and says what it then lacks.
+_NOT_NEEDED = {(0, 7): ("torchaudio",)}
 _OURS = ("jax", "torchax", "diffusers", "ftfy", "platformdirs", "jaxtyping")
 
 
@@ -52,11 +52,13 @@ def find_checkout() -> Checkout:
     python = Path(os.environ.get("COMFYUI_PYTHON") or sys.executable).expanduser()
     if not python.is_file():
         raise NoComfyUIError(f"COMFYUI_PYTHON={python} does not exist")
-    if missing := _missing(python, (*_requirements(path), *_OURS)):
+    found = Checkout(path, python)
+    wanted = [name for name in _requirements(path) if name not in _NOT_NEEDED.get(found.version[:2], ())]
+    if missing := _missing(python, (*wanted, *_OURS)):
         raise NoComfyUIError(
             f"{python} cannot run ComfyUI: it lacks {', '.join(missing)}; name another Python in COMFYUI_PYTHON"
         )
-    return Checkout(path, python)
+    return found
 
 
 def find_pack(variable: str, name: str, checkout: Checkout) -> Path | None:
@@ -86,8 +88,7 @@ def _is_comfyui(path: Path) -> bool:
 def _requirements(path: Path) -> list[str]:
     text = (path / "requirements.txt").read_text(encoding="utf-8").split("#non essential")[0]
     lines = (line.split("#")[0].strip() for line in text.splitlines())
-    names = [re.split(r"[<>=~!\[; ]", line)[0] for line in lines if line]
-    return [name for name in names if name not in _NOT_NEEDED]
+    return [re.split(r"[<>=~!\[; ]", line)[0] for line in lines if line]
 
 
 def _missing(python: Path, names: tuple[str, ...]) -> list[str]:

@@ -209,7 +209,7 @@ class ComfyClient:
 
     def queue(self, prompt: Prompt, **extra_data: Any) -> Run:
         """Raises RefusedError when ComfyUI's validation refuses any node of it."""
-        run = Run(uuid.uuid4().hex)
+        run = Run(str(uuid.uuid4()))  # with hyphens: newer servers take no other form
         with self._changed:
             self._runs[run.id] = run
         body = {"prompt": prompt, "client_id": self.id, "prompt_id": run.id, "extra_data": extra_data}

@@ -19,6 +19,7 @@ PACKS = Path(__file__).parent / "packs"
 PROGRAMS = ROOT / "build" / "test-programs"
 START_SECONDS = 180.0
 _READY = re.compile(r"To see the GUI go to")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TAIL = 60
 
 # Set by tests/conftest.py for meshes of eight devices; a server has those that the machine has.
@@ -138,7 +139,7 @@ class ComfyServer:
                 file.write(line)
                 file.flush()
                 with self._changed:
-                    self._lines.append(line.rstrip("\n"))
+                    self._lines.append(_COLOURS.sub("", line).rstrip("\n"))
                     self._changed.notify_all()
         with self._changed:
             self._closed = True

@@ -1,10 +1,12 @@
 """Our types are ComfyUI's: what one side makes, the other reads, and both show the same video."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from tests.comfyui.client import ComfyClient, Prompt
@@ -170,6 +172,23 @@ def test_two_videos_in_one_latent_decode_as_comfyuis_vae_does(client: ComfyClien
     }
     client.succeed(keep(prompt, ours=["ours", 0], theirs=["theirs", 0]))
     assert kept(base, "ours").shape == (2 * FRAMES, 64, 64, 3)
+    assert psnr(kept(base, "ours"), kept(base, "theirs")) >= SAME
+
+
+def test_our_decoder_reads_an_uploaded_picture_that_comfyuis_vae_encoded(client: ComfyClient, base: Path) -> None:
+    """One latent frame is a video of one frame."""
+    content = io.BytesIO()
+    Image.new("RGB", (64, 64), (255, 0, 0)).save(content, "PNG")
+    name = client.upload("red.png", content.getvalue()).json()["name"]
+    prompt = {
+        **NATIVE,
+        "picture": {"class_type": "LoadImage", "inputs": {"image": name}},
+        "encoded": {"class_type": "VAEEncode", "inputs": {"pixels": ["picture", 0], "vae": ["vae", 0]}},
+        "ours": our_decoder(["encoded", 0]),
+        "theirs": native_decoder(["encoded", 0]),
+    }
+    client.succeed(keep(prompt, ours=["ours", 0], theirs=["theirs", 0]))
+    assert kept(base, "ours").shape == (1, 64, 64, 3)
     assert psnr(kept(base, "ours"), kept(base, "theirs")) >= SAME
 
 

@@ -115,6 +115,15 @@ def test_the_event_carries_the_same(client: ComfyClient) -> None:
     assert run.finished
 
 
+def test_another_browser_gets_the_panel_but_not_the_texts_of_the_run(client: ComfyClient, server: ComfyServer) -> None:
+    with ComfyClient(server) as other:
+        client.succeed(three_nodes(seed=4), preview_method="latent2rgb")
+        client.eventually(
+            lambda: any(m.kind == "comfy_tpu.status" for m in list(other.messages)), "a status for the other"
+        )
+        assert {message.kind for message in other.messages} <= {"status", "feature_flags", "comfy_tpu.status"}
+
+
 def test_a_run_shows_its_node_step_and_time_left(client: ComfyClient) -> None:
     client.succeed(three_nodes(seed=3, steps=30))
     events = [message.data for message in client.messages if message.kind == "comfy_tpu.status"]

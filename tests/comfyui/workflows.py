@@ -16,7 +16,7 @@ STEPS = 20
 DEMO_VAE = "demo_wan_vae.safetensors"
 DEMO_TRANSFORMER = "demo_wan.safetensors"
 _NOTES = ("MarkdownNote", "Note")
-_WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+_WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
 _AFTER_GENERATE = ("fixed", "increment", "decrement", "randomize")
 
 
@@ -52,7 +52,8 @@ def widget_values(node: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str,
     for name, kind, options in _inputs(info):
         if not isinstance(kind, list) and kind not in _WIDGETS:
             continue
-        inputs[name] = next(values)
+        # A node that has grown since the file was saved: the frontend takes the defaults of what is new.
+        inputs[name] = next(values, options.get("default"))
         if options.get("control_after_generate"):
             following = next(values)
             if following not in _AFTER_GENERATE:
