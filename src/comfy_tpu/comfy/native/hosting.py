@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
-from comfy_tpu.comfy.run import NodeReport, at_rest, start
+from comfy_tpu.comfy.run import NodeReport, start
 from comfy_tpu.comfy.unloading import stand_in_line
 from comfy_tpu.pipeline.progress import Progress
 
@@ -85,22 +84,16 @@ class Host:
 
         return to_host(results)
 
-    @contextlib.contextmanager
-    def step(self, index: int, total: int) -> Iterator[None]:
-        """Around the calls of a sampler's step. Several calls may belong to one; the first announces it."""
+    def begin_step(self, index: int, total: int) -> None:
+        """Before a call of a sampler's step. Several calls may belong to one; the first announces it."""
         if total and index != self._step:
             self._report = _report()
             self._tell(Progress("denoising", self.size, index, total))
         self._step = index
-        try:
-            yield
-        except BaseException:
-            self._step = None
-            at_rest()
-            raise
-        if total and index == total - 1:
-            self._step = None
-            at_rest()
+
+    def end_steps(self) -> None:
+        """The sampler is done, or was ended."""
+        self._step = None
 
     def _on_event(self, event: ProgramEvent) -> None:
         if event.stage in ("compiling", "ready"):

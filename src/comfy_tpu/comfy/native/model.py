@@ -7,9 +7,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention, FilledText
 from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -47,7 +49,9 @@ def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     clone = model.clone()
     module = clone.get_model_object("diffusion_model")
     name = "_forward" if hasattr(type(module), "_forward") else "forward"
-    clone.add_object_patch(f"diffusion_model.{name}", DeviceForward(clone.model, module, name, choices))
+    forward = DeviceForward(clone.model, module, name, choices)
+    clone.add_object_patch(f"diffusion_model.{name}", forward)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "comfy_tpu", forward.around_sampling)
     # ComfyUI runs the prompt and the negative prompt in one batch if the host has the memory free that a step would
     # take there. It takes none there, and a batch that depends on free memory would be compiled twice.
     clone.add_object_patch("memory_required", lambda *args, **kwargs: 0)
@@ -75,6 +79,14 @@ class DeviceForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceForward:
         return self  # a skeleton is copied while we are on the module, and does not use us
 
+    def around_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """However the sampler ends: nothing is computed afterwards."""
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            host_of(self._module, self._choices).end_steps()
+            at_rest()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(self._module, *args, **kwargs)
         if reason := self._reason_against(bound.arguments.get("transformer_options") or {}):
@@ -100,9 +112,8 @@ class DeviceForward:
             arguments["context"], counts = _filled(arguments["context"])
         host.size = "×".join(str(side) for side in reversed(sample.shape[2:]))
         passed = {name: value for name, value in options.items() if name in PASSED_ON}
-        with host.step(*_step(options)):
-            result = host(_functions[self._name], arguments, passed, counts)
-        return result.to(sample.dtype)
+        host.begin_step(*_step(options))
+        return host(_functions[self._name], arguments, passed, counts).to(sample.dtype)
 
     def _reason_against(self, options: dict[str, Any]) -> str:
         """Why this call cannot be traced, or nothing."""
