@@ -37,6 +37,9 @@ TYPES = {
     "Boolean": "BOOLEAN",
     "Conditioning": "CONDITIONING",
     "Latent": "LATENT",
+    "Model": "MODEL",
+    "Vae": "VAE",
+    "Clip": "CLIP",
     "Image": "IMAGE",
     "Video": "VIDEO",
     "AnyType": "*",
@@ -115,7 +118,11 @@ def install(models: Path) -> _Routes:
     add("latent_preview")
     add("aiohttp")
     add("aiohttp.web")
-    add("folder_paths", get_folder_paths=lambda kind: [str(models / kind)])
+    add(
+        "folder_paths",
+        get_folder_paths=lambda kind: [str(models / kind)],
+        get_filename_list=lambda kind: ["a_model.safetensors"],
+    )
     add("server", PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(routes=routes)))
     return routes
 
