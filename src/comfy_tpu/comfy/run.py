@@ -22,6 +22,7 @@ from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.routes import announce
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.pipeline.progress import Progress, ignore
 
 if TYPE_CHECKING:
@@ -44,7 +45,13 @@ def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipe
     with _turn:
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
-            pipeline = open_pipeline(model_id, lambda: report(Progress("loading", model_id, 0, 0)))
+            try:
+                pipeline = open_pipeline(model_id, lambda: report(Progress("loading", model_id, 0, 0)))
+            except ModuleNotFoundError as error:
+                raise UnsupportedError(
+                    f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "
+                    "in the pack's directory, or `comfy-tpu install`, which says what is missing"
+                ) from error
             _start()
             stand_in_line()
             pipeline.on_progress = report
