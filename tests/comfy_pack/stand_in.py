@@ -153,6 +153,7 @@ def load(directory: Path, models: Path):
     sys.modules[name] = module
     spec.loader.exec_module(module)
     nodes = asyncio.run(asyncio.run(module.comfy_entrypoint()).get_node_list())
+    asyncio.run(module.comfy_entrypoint())  # as for a second copy of the pack, which shares our modules
     schemas = [node.define_schema().declared for node in nodes]
     seconds = time.perf_counter() - start
     after = state()
