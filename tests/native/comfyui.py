@@ -1,0 +1,61 @@
+"""A real ComfyUI in this process, set up as its own main.py does with --cpu. Nothing of it is imported before."""
+
+import functools
+import importlib
+import os
+import sys
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class NoComfyUIError(Exception):
+    """The reason, in one line."""
+
+
+def find_comfyui() -> Path:
+    named = os.environ.get("COMFYUI_PATH")
+    candidates = [Path(named).expanduser()] if named else []
+    candidates += [] if named else [ROOT / "ComfyUI", ROOT.parent / "ComfyUI", Path.home() / "ComfyUI"]
+    for path in candidates:
+        if (path / "main.py").is_file() and (path / "comfy").is_dir():
+            return path.resolve()
+    raise NoComfyUIError(f"no ComfyUI in {', '.join(map(str, candidates))}; name one in COMFYUI_PATH")
+
+
+class QuietServer:
+    """What nodes need of ComfyUI's server: it hears everything, and tells nobody."""
+
+    client_id = None
+    last_node_id = None
+    last_prompt_id = None
+
+    def __init__(self) -> None:
+        self.routes = types.SimpleNamespace(get=lambda path: lambda handler: handler)
+
+    def send_sync(self, event, data, sid=None) -> None:
+        pass
+
+    def send_progress_text(self, text, node_id, sid=None) -> None:
+        pass
+
+
+@functools.cache
+def start_comfyui(base_directory: Path) -> Path:
+    """Where it is, once it can be imported. `base_directory` holds its models, input and output."""
+    path = find_comfyui()
+    # First, as when main.py is run: it has packages with names like `utils`. Ours are imported by then.
+    sys.path.insert(0, str(path))
+    try:
+        importlib.import_module("utils.extra_config")  # before comfy/ itself gets on the path, which has a utils.py
+        importlib.import_module("comfy.options").enable_args_parsing(False)
+        args = importlib.import_module("comfy.cli_args").args
+        args.cpu = True
+        args.base_directory = str(base_directory)
+        server = importlib.import_module("server")
+        importlib.import_module("nodes")
+    except ImportError as error:
+        raise NoComfyUIError(f"{sys.executable} cannot import ComfyUI in {path}: {error}") from error
+    server.PromptServer.instance = QuietServer()
+    return path
