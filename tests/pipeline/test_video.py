@@ -156,6 +156,10 @@ def test_latents_change_scale_and_back() -> None:
     assert (settings.width, settings.height, settings.num_frames, settings.fps) == (80, 48, 9, 12)
     with pytest.raises(InvalidValueError, match=r"latents have shape \(1, 5, .*those of another model"):
         pipeline.latent_settings(torch.zeros(1, 5, 3, 6, 10))
+    with pytest.raises(InvalidValueError, match=r"latents have shape \(1, 4, 3, 7, 10\), which .*height=56 is not"):
+        pipeline.latent_settings(torch.zeros(1, 4, 3, 7, 10))
+    with pytest.raises(InvalidValueError, match=r"^fps=0 is not allowed"):
+        pipeline.latent_settings(torch.zeros(1, 4, 3, 7, 10), fps=0)
 
 
 def test_a_model_may_be_called_by_another_name() -> None:

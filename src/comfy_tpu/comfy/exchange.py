@@ -42,6 +42,8 @@ def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: in
             f"{name} has {embeds.shape[2]} features, this model_id wants {features}: those of another model; encode "
             "the prompt with the same model_id"
         )
+    if not bool(torch.isfinite(embeds).all()):
+        raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
     missing = max(tokens - embeds.shape[1], 0)
     return torch.nn.functional.pad(embeds.detach().cpu().float(), (0, 0, 0, missing))
 
@@ -56,6 +58,11 @@ def from_latent(name: str, latent: Any) -> torch.Tensor:
         raise InvalidValueError(f"{name} is not a LATENT; connect a sampler or a VAE Encode")
     if samples.ndim == 4:  # pictures, as other samplers give them: a video of one frame each
         samples = samples.unsqueeze(2)
+    if samples.ndim != 5:
+        raise InvalidValueError(
+            f"{name} have shape {tuple(samples.shape)}, expected (videos, channels, frames, height, width); "
+            "connect a video sampler or a VAE Encode"
+        )
     return samples.detach().cpu().float()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import folder_paths
 
+from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.config import DEMO_MODEL
 from comfy_tpu.errors import InvalidValueError, listed
 
@@ -36,6 +37,7 @@ def model_choices() -> list[str]:
 
 def open_pipeline(model_id: str) -> VideoPipeline:
     """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice."""
+    import_jax()
     from comfy_tpu.pipeline.video import VideoPipeline
 
     local = _local_models()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import threading
 import time
@@ -19,6 +20,8 @@ _SECONDS_BETWEEN = 0.1
 
 _lock = threading.Lock()
 _last_sent = 0.0
+_is_due = False
+"""A status was held back, and one will be sent when the time is up."""
 
 
 def add_routes() -> None:
@@ -27,12 +30,17 @@ def add_routes() -> None:
 
 def announce(*, now: bool = False) -> None:
     """Send every browser the status; at most ten times a second unless it must be `now`. From any thread."""
-    global _last_sent
+    global _last_sent, _is_due
     with _lock:
         moment = time.monotonic()
-        if not now and moment - _last_sent < _SECONDS_BETWEEN:
+        wait = _last_sent + _SECONDS_BETWEEN - moment
+        if not now and wait > 0:
+            if not _is_due:
+                _is_due = True
+                loop = PromptServer.instance.loop
+                loop.call_soon_threadsafe(loop.call_later, wait, functools.partial(announce, now=True))
             return
-        _last_sent = moment
+        _last_sent, _is_due = moment, False
     PromptServer.instance.send_sync(EVENT, STATUS.snapshot())
 
 

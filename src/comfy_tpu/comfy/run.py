@@ -51,8 +51,7 @@ def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipe
             yield pipeline
         finally:
             pipeline.on_progress = ignore
-            STATUS.rest()
-            announce(now=True)
+            at_rest()
 
 
 @functools.cache
@@ -62,6 +61,12 @@ def start() -> None:
 
     STATUS.start()
     shared_residency().listen(lambda event: announce(now=True))  # a Free between two prompts, above all
+
+
+def at_rest() -> None:
+    """Nothing is computed now."""
+    STATUS.rest()
+    announce(now=True)
 
 
 class NodeReport:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.pipeline.progress import Progress
 
 _RECENT_STEPS = 8
@@ -157,6 +158,7 @@ def _clock_time(seconds: float) -> str:
 
 
 def _devices() -> dict[str, Any]:
+    import_jax()
     import jax
 
     from comfy_tpu.compiler.residency import shared_residency

@@ -46,6 +46,10 @@ class Wan21TextEncoder(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, prompt: str | None = None) -> bool | str:
+        return "it is empty; say what the video should show" if prompt is not None and not prompt.strip() else True
+
+    @classmethod
     def execute(cls, prompt: str, negative_prompt: str, model_id: str) -> io.NodeOutput:
         with pipeline_run(model_id, {"encoding": 1}) as pipeline:
             # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.

@@ -12,6 +12,7 @@ import functools
 import glob
 import itertools
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -32,7 +33,7 @@ from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.errors import StackingError, UnsupportedError
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
-from comfy_tpu.parallel.rules import Rule, gather, replicate
+from comfy_tpu.parallel.rules import Rule, column, gather, replicate, row
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class HostedModule:
         self._watch = WeightWatch()
         self._programs: dict[Hashable, Program] = {}
         self._prepare = prepare
+        self._placement = placement
         self._make_component = functools.partial(
             Component, config={}, placement=placement, dtype=dtype, attention=attention, cache=cache
         )
@@ -82,7 +84,7 @@ class HostedModule:
             name=self.name,
             classes=(type(module).__name__,),
             build=lambda config: skeleton,
-            rules=tuple(_rule(weight, tensor) for weight, tensor in weight_shapes(skeleton).items()),
+            rules=tuple(_rule(*weight, self._placement.sizes.tp) for weight in weight_shapes(skeleton).items()),
         )
         return self._make_component(spec)
 
@@ -207,7 +209,20 @@ def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None
     return skeleton
 
 
-def _rule(name: str, tensor: torch.Tensor) -> Rule:
-    """Every weight in pieces over the mesh, whole while it computes: right for any model, whatever it is called."""
+_COLUMNS = re.compile(
+    r"(^|\.)(q|k|v|to_[qkv]|[qkv]_proj|add_[qkv]_proj|ffn\.0|wi|wi_[01]|gate_proj|up_proj)\.(weight|bias)$"
+)
+_ROWS = re.compile(r"(^|\.)(o|to_out\.0|o_proj|to_add_out|ffn\.2|wo|down_proj)\.weight$")
+
+
+def _rule(name: str, tensor: torch.Tensor, tp: int) -> Rule:
+    """Every weight in pieces over the mesh, whole while it computes: right for any model, whatever it is called.
+
+    Where tp asks for it and a name is one that attention and feed-forward layers usually have, its columns or rows.
+    """
     pattern = glob.escape(name)
+    if tp > 1 and _COLUMNS.search(name) and tensor.ndim <= 2 and tensor.shape[0] % tp == 0:
+        return column(pattern)
+    if tp > 1 and _ROWS.search(name) and tensor.ndim == 2 and tensor.shape[1] % tp == 0:
+        return row(pattern)
     return gather(pattern) if tensor.ndim > 1 else replicate(pattern)

@@ -189,13 +189,19 @@ class VideoPipeline:
                 "those of another model; decode with the model they were made with"
             )
         videos, _, frames, height, width = latents.shape
-        return self.settings(
-            num_videos=videos,
-            num_frames=(frames - 1) * self.family.temporal_scale + 1,
-            height=height * self.family.spatial_scale,
-            width=width * self.family.spatial_scale,
-            **chosen,
-        )
+        settings = self.settings(**chosen)  # first: a wrong choice is not the latents' fault
+        told = {
+            "num_videos": videos,
+            "num_frames": (frames - 1) * self.family.temporal_scale + 1,
+            "height": height * self.family.spatial_scale,
+            "width": width * self.family.spatial_scale,
+        }
+        try:
+            return make_settings(settings, told, self.limits)
+        except InvalidValueError as error:
+            raise InvalidValueError(
+                f"latents have shape {tuple(latents.shape)}, which cannot be decoded: {error}"
+            ) from error
 
     def generate(self, prompt: str, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """All three stages; frames as `decode` gives them."""

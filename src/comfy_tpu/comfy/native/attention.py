@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def attention(
-    original: Callable[..., Any],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
-    attn_precision: torch.dtype | None = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    **_: Any,
-) -> torch.Tensor:
-    """The override that transformer_options may hold. [batch, length, heads * dim], unless it was reshaped before."""
-    if not skip_reshape:
-        batch, _length, width = q.shape
-        # Some models have split the heads of one of the three already.
-        q, k, v = (x.reshape(batch, -1, heads, width // heads).transpose(1, 2) for x in (q, k, v))
-    if mask is not None and mask.ndim == 2:
-        mask = mask.unsqueeze(0)
-    if mask is not None and mask.ndim == 3:
-        mask = mask.unsqueeze(1)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+@dataclasses.dataclass(frozen=True)
+class FilledText:
+    """Text tokens that come first in a model's joint attention, and were filled up to a length that is compiled."""
+
+    length: int
+    counts: torch.Tensor
+    """[batch]: how many of them are real."""
+
+    def is_real(self, keys: int) -> torch.Tensor:
+        """[batch, 1, 1, keys]"""
+        place = torch.arange(keys, device=self.counts.device)
+        return ((place >= self.length) | (place < self.counts.view(-1, 1)))[:, None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """For `transformer_options["optimized_attention_override"]`."""
+
+    text: FilledText | None = None
+
+    def __call__(
+        self,
+        original: Callable[..., Any],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[batch, length, heads * dim], unless it was reshaped before."""
+        if not skip_reshape:
+            batch, _length, width = q.shape
+            # Some models have split the heads of one of the three already.
+            q, k, v = (x.reshape(batch, -1, heads, width // heads).transpose(1, 2) for x in (q, k, v))
+        if mask is not None and mask.ndim == 2:
+            mask = mask.unsqueeze(0)
+        if mask is not None and mask.ndim == 3:
+            mask = mask.unsqueeze(1)
+        if self.text is not None and mask is None:
+            mask = self.text.is_real(k.shape[2])
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
 def picture_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

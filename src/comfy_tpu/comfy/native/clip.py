@@ -14,6 +14,7 @@ import torch
 from comfy.sd1_clip import SDClipModel
 
 from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
     from comfy.sd import CLIP
@@ -70,6 +71,7 @@ class DeviceText:
             counts = None  # no other model reads it
         host.size = f"{embeds.shape[1]} tokens"
         results = host(_forward, mask, embeds, counts, _plain(options))
+        at_rest()
         return tuple(_cut(result, length, length + fill) for result in results)
 
 

@@ -50,6 +50,7 @@ class Host:
         """What is being computed, for the line that says so."""
         self._name = type(module).__name__
         self._report: NodeReport | None = None
+        self._step: int | None = None
         self._hosted: HostedModule = HostedModule(
             module,
             name=self._name,
@@ -69,8 +70,7 @@ class Host:
         comfy.model_management.throw_exception_if_processing_interrupted()
         start()
         stand_in_line()
-        context = get_executing_context()
-        self._report = NodeReport(context.node_id if context else None)
+        self._report = _report()
         try:
             return self._hosted(function, *args, **kwargs)
         except DeviceMemoryError as error:
@@ -84,6 +84,17 @@ class Host:
 
         return to_host(results)
 
+    def begin_step(self, index: int, total: int) -> None:
+        """Before a call of a sampler's step. Several calls may belong to one; the first announces it."""
+        if total and index != self._step:
+            self._report = _report()
+            self._tell(Progress("denoising", self.size, index, total))
+        self._step = index
+
+    def end_steps(self) -> None:
+        """The sampler is done, or was ended."""
+        self._step = None
+
     def _on_event(self, event: ProgramEvent) -> None:
         if event.stage in ("compiling", "ready"):
             what = f"{event.program} at {self.size}" if self.size else event.program
@@ -92,6 +103,11 @@ class Host:
     def _tell(self, progress: Progress) -> None:
         if self._report is not None:
             self._report(progress)
+
+
+def _report() -> NodeReport:
+    context = get_executing_context()
+    return NodeReport(context.node_id if context else None)
 
 
 _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakref.WeakKeyDictionary()

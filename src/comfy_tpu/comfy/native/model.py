@@ -7,9 +7,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy.patcher_extension import WrappersMP
 
-from comfy_tpu.comfy.native.attention import attention
+from comfy_tpu.comfy.native.attention import Attention, FilledText
 from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -35,13 +37,21 @@ HARMLESS = frozenset(
 PASSED_ON = frozenset({"rope_options"})
 """Numbers that a forward reads."""
 
+TEXT_FIRST = frozenset({"QwenImageTransformer2DModel"})
+"""Models whose text has any length and comes first in the joint attention, and is looked at nowhere else. It is filled
+up to a multiple of BUCKET and the filling masked, so that a new prompt is not a new program. Other encoders fill up
+their texts themselves."""
+BUCKET = 64
+
 
 def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     """A clone whose diffusion model computes on the devices."""
     clone = model.clone()
     module = clone.get_model_object("diffusion_model")
     name = "_forward" if hasattr(type(module), "_forward") else "forward"
-    clone.add_object_patch(f"diffusion_model.{name}", DeviceForward(clone.model, module, name, choices))
+    forward = DeviceForward(clone.model, module, name, choices)
+    clone.add_object_patch(f"diffusion_model.{name}", forward)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "comfy_tpu", forward.around_sampling)
     # ComfyUI runs the prompt and the negative prompt in one batch if the host has the memory free that a step would
     # take there. It takes none there, and a batch that depends on free memory would be compiled twice.
     clone.add_object_patch("memory_required", lambda *args, **kwargs: 0)
@@ -69,6 +79,14 @@ class DeviceForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceForward:
         return self  # a skeleton is copied while we are on the module, and does not use us
 
+    def around_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """However the sampler ends: nothing is computed afterwards."""
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            host_of(self._module, self._choices).end_steps()
+            at_rest()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(self._module, *args, **kwargs)
         if reason := self._reason_against(bound.arguments.get("transformer_options") or {}):
@@ -88,14 +106,14 @@ class DeviceForward:
         options = arguments.pop("transformer_options", None) or {}
         sample = arguments[sample_name]
         times = arguments.pop(time_name)
-        arguments = _cast(arguments, host.dtype)
+        arguments = {**_cast(arguments, host.dtype), time_name: times}
+        counts = None
+        if type(self._module).__name__ in TEXT_FIRST:
+            arguments["context"], counts = _filled(arguments["context"])
         host.size = "×".join(str(side) for side in reversed(sample.shape[2:]))
-        result = host(
-            _functions[self._name],
-            {**arguments, time_name: times},
-            {name: value for name, value in options.items() if name in PASSED_ON},
-        )
-        return result.to(sample.dtype)
+        passed = {name: value for name, value in options.items() if name in PASSED_ON}
+        host.begin_step(*_step(options))
+        return host(_functions[self._name], arguments, passed, counts).to(sample.dtype)
 
     def _reason_against(self, options: dict[str, Any]) -> str:
         """Why this call cannot be traced, or nothing."""
@@ -118,25 +136,40 @@ class DeviceForward:
         return ""
 
 
-def _forward(module: Any, arguments: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
-    return _call(module, "_forward", arguments, options)
+def _forward(module: Any, *inputs: Any) -> torch.Tensor:
+    return _call(module, "_forward", *inputs)
 
 
-def _plain_forward(module: Any, arguments: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
-    return _call(module, "forward", arguments, options)
+def _plain_forward(module: Any, *inputs: Any) -> torch.Tensor:
+    return _call(module, "forward", *inputs)
 
 
 _functions = {"_forward": _forward, "forward": _plain_forward}
 
 
-def _call(module: Any, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+def _call(
+    module: Any, name: str, arguments: dict[str, Any], options: dict[str, Any], counts: torch.Tensor | None
+) -> torch.Tensor:
     # The class's own: the skeleton may have our replacement on it.
     function = getattr(type(module), name)
     keywords = dict(arguments)
     rest = keywords.pop("kwargs", {})  # what the model takes beyond its named parameters
-    return function(
-        module, **keywords, **rest, transformer_options={**options, "optimized_attention_override": attention}
-    )
+    text = None if counts is None else FilledText(arguments["context"].shape[1], counts)
+    options = {**options, "optimized_attention_override": Attention(text)}
+    return function(module, **keywords, **rest, transformer_options=options)
+
+
+def _filled(context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, length = context.shape[:2]
+    return torch.nn.functional.pad(context, (0, 0, 0, -length % BUCKET)), torch.full((batch,), length)
+
+
+def _step(options: dict[str, Any]) -> tuple[int, int]:
+    """Which step of how many, as far as the sampler tells."""
+    steps, now = options.get("sample_sigmas"), options.get("sigmas")
+    if steps is None or now is None or len(steps) < 2:
+        return 0, 0
+    return int((steps[:-1] - now.flatten()[0]).abs().argmin()), len(steps) - 1
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from comfy_tpu.comfy.native.attention import picture_attention
 from comfy_tpu.comfy.native.hosting import Choices, Fallback, Host, host_of
+from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
     from comfy.sd import VAE
@@ -58,6 +59,7 @@ class DeviceMethod:
             result = _by_frames(host, self._name, values)
         else:
             result = host(_METHODS[self._name], values, options, axes=_axes(values))
+        at_rest()
         return result.to(x.dtype)
 
 

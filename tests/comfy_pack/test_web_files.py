@@ -1,0 +1,63 @@
+"""The frontend extension's files, without a browser: tests/comfyui/browser has one."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WEB = ROOT / "web"
+SCRIPTS = sorted((WEB / "js").rglob("*.js"))
+LANGUAGES = ("en", "zh")
+
+# strings.get("key"), or the key as the first word of a pair: ["key", …
+_KEY = re.compile(r'(?:strings\.get\(|facts\.push\(\[)"([\w.]+)"')
+_TITLE = re.compile(r'super\(strings, "(\w+)"')
+_MESSAGE = re.compile(r'problem: "(\w+)"|"(not_started)"')
+
+
+def strings(language: str) -> dict[str, str]:
+    document: dict[str, Any] = json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))
+    assert list(document) == ["comfy_tpu"], "everything else would become part of ComfyUI's own words"
+    return dict(_flat(document["comfy_tpu"]))
+
+
+def test_every_language_has_the_same_strings_with_the_same_values_in_them() -> None:
+    english, *others = (strings(language) for language in LANGUAGES)
+    for other in others:
+        assert list(other) == list(english)
+        for key, text in other.items():
+            assert text.strip(), key
+            assert sorted(re.findall(r"{\w+}", text)) == sorted(re.findall(r"{\w+}", english[key])), key
+
+
+def test_the_strings_are_those_that_the_panel_asks_for() -> None:
+    stages = {f"stage.{name}" for name in ("idle", "loading", "compiling", "encoding", "denoising", "decoding")}
+    source = "\n".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
+    asked = {*_KEY.findall(source), *_TITLE.findall(source), *map("".join, _MESSAGE.findall(source)), *stages}
+    assert asked == set(strings("en"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(WEB).as_posix())
+def test_a_script_asks_no_other_server_and_makes_no_html_of_data(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    for forbidden in ("http://", "https://", "innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "console."):
+        assert forbidden not in text
+    for imported in re.findall(r'from "([^"]+)"', text):
+        served = imported in ("../../../scripts/api.js", "../../../scripts/app.js")
+        assert served or (script.parent / imported).is_file(), imported
+
+
+def test_the_styles_ask_no_other_server() -> None:
+    for sheet in (WEB / "css").glob("*.css"):
+        assert "url(" not in sheet.read_text(encoding="utf-8")
+        assert "@import" not in sheet.read_text(encoding="utf-8")
+
+
+def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found = []
+    for key, value in document.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return found

@@ -1,0 +1,21 @@
+"""Models that the tests put into ComfyUI's folders."""
+
+import json
+import shutil
+from pathlib import Path
+
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
+
+LOCAL_MODEL = "some-owner/local-demo"
+LARGE_MODEL = "large-demo"
+"""Says of itself that it draws 256×256, so that height and width count."""
+
+
+def copy_demo(base: Path, name: str, **settings: int) -> Path:
+    """The demo model as a user's own, in ComfyUI's folder for models in diffusers' layout."""
+    directory = base / "models" / "diffusers" / name
+    shutil.copytree(DEMO_DIRECTORY, directory)
+    if settings:
+        path = directory / "generation.json"
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+    return directory

@@ -1,0 +1,79 @@
+"""The demo model in ComfyUI's own classes: loaders that stand in for Load Diffusion Model and Load CLIP.
+
+The stock loaders take every Wan transformer for one with heads of 128 and a 4096 wide text encoder; the demo has 32
+and 128. Only the numbers differ: the classes, the sampler and the latent format are ComfyUI's.
+"""
+
+import json
+
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.supported_models
+import comfy.utils
+import folder_paths
+import torch
+
+TOKENS = 512
+
+
+class NativeDemoModel:
+    CATEGORY = "test"
+    FUNCTION = "load"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
+        return {"required": {"unet_name": (folder_paths.get_filename_list("diffusion_models"),)}}
+
+    def load(self, unet_name):
+        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+        told = {name: json.loads(value) for name, value in metadata.items()}
+        found = comfy.model_detection.detect_unet_config(weights, "")
+        config = comfy.supported_models.WAN21_T2V(
+            {**found, "num_heads": told["num_heads"], "text_dim": told["text_dim"]}
+        )
+        config.set_inference_dtype(torch.float32, None)
+        model = config.get_model(weights, "")
+        model.load_model_weights(weights, "")
+        for name in ("latents_mean", "latents_std"):
+            setattr(model.latent_format, name, torch.tensor(told[name]).view(1, -1, 1, 1, 1))
+        device = comfy.model_management.get_torch_device()
+        return (comfy.model_patcher.ModelPatcher(model, device, comfy.model_management.unet_offload_device()),)
+
+
+class NativeDemoText:
+    """The demo's text encoder on ordinary PyTorch, as transformers has it, behind the two methods of a CLIP."""
+
+    CATEGORY = "test"
+    FUNCTION = "load"
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802
+        return {"required": {"directory": ("STRING", {"default": ""})}}
+
+    def load(self, directory):
+        return (DemoText(directory),)
+
+
+class DemoText:
+    def __init__(self, directory):
+        from transformers import AutoTokenizer, UMT5EncoderModel
+
+        self.tokenizer = AutoTokenizer.from_pretrained(f"{directory}/tokenizer")
+        self.model = UMT5EncoderModel.from_pretrained(f"{directory}/text_encoder", dtype=torch.float32)
+
+    def tokenize(self, text):
+        return self.tokenizer(
+            text, padding="max_length", max_length=TOKENS, truncation=True, add_special_tokens=True, return_tensors="pt"
+        )
+
+    def encode_from_tokens_scheduled(self, tokens):
+        mask = tokens["attention_mask"]
+        states = self.model(tokens["input_ids"], attention_mask=mask).last_hidden_state
+        return [[states * mask[..., None], {}]]
+
+
+NODE_CLASS_MAPPINGS = {"NativeDemoModel": NativeDemoModel, "NativeDemoText": NativeDemoText}

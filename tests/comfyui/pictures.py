@@ -1,0 +1,39 @@
+"""Frames of what the server gives back: pictures, videos and kept tensors."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.comfyui.client import ComfyClient
+
+
+def kept(base: Path, name: str) -> Any:
+    """What a ProbeKeep wrote. weights_only: whatever is there must be plain tensors, dicts and lists."""
+    return torch.load(base / "output" / f"{name}.pt", weights_only=True)
+
+
+def decoded_video(content: bytes) -> tuple[np.ndarray, float]:
+    """[frames, height, width, 3] in 0..1, and frames per second."""
+    with av.open(io.BytesIO(content)) as container:
+        stream = container.streams.video[0]
+        rate = float(stream.average_rate or 0)
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    return np.stack(frames).astype(np.float64) / 255, rate
+
+
+def decoded_pictures(client: ComfyClient, entries: list[dict[str, str]]) -> np.ndarray:
+    images = [Image.open(io.BytesIO(client.view(entry))).convert("RGB") for entry in entries]
+    return np.stack([np.asarray(image) for image in images]).astype(np.float64) / 255
+
+
+def psnr(one: torch.Tensor | np.ndarray, other: torch.Tensor | np.ndarray) -> float:
+    """Of pictures in 0..1, in decibels."""
+    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    error = float(((a - b) ** 2).mean())
+    return float("inf") if error == 0 else float(-10 * np.log10(error))

@@ -1,0 +1,89 @@
+"""Stock ComfyUI graphs in a real server with one node of ours in them, and the demo model for meaning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comfyui.client import ComfyClient, Prompt
+from tests.comfyui.graphs import ENCODER, keep, three_nodes
+from tests.comfyui.pictures import kept, psnr
+from tests.comfyui.test_exchange import NATIVE, ksampler, native_decoder, shows_a_red_circle
+from tests.comfyui.workflows import STEPS
+
+pytestmark = pytest.mark.comfyui
+
+CHOICES = {"mesh": "auto", "precision": "auto", "attention": "auto"}
+SAME = 40.0
+
+
+def stock(**changed: Any) -> Prompt:
+    """KSampler with ComfyUI's model and VAE; only the prompt is read by our encoder."""
+    return {
+        ENCODER: three_nodes()[ENCODER],
+        **NATIVE,
+        **ksampler([ENCODER, 0], [ENCODER, 1], **changed),
+        "frames": native_decoder(["ksampler", 0]),
+    }
+
+
+def compiled(**changed: Any) -> Prompt:
+    """The same graph with our nodes after its loaders."""
+    prompt = stock(**changed)
+    prompt["tpu model"] = {"class_type": "TPUCompileModel", "inputs": {"model": ["shifted", 0], **CHOICES}}
+    prompt["tpu vae"] = {"class_type": "TPUCompileVAE", "inputs": {"vae": ["vae", 0], **CHOICES}}
+    prompt["ksampler"]["inputs"]["model"] = ["tpu model", 0]
+    prompt["frames"]["inputs"]["vae"] = ["tpu vae", 0]
+    return prompt
+
+
+def test_a_stock_graph_gives_the_same_video_with_our_nodes_in_it(client: ComfyClient, base: Path) -> None:
+    client.succeed(keep(stock(steps=STEPS), before=["ksampler", 0], stock=["frames", 0]))
+    client.succeed(keep(compiled(steps=STEPS), tpu=["frames", 0]))
+    client.succeed(keep(stock(steps=STEPS, seed=1), other=["ksampler", 0]))
+    client.succeed(keep(stock(steps=STEPS), after=["ksampler", 0]))
+    tpu, plain = kept(base, "tpu"), kept(base, "stock")
+    assert shows_a_red_circle(tpu)
+    assert psnr(tpu, plain) >= SAME
+    # Without the node again: what ComfyUI gave before it was there, bit for bit.
+    assert (kept(base, "before")["samples"] == kept(base, "after")["samples"]).all()
+
+
+def test_a_second_seed_loads_and_compiles_nothing(client: ComfyClient) -> None:
+    client.succeed(keep(compiled(steps=2, seed=1), x=["frames", 0]))
+    before = client.status()
+    run = client.succeed(keep(compiled(steps=2, seed=2), x=["frames", 0]))
+    after = client.status()
+    assert after["compiled"] == before["compiled"]
+    assert not [text for text in run.texts() if "loading" in text or "compiling" in text]
+    assert {"vae", "model", "tpu model", "tpu vae"} <= run.cached
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "res_multistep"])
+def test_another_sampler_compiles_nothing(client: ComfyClient, sampler: str) -> None:
+    client.succeed(keep(compiled(steps=2, seed=3), x=["ksampler", 0]))
+    before = client.status()["compiled"]
+    client.succeed(keep(compiled(steps=2, seed=3, sampler_name=sampler), x=["ksampler", 0]))
+    assert client.status()["compiled"] == before
+
+
+def test_steps_and_residents_are_on_the_panel_and_free_empties_the_devices(client: ComfyClient) -> None:
+    run = client.succeed(keep(compiled(steps=4, seed=4), x=["frames", 0]))
+    status = client.status()
+    assert {"WanModel", "WanVAE"} <= {entry["label"] for entry in status["resident"]}
+    assert status["activity"]["stage"] == "idle"
+    assert any("step 3/4" in text for text in run.texts("ksampler"))
+    client.empty_device()
+    assert client.status()["resident"] == []
+    client.succeed(keep(compiled(steps=2, seed=5), x=["frames", 0]))
+
+
+def test_cancel_takes_effect_within_a_step_and_the_next_run_works(client: ComfyClient) -> None:
+    client.succeed(keep(compiled(steps=2, seed=6), x=["ksampler", 0]))
+    run = client.queue(keep(compiled(steps=500, seed=7), x=["ksampler", 0]))
+    client.wait(run, lambda run: any("step 2/" in text for text in run.texts("ksampler")), "a step")
+    client.interrupt()
+    client.finish(run)
+    assert run.outcome == "execution_interrupted"
+    assert client.status()["activity"]["stage"] == "idle"
+    client.succeed(keep(compiled(steps=2, seed=8), x=["ksampler", 0]))
