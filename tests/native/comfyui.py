@@ -2,26 +2,11 @@
 
 import functools
 import importlib
-import os
 import sys
 import types
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-class NoComfyUIError(Exception):
-    """The reason, in one line."""
-
-
-def find_comfyui() -> Path:
-    named = os.environ.get("COMFYUI_PATH")
-    candidates = [Path(named).expanduser()] if named else []
-    candidates += [] if named else [ROOT / "ComfyUI", ROOT.parent / "ComfyUI", Path.home() / "ComfyUI"]
-    for path in candidates:
-        if (path / "main.py").is_file() and (path / "comfy").is_dir():
-            return path.resolve()
-    raise NoComfyUIError(f"no ComfyUI in {', '.join(map(str, candidates))}; name one in COMFYUI_PATH")
+from tests.comfyui.checkout import NoComfyUIError, find_path
 
 
 class QuietServer:
@@ -44,7 +29,7 @@ class QuietServer:
 @functools.cache
 def start_comfyui(base_directory: Path) -> Path:
     """Where it is, once it can be imported. `base_directory` holds its models, input and output."""
-    path = find_comfyui()
+    path = find_path()
     # First, as when main.py is run: it has packages with names like `utils`. Ours are imported by then.
     sys.path.insert(0, str(path))
     try:

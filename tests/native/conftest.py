@@ -2,8 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.comfyui import NoComfyUIError, start_comfyui
+from tests.comfyui.checkout import NoComfyUIError
+from tests.native.comfyui import start_comfyui
 from tests.native.table import Cell, Results
+
+pytest.register_assert_rewrite("tests.native.watching", "tests.native.sampling")
 
 _results = Results()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import comfy.sample
 import nodes
 import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from pathlib import Path
 
-from tests.native.comfyui import find_comfyui
+from tests.comfyui.checkout import find_path
 
 BEGIN, END = "<!-- written by `make native-table` -->", "<!-- end -->"
 PROPERTY = "native_cell"
@@ -30,8 +30,9 @@ class Cell:
         return value
 
     def decibels(self, value: float) -> float:
+        """The smallest of them is shown."""
         self._place["unit"] = "dB"
-        return self.error(-value)
+        return -self.error(-value)
 
     def count(self, value: int) -> int:
         self._place["unit"] = "programs"
@@ -109,6 +110,6 @@ def _worst(cells: list[tuple[str, str]]) -> str:
 
 def _versions() -> str:
     namespace: dict[str, str] = {}
-    exec((find_comfyui() / "comfyui_version.py").read_text(encoding="utf-8"), namespace)
+    exec((find_path() / "comfyui_version.py").read_text(encoding="utf-8"), namespace)
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchax", "jax")]
     return ", ".join([f"ComfyUI {namespace['__version__']}", *packages])
