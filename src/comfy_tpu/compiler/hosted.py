@@ -178,6 +178,8 @@ class _Structure:
     tree: Any
     leaves: tuple[Hashable, ...]
     """Constants; `_TENSOR` where a tensor goes."""
+    types: tuple[type, ...]
+    """Of the constants: 2, 2.0 and True are equal, but are different programs."""
 
     def put_together(self, tensors: list[torch.Tensor]) -> Any:
         rest = iter(tensors)
@@ -197,7 +199,7 @@ def _take_apart(arguments: Any) -> tuple[list[Any], _Structure]:
                 f"an argument holds a {type(constant).__name__}, which a compiled program cannot take; expected "
                 "tensors, numbers and text"
             )
-    return tensors, _Structure(tree, constants)
+    return tensors, _Structure(tree, constants, tuple(map(type, constants)))
 
 
 def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
