@@ -18,6 +18,7 @@ class QuietServer:
 
     def __init__(self) -> None:
         self.routes = types.SimpleNamespace(get=lambda path: lambda handler: handler)
+        self.loop = types.SimpleNamespace(call_soon_threadsafe=lambda *call: None, call_later=lambda *call: None)
 
     def send_sync(self, event, data, sid=None) -> None:
         pass
@@ -33,7 +34,7 @@ def start_comfyui(base_directory: Path) -> Path:
     # First, as when main.py is run: it has packages with names like `utils`. Ours are imported by then.
     sys.path.insert(0, str(path))
     try:
-        importlib.import_module("utils.extra_config")  # before comfy/ itself gets on the path, which has a utils.py
+        importlib.import_module("utils")  # before comfy/ itself gets on the path, which has a utils.py
         importlib.import_module("comfy.options").enable_args_parsing(False)
         args = importlib.import_module("comfy.cli_args").args
         args.cpu = True
@@ -43,4 +44,5 @@ def start_comfyui(base_directory: Path) -> Path:
     except ImportError as error:
         raise NoComfyUIError(f"{sys.executable} cannot import ComfyUI in {path}: {error}") from error
     server.PromptServer.instance = QuietServer()
+    importlib.import_module("comfy.utils").set_progress_bar_enabled(False)
     return path

@@ -6,7 +6,7 @@ from tests.comfyui.checkout import NoComfyUIError
 from tests.native.comfyui import start_comfyui
 from tests.native.table import Cell, Results
 
-pytest.register_assert_rewrite("tests.native.watching", "tests.native.sampling")
+pytest.register_assert_rewrite("tests.native.models", "tests.native.sampling", "tests.native.watching")
 
 _results = Results()
 
@@ -43,7 +43,14 @@ def comfyui(tmp_path_factory):
         start_comfyui(base)
     except NoComfyUIError as error:
         pytest.skip(str(error))
-    return base
+    yield base
+    import comfy.model_management
+
+    from tests.native.models import models
+
+    models.cache_clear()
+    comfy.model_management.unload_all_models()
+    comfy.model_management.cleanup_models_gc()
 
 
 @pytest.fixture(autouse=True)
