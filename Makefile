@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-comfyui lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -23,6 +23,12 @@ test: .venv/.installed-dev
 # JAX_PLATFORMS=cuda,cpu make test-all runs on the GPU.
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m ''
+
+# The pack in a real ComfyUI: COMFYUI_PATH is the checkout, COMFYUI_PYTHON a Python with its requirements and ours.
+# One worker: the tests share a server, and two servers would compile everything twice.
+test-comfyui: .venv/.installed-dev
+	@$(INSTALL) -e '.[comfy]'
+	$(BIN)/python -m pytest -m comfyui -rs
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_architecture.py

@@ -88,6 +88,13 @@ def test_nothing_asked_for_can_move_a_users_torch_or_numpy(requirements):
     assert specifiers == {"torch": [">=2.11"], "numpy": [""]}
 
 
+def test_requirements_txt_is_the_same_list():
+    """ComfyUI-Manager installs it; the registry and pip read pyproject.toml."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    listed = [line for line in lines if not line.startswith("#")]
+    assert listed == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
 def test_requirements_are_lower_bounds_only(requirements):
     bounded = [str(r) for r in requirements if any(specifier.operator != ">=" for specifier in r.specifier)]
     assert bounded == []

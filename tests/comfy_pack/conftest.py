@@ -12,6 +12,7 @@ def pack(tmp_path_factory):
         "owner/theirs": '{"_class_name": "WanPipeline"}',
         "picture": '{"_class_name": "StableDiffusionPipeline"}',
         "broken": "{",
+        "deep": "[" * 100_000,
         "demo": '{"_class_name": "WanPipeline"}',
     }.items():
         directory = models / "diffusers" / name

@@ -37,6 +37,9 @@ TYPES = {
     "Boolean": "BOOLEAN",
     "Conditioning": "CONDITIONING",
     "Latent": "LATENT",
+    "Model": "MODEL",
+    "Vae": "VAE",
+    "Clip": "CLIP",
     "Image": "IMAGE",
     "Video": "VIDEO",
     "AnyType": "*",
@@ -115,7 +118,11 @@ def install(models: Path) -> _Routes:
     add("latent_preview")
     add("aiohttp")
     add("aiohttp.web")
-    add("folder_paths", get_folder_paths=lambda kind: [str(models / kind)])
+    add(
+        "folder_paths",
+        get_folder_paths=lambda kind: [str(models / kind)],
+        get_filename_list=lambda kind: ["a_model.safetensors"],
+    )
     add("server", PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(routes=routes)))
     return routes
 
@@ -153,6 +160,7 @@ def load(directory: Path, models: Path):
     sys.modules[name] = module
     spec.loader.exec_module(module)
     nodes = asyncio.run(asyncio.run(module.comfy_entrypoint()).get_node_list())
+    asyncio.run(module.comfy_entrypoint())  # as for a second copy of the pack, which shares our modules
     schemas = [node.define_schema().declared for node in nodes]
     seconds = time.perf_counter() - start
     after = state()

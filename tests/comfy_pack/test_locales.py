@@ -8,7 +8,17 @@ import pytest
 from tests.comfy_pack.loading import ROOT
 
 LANGUAGES = ("en", "zh")
-IDS = ("Wan21TextEncoder", "Wan21TPUSampler", "Wan21TPUVAEDecoder", "Wan21TPUPipeline", "TPUInfo")
+IDS = (
+    "Wan21TextEncoder",
+    "Wan21TPUSampler",
+    "Wan21TPUVAEDecoder",
+    "Wan21TPUPipeline",
+    "TPUCompileModel",
+    "TPUCompileVAE",
+    "TPUCompileCLIP",
+    "TPULoadDiffusionModel",
+    "TPUInfo",
+)
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -62,7 +72,7 @@ def test_chinese_is_chinese(nodes):
         for text in (given["display_name"], given["description"]):
             assert CHINESE.search(text), text
         for entry in (*given["inputs"].values(), *given["outputs"].values()):
-            assert CHINESE.search(entry["name"]) or entry["name"] == "Latent"
+            assert CHINESE.search(entry["name"]) or entry["name"] in ("Latent", "VAE", "CLIP")
             assert CHINESE.search(entry.get("tooltip", "中"))
 
 

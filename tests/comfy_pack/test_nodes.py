@@ -28,6 +28,12 @@ SCHEDULER = (
 )
 FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 
+CHOICES = [
+    ("mesh", "COMBO", {"default": "auto", "options": ["auto", "single", "seed"]}),
+    ("precision", "COMBO", {"default": "auto", "options": ["auto", "bfloat16", "float32"]}),
+    ("attention", "COMBO", {"default": "auto", "options": ["auto", "splash", "cudnn", "chunked"]}),
+]
+
 # id: shown as, category, inputs, outputs
 SPECIFIED = {
     "Wan21TextEncoder": (
@@ -53,6 +59,15 @@ SPECIFIED = {
         "TPU/Wan2.1",
         [*PROMPTS, *SAMPLING, FPS, MODEL, SCHEDULER],
         FRAMES,
+    ),
+    "TPUCompileModel": ("TPU Compile Model", "TPU", [("model", "MODEL", {}), *CHOICES], [("model", "MODEL")]),
+    "TPUCompileVAE": ("TPU Compile VAE", "TPU", [("vae", "VAE", {}), *CHOICES], [("vae", "VAE")]),
+    "TPUCompileCLIP": ("TPU Compile CLIP", "TPU", [("clip", "CLIP", {}), *CHOICES], [("clip", "CLIP")]),
+    "TPULoadDiffusionModel": (
+        "TPU Load Diffusion Model",
+        "TPU",
+        [("unet_name", "COMBO", {}), *CHOICES],
+        [("model", "MODEL")],
     ),
     "TPUInfo": ("TPU Info", "TPU", [("after", "*", {"optional": True})], [("info", "STRING")]),
 }

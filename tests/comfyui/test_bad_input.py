@@ -141,6 +141,14 @@ def test_whole_numbers_over_a_link(client: ComfyClient, name: str, value: int) -
     assert f"{name}={value}" in sentence(client, prompt, SAMPLER)
 
 
+@pytest.mark.parametrize("name", ["num_frames", "num_inference_steps", "fps"])
+def test_a_text_over_a_link_of_any_type(client: ComfyClient, name: str) -> None:
+    nodes = [(three_nodes, DECODER if name == "fps" else SAMPLER), (whole_pipeline, "pipeline")]
+    for make, node in nodes:
+        message = sentence(client, linked(make(), node, name, "ProbeText", value="many"), node)
+        assert message == f"{name}='many' is not a whole number"
+
+
 def test_an_unknown_scheduler_over_a_link(client: ComfyClient) -> None:
     prompt = linked(three_nodes(), SAMPLER, "scheduler", "ProbeText", value="ddim")
     assert "scheduler='ddim' is unknown; choose from" in sentence(client, prompt, SAMPLER)
@@ -152,9 +160,12 @@ def test_a_frame_rate_over_a_link(client: ComfyClient, fps: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n"])
-@pytest.mark.parametrize(("make", "node"), [(three_nodes, ENCODER), (whole_pipeline, "pipeline")])
-def test_a_prompt_that_says_nothing(client: ComfyClient, make: Callable[..., Prompt], node: str, text: str) -> None:
-    assert "prompt" in sentence(client, make(text=text), node)
+def test_a_prompt_that_says_nothing(client: ComfyClient, text: str) -> None:
+    assert "prompt - it is empty; say what" in refusal(client, three_nodes(text=text), ENCODER)
+    over_a_link = linked(three_nodes(), ENCODER, "prompt", "ProbeText", value=text)
+    assert f"prompt={text!r} is empty; say what" in sentence(client, over_a_link, ENCODER)
+    # When it runs: ComfyUI would put the sentence on num_frames, too, which this node also has checked.
+    assert f"prompt={text!r} is empty; say what" in sentence(client, whole_pipeline(text=text), "pipeline")
 
 
 # Embeds and latents of other models
@@ -182,6 +193,27 @@ def test_embeds_of_another_model(client: ComfyClient, name: str, shape: str, ent
 def test_embeds_that_are_no_numbers(client: ComfyClient, name: str) -> None:
     prompt = linked(three_nodes(), SAMPLER, name, "ProbeConditioning", shape="1,512,128", entries=1, fill="nan")
     assert name in sentence(client, prompt, SAMPLER)
+
+
+STEERING = [
+    ("ConditioningSetArea", {"width": 64, "height": 64, "x": 0, "y": 0, "strength": 1.0}, "area"),
+    ("ConditioningSetTimestepRange", {"start": 0.2, "end": 1.0}, "start_percent"),
+    ("ConditioningSetAreaStrength", {"strength": 0.5}, "strength"),
+]
+
+
+@pytest.mark.parametrize(("kind", "inputs", "told"), STEERING, ids=[case[2] for case in STEERING])
+def test_a_prompt_that_is_limited_is_refused_not_passed_over(
+    client: ComfyClient, kind: str, inputs: dict[str, Any], told: str
+) -> None:
+    prompt = linked(three_nodes(), SAMPLER, "prompt_embeds", kind, conditioning=[ENCODER, 0], **inputs)
+    assert f"prompt_embeds comes with {told}, which is not read here" in sentence(client, prompt, SAMPLER)
+
+
+def test_a_limit_that_is_none_is_no_limit(client: ComfyClient) -> None:
+    whole = {"conditioning": [ENCODER, 0], "start": 0.0, "end": 1.0}
+    client.succeed(linked(three_nodes(), SAMPLER, "prompt_embeds", "ConditioningSetTimestepRange", **whole))
+    client.empty_device()
 
 
 @pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_embeds"])
@@ -275,6 +307,7 @@ def test_a_hub_model_that_cannot_be_had(client: ComfyClient) -> None:
     message = sentence(client, three_nodes(model=name), ENCODER)
     assert name in message
     assert "hub" in message
+    assert client.run(three_nodes(model=name)).texts(ENCODER) == [f"loading {name}"]
 
 
 def test_a_model_folder_that_went_away(client: ComfyClient, base: Path) -> None:
@@ -308,6 +341,15 @@ def change_a_class(directory: Path) -> None:
 
 def break_json(directory: Path) -> None:
     (directory / "transformer" / "config.json").write_text("{", encoding="utf-8")
+
+
+def test_a_configuration_that_lacks_a_dimension(client: ComfyClient, base: Path) -> None:
+    directory = copy_demo(base, "narrow")
+    path = directory / "transformer" / "config.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"text_dim"', '"_text_dim"'), encoding="utf-8")
+    message = sentence(client, three_nodes(model="narrow"), SAMPLER)
+    shutil.rmtree(directory)
+    assert "model=narrow: the config.json of its transformer has text_dim=None" in message
 
 
 @pytest.mark.parametrize("damage", [lack_weights, cut_weights, lack_a_component, change_a_class, break_json])

@@ -68,7 +68,16 @@ def test_a_get_changes_nothing(client: ComfyClient, base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8188", "192.0.2.1", "127.0.0.1.evil.example", "[2001:db8::1]:80"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8188",
+        "192.0.2.1",
+        "127.0.0.1.evil.example",
+        "[2001:db8::1]:80",
+        "a:b",
+        "127.0.0.1:99999",
+    ],
 )
 def test_a_foreign_name_is_refused_without_a_word_of_the_devices(client: ComfyClient, host: str) -> None:
     for path in (STATUS, f"/api{STATUS}"):

@@ -77,6 +77,18 @@ def test_compiled_ahead_the_first_call_compiles_nothing() -> None:
     assert len(events) == 4
 
 
+def test_a_program_is_kept_when_its_listener_ends_the_run() -> None:
+    def cancel(event: ProgramEvent) -> None:
+        if event.stage == "ready":
+            raise InterruptedError
+
+    run = program(on_event=cancel)
+    with pytest.raises(InterruptedError):
+        run(weights, x=x)
+    torch.testing.assert_close(to_host(run(weights, x=x))["y"], reference(x)["y"])
+    assert run.compiled_count == 1
+
+
 def test_compiled_ahead_on_a_mesh() -> None:
     placement = make_placement("dp=2,sp=4")
     run = program(context=TraceContext(placement=placement), input_axes={"x": ("dp", "sp")})

@@ -33,7 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     blocked = any(finding.status == "blocked" for finding in findings)
     lines = [*finding_lines(findings, encoding), "", verdict(findings)]
     if not blocked:
-        lines.append(f"Start it: cd {shlex.quote(str(comfyui.directory))} && {sys.executable} main.py --cpu")
+        lines.append(
+            f"Start it: cd {shlex.quote(str(comfyui.directory))} && {shlex.quote(sys.executable)} main.py --cpu"
+        )
     print(printable(lines, encoding))
     return 1 if blocked else 0
 

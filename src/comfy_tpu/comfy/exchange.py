@@ -14,6 +14,20 @@ from comfy_tpu.errors import InvalidValueError
 Conditioning = list[list[Any]]
 Latent = dict[str, Any]
 
+_AS_IF_ABSENT = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
+_NOT_READ = (
+    *_AS_IF_ABSENT,
+    "area",
+    "mask",
+    "control",
+    "gligen",
+    "hooks",
+    "clip_vision_output",
+    "concat_latent_image",
+    "reference_latents",
+)
+"""What other nodes tell a sampler along with a prompt. To pass over it would draw something else than was asked for."""
+
 
 def to_conditioning(embeds: torch.Tensor) -> Conditioning:
     """float32, as ComfyUI's own encoders give it on a CPU; bfloat16 values survive that unchanged."""
@@ -23,8 +37,8 @@ def to_conditioning(embeds: torch.Tensor) -> Conditioning:
 def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: int) -> torch.Tensor:
     """[1, tokens or more, features]. Shorter texts are filled up with zeros, which is what the model was trained on."""
     try:
-        entries = [(entry[0], entry[1]) for entry in conditioning]
-    except (TypeError, IndexError, KeyError):
+        entries = [(entry[0], dict(entry[1])) for entry in conditioning]
+    except (TypeError, ValueError, IndexError, KeyError):
         raise InvalidValueError(
             f"{name} is not a CONDITIONING; connect a text encoder such as Wan 2.1 Text Encoder (TPU)"
         ) from None
@@ -33,7 +47,12 @@ def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: in
             f"{name} holds {len(entries)} prompts, expected one; prompts that were combined, or limited to areas or "
             "steps, are not read here: write them as one"
         )
-    embeds = entries[0][0]
+    embeds, extra = entries[0]
+    if unread := [key for key in _NOT_READ if extra.get(key) is not None and extra[key] != _AS_IF_ABSENT.get(key)]:
+        raise InvalidValueError(
+            f"{name} comes with {', '.join(unread)}, which is not read here; connect the text encoder without the "
+            "nodes that limit or steer its prompt"
+        )
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
         got = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
         raise InvalidValueError(f"{name} holds {got}, expected (1, tokens, features) of one prompt")

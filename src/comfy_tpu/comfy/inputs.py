@@ -11,6 +11,7 @@ from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import HUB_MODELS, model_choices
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 
 SIZE_MIN, SIZE_MAX, SIZE_STEP = 256, 1280, 16
 FRAMES_MIN, FRAMES_MAX, FRAMES_STEP = 17, 121, 4
@@ -143,6 +144,13 @@ def frames_problem(num_frames: Any) -> str | None:
         below = (num_frames - 1) // FRAMES_STEP * FRAMES_STEP + 1
         return f"num_frames={num_frames} is not {FRAMES_STEP}n+1; use {below} or {below + FRAMES_STEP}"
     return None
+
+
+def check_whole(**values: Any) -> None:
+    """Of what is counted with before the settings are made and checked: a link of any type can carry anything."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidValueError(f"{name}={value!r} is not a whole number")
 
 
 def _size_range(default: int) -> dict[str, int]:

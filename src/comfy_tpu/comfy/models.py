@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,11 @@ def model_choices() -> list[str]:
     return [*HUB_MODELS, DEMO_MODEL, *(name for name in sorted(_local_models()) if name not in HUB_MODELS)]
 
 
-def open_pipeline(model_id: str) -> VideoPipeline:
-    """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice."""
+def open_pipeline(model_id: str, on_fetch: Callable[[], None]) -> VideoPipeline:
+    """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice.
+
+    `on_fetch` is called before the hub is asked for it: a download can take an hour.
+    """
     import_jax()
     from comfy_tpu.pipeline.video import VideoPipeline
 
@@ -51,6 +54,8 @@ def open_pipeline(model_id: str) -> VideoPipeline:
     with _lock:
         known = _pipelines.get(model_id)
         if known is None or known[0] != stamp:
+            if place is None and model_id != DEMO_MODEL:
+                on_fetch()
             _pipelines[model_id] = stamp, VideoPipeline.open(place or model_id, name=model_id)
         return _pipelines[model_id][1]
 
@@ -78,12 +83,13 @@ def _directories(root: Path, depth: int) -> Iterator[Path]:
 def _pipeline_class(directory: Path) -> str | None:
     try:
         index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # one odd file must not take every node along
         return None
     return index.get("_class_name") if isinstance(index, dict) else None
 
 
 def _stamp(directory: Path) -> _Stamp:
     """Changes when a file of the model is replaced, without reading any."""
-    files = sorted(path for path in directory.glob("*/*") if path.is_file())
+    found = (*directory.glob("*"), *directory.glob("*/*"))
+    files = sorted(path for path in found if path.is_file())
     return tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files)

@@ -24,6 +24,7 @@ _is_due = False
 """A status was held back, and one will be sent when the time is up."""
 
 
+@functools.cache  # a second copy of the pack must not stop ComfyUI: the same route twice is an error of its server's
 def add_routes() -> None:
     PromptServer.instance.routes.get(PATH)(_get_status)
 
@@ -45,7 +46,11 @@ def announce(*, now: bool = False) -> None:
 
 
 async def _get_status(request: web.Request) -> web.Response:
-    if not _is_own_address(request.url.host or "", args.listen):
+    try:
+        host = request.url.host or ""
+    except ValueError:  # a Host header that is none
+        host = ""
+    if not _is_own_address(host, args.listen):
         return web.json_response({"error": "this address is not the server's own"}, status=403)
     return web.json_response(STATUS.snapshot())
 

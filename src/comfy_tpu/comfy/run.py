@@ -22,6 +22,7 @@ from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.routes import announce
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.pipeline.progress import Progress, ignore
 
 if TYPE_CHECKING:
@@ -40,17 +41,25 @@ _turn = threading.RLock()
 def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipeline]:
     """The model's pipeline, reporting to the node that runs now. `stages`: what its bar counts, with totals."""
     context = get_executing_context()
-    report = NodeReport(context.node_id if context else None, stages, previews=True)
+    report = NodeReport(context.node_id if context else None, stages)
     with _turn:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        pipeline = open_pipeline(model_id)
-        start()
-        stand_in_line()
-        pipeline.on_progress = report
         try:
-            yield pipeline
+            try:
+                pipeline = open_pipeline(model_id, lambda: report(Progress("loading", model_id, 0, 0)))
+            except ModuleNotFoundError as error:
+                raise UnsupportedError(
+                    f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "
+                    "in the pack's directory, or `comfy-tpu install`, which says what is missing"
+                ) from error
+            start()
+            stand_in_line()
+            pipeline.on_progress = report
+            try:
+                yield pipeline
+            finally:
+                pipeline.on_progress = ignore
         finally:
-            pipeline.on_progress = ignore
             at_rest()
 
 
@@ -72,13 +81,14 @@ def at_rest() -> None:
 class NodeReport:
     """Shows progress on a node, and ends the run where the user cancelled it."""
 
-    def __init__(self, node: str | None, stages: Mapping[str, int] | None = None, *, previews: bool = False) -> None:
+    def __init__(self, node: str | None, stages: Mapping[str, int] | None = None) -> None:
         self._node = node
         self._stages = stages or {}
         self._bar = comfy.utils.ProgressBar(sum(self._stages.values()), node_id=node)
-        self._previewer = (
-            latent_preview.get_previewer(torch.device("cpu"), comfy.latent_formats.Wan21()) if previews else None
-        )
+        # Only where there is something to show: "taesd" reads a model from the disk for it, or warns that it has none.
+        wanted = "denoising" in self._stages
+        wan = comfy.latent_formats.Wan21()
+        self._previewer = latent_preview.get_previewer(torch.device("cpu"), wan) if wanted else None
         self._said, self._said_at = "", 0.0
 
     def __call__(self, progress: Progress) -> None:

@@ -31,6 +31,7 @@ class Status:
 
     def start(self) -> None:
         """JAX runs in this process from now on, so its devices may be asked."""
+        _devices()  # first: where it fails, or takes long, a browser that asks meanwhile must not meet that
         with self._lock:
             self._started = True
 
@@ -116,7 +117,7 @@ class Status:
 def _sentence(activity: dict[str, Any], step: float | None) -> str:
     stage, what, done, total = (activity[name] for name in ("stage", "what", "done", "total"))
     if stage == "loading":
-        return f"loading {what} {_size(done, total)}"
+        return f"loading {what} {_size(done, total)}" if total else f"loading {what}"
     if stage == "compiling":
         size = what.partition(" at ")[2]
         return f"compiling (first run{f' at {size}' if size else ''})"

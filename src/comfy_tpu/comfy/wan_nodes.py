@@ -88,6 +88,7 @@ class Wan21TPUSampler(io.ComfyNode):
     def execute(
         cls, prompt_embeds: Conditioning, negative_prompt_embeds: Conditioning, model_id: str, **chosen: Any
     ) -> io.NodeOutput:
+        inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"])
         with pipeline_run(model_id, {"denoising": chosen["num_inference_steps"]}) as pipeline:
             from comfy_tpu.pipeline.text import PromptEmbeddings
 
@@ -117,6 +118,7 @@ class Wan21TPUVAEDecoder(io.ComfyNode):
     @classmethod
     def execute(cls, latents: Latent, fps: int, model_id: str) -> io.NodeOutput:
         samples = from_latent("latents", latents)
+        inputs.check_whole(fps=fps)
         with pipeline_run(model_id, {"decoding": samples.shape[2]}) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
@@ -148,6 +150,7 @@ class Wan21TPUPipeline(io.ComfyNode):
 
     @classmethod
     def execute(cls, prompt: str, fps: int, model_id: str, **chosen: Any) -> io.NodeOutput:
+        inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"], fps=fps)
         latent_frames = (chosen["num_frames"] - 1) // inputs.FRAMES_STEP + 1
         stages = {"denoising": chosen["num_inference_steps"], "decoding": latent_frames}
         with pipeline_run(model_id, stages) as pipeline:

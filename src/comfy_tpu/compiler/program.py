@@ -219,18 +219,22 @@ class Program:
             raise InvalidValueError(f"{self.name}: a static input cannot be compared ({error}); pass a tuple") from None
         with self._lock:  # two threads that want the same shape wait for one compilation
             if key not in self._executables:
-                self._executables[key] = self._build(static, weights, kept, donated)
+                self._executables[key], ready = self._build(static, weights, kept, donated)
+                self._on_event(ready)  # only now: a listener that raises ends the run, and the program is kept
             return self._executables[key]
 
-    def _build(self, static: dict[str, Hashable], *arguments: dict[str, Any]) -> jax.stages.Compiled:
+    def _build(
+        self, static: dict[str, Hashable], *arguments: dict[str, Any]
+    ) -> tuple[jax.stages.Compiled, ProgramEvent]:
+        """The program, and the event that says so."""
         enable_cache(self._cache)
         check_weights(self.name, self._module, arguments[0])
         clock = time.perf_counter()
 
-        def enter(stage: Literal["tracing", "lowering", "compiling", "ready"], from_cache: bool = False) -> None:
+        def enter(stage: Literal["tracing", "lowering", "compiling"]) -> None:
             nonlocal clock
             before, clock = clock, time.perf_counter()
-            self._on_event(ProgramEvent(self.name, stage, clock - before, from_cache))
+            self._on_event(ProgramEvent(self.name, stage, clock - before))
 
         enter("tracing")
         traced = self._jitted(static).trace(*arguments)
@@ -240,8 +244,7 @@ class Program:
         enter("compiling")
         with count_compilations() as count, quiet(), device_errors(self.name):
             compiled = lowered.compile()
-        enter("ready", from_cache=count.compiled == 0)
-        return compiled
+        return compiled, ProgramEvent(self.name, "ready", time.perf_counter() - clock, count.compiled == 0)
 
 
 @contextlib.contextmanager

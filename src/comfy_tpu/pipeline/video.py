@@ -17,7 +17,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
@@ -120,7 +120,7 @@ class VideoPipeline:
     @property
     def text_features(self) -> int:
         """Width of the embeddings that the transformer reads."""
-        return int(self._files.config(self.family.transformer)["text_dim"])
+        return self._dimension("text_dim")
 
     @functools.cached_property
     def defaults(self) -> GenerationSettings:
@@ -182,7 +182,7 @@ class VideoPipeline:
 
     def latent_settings(self, latents: torch.Tensor, **chosen: Any) -> GenerationSettings:
         """The settings that latents of this shape were made with, as far as their shape tells."""
-        channels = self._files.config(self.family.transformer)["in_channels"]
+        channels = self._dimension("in_channels")
         if latents.ndim != 5 or latents.shape[1] != channels:
             raise InvalidValueError(
                 f"latents have shape {tuple(latents.shape)}, expected (videos, {channels}, frames, height, width): "
@@ -265,11 +265,20 @@ class VideoPipeline:
         family = self.family
         return (
             settings.num_videos,
-            self._files.config(family.transformer)["in_channels"],
+            self._dimension("in_channels"),
             (settings.num_frames - 1) // family.temporal_scale + 1,
             settings.height // family.spatial_scale,
             settings.width // family.spatial_scale,
         )
+
+    def _dimension(self, name: str) -> int:
+        value = self._files.config(self.family.transformer).get(name)
+        if not isinstance(value, int):
+            raise CheckpointError(
+                f"model={self.model_name}: the config.json of its transformer has {name}={value!r}, expected a whole "
+                "number; download the model again"
+            )
+        return value
 
     def _check_latents(self, latents: torch.Tensor, settings: GenerationSettings) -> None:
         expected = self._latent_shape(settings)
