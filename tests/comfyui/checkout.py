@@ -46,7 +46,7 @@ class Checkout:
 
 @functools.cache
 def find_checkout() -> Checkout:
-    path = _find_path()
+    path = find_path()
     if importlib.util.find_spec("aiohttp") is None:
         raise NoComfyUIError("the client of ComfyUI's API needs aiohttp: pip install 'comfy-tpu[comfy]'")
     python = Path(os.environ.get("COMFYUI_PYTHON") or sys.executable).expanduser()
@@ -68,7 +68,7 @@ def find_pack(variable: str, name: str, checkout: Checkout) -> Path | None:
     return next((path.resolve() for path in candidates if (path / "__init__.py").is_file()), None)
 
 
-def _find_path() -> Path:
+def find_path() -> Path:
     named = os.environ.get("COMFYUI_PATH")
     if named:
         path = Path(named).expanduser()

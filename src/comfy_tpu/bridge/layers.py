@@ -10,7 +10,7 @@ import jax
 import torch
 import torch.nn.utils.stateless
 
-from comfy_tpu.bridge.environment import environment
+from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.bridge.skeleton import weight_shapes
 from comfy_tpu.errors import StackingError
@@ -73,6 +73,14 @@ def run_layer(block: torch.nn.Module, index: int, args: tuple[Any, ...], kwargs:
     }
     with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
         return block(*args, **kwargs)
+
+
+def content_of(tensor: torch.Tensor) -> object:
+    """What a tensor holds: another object once the tensor, or what it is a view of, was written to in the trace."""
+    if not isinstance(tensor, DeviceTensor):
+        return tensor
+    traced: Any = tensor
+    return traced.source_jax() if hasattr(traced, "source_jax") else traced.jax()
 
 
 def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any], *, count: int, path: str) -> Any:

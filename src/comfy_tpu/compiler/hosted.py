@@ -57,10 +57,14 @@ class HostedModule:
         residency: Residency,
         cache: CacheConfig = CacheConfig(),
         prepare: Callable[[torch.nn.Module], None] = lambda skeleton: None,
+        varying: frozenset[str] = frozenset(),
         on_event: Callable[[ProgramEvent], None] = lambda event: None,
         on_load: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`prepare` may change the skeleton, which nobody else sees, before it is traced."""
+        """`prepare` may change the skeleton, which nobody else sees, before it is traced.
+
+        `varying` names entries of dictionaries that differ from block to block though no block reads them.
+        """
         self.name = name
         self._module = weakref.ref(module)
         self._residency = residency
@@ -70,6 +74,7 @@ class HostedModule:
         self._watch = WeightWatch()
         self._programs: dict[Hashable, Program] = {}
         self._prepare = prepare
+        self._varying = varying
         self._placement = placement
         self._make_component = functools.partial(
             Component, config={}, placement=placement, dtype=dtype, attention=attention, cache=cache
@@ -124,7 +129,7 @@ class HostedModule:
                 args, kwargs = structure.put_together([tensor.clone() for tensor in tensors])
                 return function(module, *args, **kwargs)
 
-            return run_watched(module, once)
+            return run_watched(module, once, self._varying)
 
         run.__name__ = function.__name__
         key = (function, axes)
@@ -173,6 +178,8 @@ class _Structure:
     tree: Any
     leaves: tuple[Hashable, ...]
     """Constants; `_TENSOR` where a tensor goes."""
+    types: tuple[type, ...]
+    """Of the constants: 2, 2.0 and True are equal, but are different programs."""
 
     def put_together(self, tensors: list[torch.Tensor]) -> Any:
         rest = iter(tensors)
@@ -192,7 +199,7 @@ def _take_apart(arguments: Any) -> tuple[list[Any], _Structure]:
                 f"an argument holds a {type(constant).__name__}, which a compiled program cannot take; expected "
                 "tensors, numbers and text"
             )
-    return tensors, _Structure(tree, constants)
+    return tensors, _Structure(tree, constants, tuple(map(type, constants)))
 
 
 def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None]) -> torch.nn.Module:

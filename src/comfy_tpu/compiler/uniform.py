@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from comfy_tpu.bridge import run_layer, run_layers
+from comfy_tpu.bridge import content_of, run_layer, run_layers
 from comfy_tpu.compiler.stacking import StackedBlocks, block_difference
 from comfy_tpu.errors import StackingError
 
@@ -90,17 +90,33 @@ class _Block:
         self._run = run
         self._position = position
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._run.template)  # what isinstance sees
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(self._position, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._run.template, name)
         if isinstance(value, (torch.nn.Module, torch.Tensor)):
-            raise StackingError(
-                f"the model uses {name} of a block of {self._run.list_path} by itself; a stack has no such part of one "
-                "block: run the list as it is"
-            )
+            raise self._refusal(name)
         return value
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._refusal("the layers")
+
+    def __len__(self) -> int:
+        raise self._refusal("the layers")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refusal(f"[{index}]")
+
+    def _refusal(self, part: str) -> StackingError:
+        return StackingError(
+            f"the model uses {part} of a block of {self._run.list_path} by itself; a stack has no such part of one "
+            "block: run the list as it is"
+        )
 
 
 class UniformList(torch.nn.Module):
@@ -155,13 +171,18 @@ def _runs(blocks: torch.nn.ModuleList) -> list[tuple[int, int]]:
 
 
 def _is_block(module: torch.nn.Module) -> bool:
-    """Something to call, with weights; a container that only groups others is never called."""
-    return type(module).forward is not torch.nn.Module.forward and any(True for _ in module.parameters())
+    """Something to call, with weights; a container that only groups others is never called.
+
+    Nor is a sequence, always: U-Nets go through its layers themselves. Lists inside of it are looked for, then.
+    """
+    is_called = type(module).forward is not torch.nn.Module.forward and not isinstance(module, torch.nn.Sequential)
+    return is_called and any(True for _ in module.parameters())
 
 
-def run_watched(module: torch.nn.Module, function: Callable[[], Any]) -> Any:
+def run_watched(module: torch.nn.Module, function: Callable[[], Any], varying: frozenset[str] = frozenset()) -> Any:
     """`function()`, with blocks scanned that may be. Inside a trace.
 
+    `varying` names entries of dictionaries among the arguments that blocks do not read, though they differ.
     The function is run twice. The first time blocks are watched, and only the first of a run computes; what that run
     computes is used by nobody, and the compiler drops it.
     """
@@ -170,7 +191,7 @@ def run_watched(module: torch.nn.Module, function: Callable[[], Any]) -> Any:
         return function()
     uses = _Uses()
     for run in runs:
-        run.watch = _Watch(run, uses)
+        run.watch = _Watch(run, uses, varying)
     try:
         with uses:
             uses.add_results(function())
@@ -209,9 +230,11 @@ class _Uses(torch.overrides.TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # x.shape and the like use nothing of it
+        result = func(*args, **(kwargs or {}))
+        # x.shape and the like use nothing of it; x.mT does.
+        if getattr(func, "__name__", "") != "__get__" or isinstance(result, torch.Tensor):
             self._note((args, kwargs))
-        return func(*args, **(kwargs or {}))
+        return result
 
     def _note(self, tree: Any) -> None:
         if isinstance(tree, torch.Tensor):
@@ -228,39 +251,58 @@ class _Uses(torch.overrides.TorchFunctionMode):
 @dataclasses.dataclass
 class _Call:
     arguments: dict[str, Any]
+    """With copies of the containers: a model may use one dictionary for all blocks, and write into it."""
     outputs: tuple[Any, ...]
 
 
 class _Watch:
     """Follows what one pass through the model's loop hands from block to block."""
 
-    def __init__(self, run: BlockRun, uses: _Uses) -> None:
+    def __init__(self, run: BlockRun, uses: _Uses, varying: frozenset[str]) -> None:
         self._run = run
         self._uses = uses
+        self._varying = varying
         self._signature = inspect.signature(run.template.forward)
         self._calls: dict[int, _Call] = {}
         self._in_order = True
+        self._written: dict[str, Any] = {}
+        """Arguments that the first block wrote into."""
         self.returns_tuple = False
 
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        copied = {name: self._copied(value) for name, value in arguments.items()}
         self._in_order &= position == len(self._calls)
         if not self._calls:
+            held = {name: _held(value) for name, value in copied.items()}
             first = run_layer(self._run.template, position, args, kwargs, path=self._run.path)
+            self._written = {
+                name: value
+                for name, value in arguments.items()
+                if not _identical(held[name], _held(self._copied(value)))
+            }
+            for value in self._written.values():
+                self._uses.hand_out(value)
             self.returns_tuple = isinstance(first, tuple)
             made = first if self.returns_tuple else (first,)
         else:
             made = next(iter(self._calls.values())).outputs
         # New tensors every time: where one turns up again tells what the model did with it.
         outputs = tuple(self._uses.hand_out(_again(x)) if isinstance(x, torch.Tensor) else x for x in made)
-        self._calls[position] = _Call(arguments, outputs)
+        self._calls[position] = _Call(copied, outputs)
         return outputs if self.returns_tuple else outputs[0]
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._copied(item) for name, item in value.items() if name not in self._varying}
+        return [self._copied(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def segments(self) -> list[Segment]:
         """The run in pieces, each of which is one scan."""
         count = self._run.count
+        singly = [Segment(position, position + 1) for position in range(count)]
         if not self._in_order or len(self._calls) != count:
-            return [Segment(position, position + 1) for position in range(count)]
+            return singly
         found = [Segment(0, 1)]
         for position in range(1, count):
             last, carry = found[-1], self._link(position)
@@ -268,7 +310,15 @@ class _Watch:
                 found[-1] = Segment(last.start, position + 1, carry)
             else:
                 found.append(Segment(position, position + 1))
+        if self._written and not self._may_write(found):
+            return singly
         return found
+
+    def _may_write(self, segments: list[Segment]) -> bool:
+        """A scan hands its blocks tensors of its own: what they write, nobody sees but the next block."""
+        carried = {name for segment in segments for name in segment.carry}
+        seen_by_others = any(self._uses.was_used(value) for value in self._written.values())
+        return len(segments) == 1 and self._written.keys() <= carried and not seen_by_others
 
     def _link(self, position: int) -> tuple[str, ...]:
         """What block `position` takes over from the one before, if that is everything and nothing else differs."""
@@ -306,6 +356,21 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, (int, float, str, bool, type(None))):
         return type(one) is type(other) and one == other
-    if isinstance(one, (tuple, list)) and type(one) is type(other) and len(one) == len(other):
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return all(_same(one[name], other[name]) for name in one)
     return False
+
+
+def _held(tree: Any) -> list[Any]:
+    """Everything in copied arguments, and what its tensors hold."""
+    if isinstance(tree, dict):
+        return [item for name, value in tree.items() for item in (name, *_held(value))]
+    if isinstance(tree, list):
+        return [item for value in tree for item in _held(value)]
+    return [tree, content_of(tree)] if isinstance(tree, torch.Tensor) else [tree]
+
+
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

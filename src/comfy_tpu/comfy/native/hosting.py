@@ -59,6 +59,7 @@ class Host:
             attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
             residency=shared_residency(),
             prepare=lambda skeleton: _prepare(skeleton, prepare),
+            varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
             on_event=self._on_event,
             on_load=lambda done, total: self._tell(Progress("loading", self._name, done, total)),
         )

@@ -25,6 +25,7 @@ HARMLESS = frozenset(
         "sample_sigmas",
         "wrappers",
         "callbacks",
+        "easycache",
         # Written by the forward itself.
         "total_blocks",
         "block_type",

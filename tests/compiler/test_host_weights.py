@@ -1,0 +1,110 @@
+"""Weights of a module in host memory: read like a checkpoint, and watched."""
+
+import gc
+import weakref
+
+import torch
+
+from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(4, 4)
+        self.tied = torch.nn.Linear(4, 4)
+        self.tied.weight = self.one.weight
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("computed", torch.ones(2), persistent=False)
+        self.requires_grad_(False)
+
+
+NAMES = {"one.weight", "one.bias", "tied.bias", "kept"}
+
+
+def replace(module, name, tensor):
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def watched(module):
+    watch = WeightWatch()
+    watch.remember(module)
+    return watch
+
+
+def test_a_source_of_weights():
+    module = Model()
+    source = HostWeights(module)
+    assert set(source.tensors) == NAMES
+    assert source.tensors["one.weight"].shape == (4, 4)
+    assert source.tensors["one.weight"].dtype == torch.float32
+    assert torch.equal(source.read("one.weight"), module.one.weight)
+    assert source.read("one.weight").data_ptr() == module.one.weight.data_ptr(), "not a copy"
+    assert str(source.path) == "Model"
+    source.close()
+    source.read("kept")
+
+
+def test_a_quantized_weight_is_read_as_what_it_stands_for():
+    class Quantized(torch.Tensor):
+        _layout_params = ("scale",)
+
+        def dequantize(self):
+            return self.as_subclass(torch.Tensor) * 2
+
+    module = Model()
+    replace(module, "one.weight", torch.ones(4, 4).as_subclass(Quantized))
+    assert torch.equal(HostWeights(module).read("one.weight"), torch.full((4, 4), 2.0))
+
+
+def test_everything_changed_before_the_first_look():
+    assert WeightWatch().changed(Model()) == NAMES
+
+
+def test_nothing_changed():
+    module = Model()
+    watch = watched(module)
+    assert watch.changed(module) == set()
+    module.one(torch.ones(1, 4))
+    module.eval()
+    assert watch.changed(module) == set()
+
+
+def test_replaced_and_written_tensors():
+    module = Model()
+    watch = watched(module)
+    replace(module, "one.bias", torch.zeros(4))
+    module.kept.add_(1)
+    module.computed.add_(1)
+    assert watch.changed(module) == {"one.bias", "kept"}
+    assert watch.changed(module) == {"one.bias", "kept"}, "until it is remembered"
+    watch.remember(module)
+    assert watch.changed(module) == set()
+
+
+def test_a_tensor_at_the_address_of_one_that_is_gone():
+    """Addresses and ids are used again; that must not hide a change."""
+    module = Model()
+    watch = watched(module)
+    for value in range(50):
+        replace(module, "one.bias", torch.full((4,), float(value)))
+        assert watch.changed(module) == {"one.bias"}
+        watch.remember(module)
+
+
+def test_tensors_that_are_not_held():
+    module = Model()
+    watch = watched(module)
+    old = weakref.ref(module.one.bias)
+    replace(module, "one.bias", torch.zeros(4))
+    gc.collect()
+    assert old() is None
+    assert watch.changed(module) == {"one.bias"}
+
+
+def test_a_tied_weight_that_is_no_longer_tied():
+    module = Model()
+    watch = watched(module)
+    replace(module, "tied.weight", torch.zeros(4, 4))
+    assert watch.changed(module) == {"tied.weight"}

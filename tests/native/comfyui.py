@@ -1,0 +1,48 @@
+"""A real ComfyUI in this process, set up as its own main.py does with --cpu. Nothing of it is imported before."""
+
+import functools
+import importlib
+import sys
+import types
+from pathlib import Path
+
+from tests.comfyui.checkout import NoComfyUIError, find_path
+
+
+class QuietServer:
+    """What nodes need of ComfyUI's server: it hears everything, and tells nobody."""
+
+    client_id = None
+    last_node_id = None
+    last_prompt_id = None
+
+    def __init__(self) -> None:
+        self.routes = types.SimpleNamespace(get=lambda path: lambda handler: handler)
+        self.loop = types.SimpleNamespace(call_soon_threadsafe=lambda *call: None, call_later=lambda *call: None)
+
+    def send_sync(self, event, data, sid=None) -> None:
+        pass
+
+    def send_progress_text(self, text, node_id, sid=None) -> None:
+        pass
+
+
+@functools.cache
+def start_comfyui(base_directory: Path) -> Path:
+    """Where it is, once it can be imported. `base_directory` holds its models, input and output."""
+    path = find_path()
+    # First, as when main.py is run: it has packages with names like `utils`. Ours are imported by then.
+    sys.path.insert(0, str(path))
+    try:
+        importlib.import_module("utils")  # before comfy/ itself gets on the path, which has a utils.py
+        importlib.import_module("comfy.options").enable_args_parsing(False)
+        args = importlib.import_module("comfy.cli_args").args
+        args.cpu = True
+        args.base_directory = str(base_directory)
+        server = importlib.import_module("server")
+        importlib.import_module("nodes")
+    except ImportError as error:
+        raise NoComfyUIError(f"{sys.executable} cannot import ComfyUI in {path}: {error}") from error
+    server.PromptServer.instance = QuietServer()
+    importlib.import_module("comfy.utils").set_progress_bar_enabled(False)
+    return path

@@ -1,0 +1,115 @@
+"""The table of docs/native.md: a cell for each thing that was tried with each architecture, written by a test run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from tests.comfyui.checkout import find_path
+
+BEGIN, END = "<!-- written by `make native-table` -->", "<!-- end -->"
+PROPERTY = "native_cell"
+_WORST_FIRST = ("failed", "skipped", "passed")
+
+
+class Cell:
+    """Where the outcome of a test goes. Say it before anything can fail."""
+
+    def __init__(self, properties: list[tuple[str, object]]) -> None:
+        self._properties = properties
+        self._place: dict[str, object] = {}
+
+    def at(self, table: str, row: str, column: str) -> Cell:
+        self._place = {"table": table, "row": row, "column": column, "values": []}
+        self._properties.append((PROPERTY, self._place))
+        return self
+
+    def error(self, value: float) -> float:
+        """The largest of them is shown."""
+        self._values.append(value)
+        return value
+
+    def decibels(self, value: float) -> float:
+        """The smallest of them is shown."""
+        self._place["unit"] = "dB"
+        return -self.error(-value)
+
+    def count(self, value: int) -> int:
+        self._place["unit"] = "programs"
+        return int(self.error(value))
+
+    @property
+    def _values(self) -> list[float]:
+        values = self._place["values"]
+        assert isinstance(values, list)
+        return values
+
+
+class Results:
+    """Collected from reports, also from those of other processes."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, dict[tuple[str, str], list[tuple[str, str]]]] = {}
+
+    def add(self, report) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        for name, place in report.user_properties:
+            if name == PROPERTY:
+                cells = self._cells.setdefault(place["table"], {})
+                key = (place["row"], place["column"])
+                cells.setdefault(key, []).append(_described(report, place))
+
+    def write(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        path.write_text(f"{before}{BEGIN}\n{self._markdown()}\n{END}{after}", encoding="utf-8")
+
+    def _markdown(self) -> str:
+        parts = [f"With {_versions()}."]
+        for table, cells in self._cells.items():
+            rows = list(dict.fromkeys(row for row, _ in cells))
+            columns = list(dict.fromkeys(column for _, column in cells))
+            lines = [f"### {table}", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+            lines += [f"| {row} | {' | '.join(_worst(cells.get((row, c), [])) for c in columns)} |" for row in rows]
+            parts.append("\n".join(lines))
+        return "\n\n".join(parts)
+
+
+def _described(report, place) -> tuple[str, str]:
+    if report.outcome == "passed":
+        return "passed", _number(place)
+    if hasattr(report, "wasxfail"):
+        return "failed", f"**fails**: {report.wasxfail.removeprefix('reason: ')}"
+    if report.outcome == "skipped":
+        return "skipped", f"not tried: {report.longrepr[2].removeprefix('Skipped: ')}"
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message.splitlines()[0] if crash else "an error"
+    return "failed", f"**fails**: {message[:100].replace('|', '/')}"
+
+
+def _number(place) -> str:
+    if not place["values"]:
+        return "yes"
+    worst = max(place["values"])
+    if place.get("unit") == "dB":
+        return f"{-worst:.0f} dB"
+    if place.get("unit") == "programs":
+        return f"{worst:.0f}"
+    return f"{worst:.0e}".replace("e-0", "e-")
+
+
+def _worst(cells: list[tuple[str, str]]) -> str:
+    if not cells:
+        return ""
+    worst = min(cells, key=lambda cell: _WORST_FIRST.index(cell[0]))[0]
+    texts = list(dict.fromkeys(text for outcome, text in cells if outcome == worst))
+    return "; ".join(texts)
+
+
+def _versions() -> str:
+    namespace: dict[str, str] = {}
+    exec((find_path() / "comfyui_version.py").read_text(encoding="utf-8"), namespace)
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchax", "jax")]
+    return ", ".join([f"ComfyUI {namespace['__version__']}", *packages])
