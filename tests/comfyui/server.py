@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +30,12 @@ class ComfyServer:
     """`main.py --cpu` on loopback. Its log is a file, and lines of it can be waited for."""
 
     def __init__(
-        self, checkout: Checkout, base: Path, packs: Sequence[Path] = (), arguments: Sequence[str] = ()
+        self,
+        checkout: Checkout,
+        base: Path,
+        packs: Sequence[Path] = (),
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.checkout = checkout
         self.base = base
@@ -40,6 +45,7 @@ class ComfyServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._packs = {PACK: ROOT, **{path.name: path for path in packs}}
         self._arguments = arguments
+        self._more_environment = dict(environment or {})
         self._lines: list[str] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -130,6 +136,7 @@ class ComfyServer:
             "HF_HUB_OFFLINE": "1",
             "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS)),
+            **self._more_environment,
         }
 
     def _read(self) -> None:
@@ -162,11 +169,15 @@ class ComfyServer:
 
 @contextlib.contextmanager
 def running(
-    checkout: Checkout, base: Path, packs: Sequence[str | Path] = (), arguments: Sequence[str] = ()
+    checkout: Checkout,
+    base: Path,
+    packs: Sequence[str | Path] = (),
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ComfyServer]:
     """A server with our pack and further ones: a name is one of tests/comfyui/packs, a path is any directory."""
     paths = [PACKS / pack if isinstance(pack, str) else pack for pack in packs]
-    with ComfyServer(checkout, base, paths, arguments) as server:
+    with ComfyServer(checkout, base, paths, arguments, environment) as server:
         yield server
 
 
