@@ -13,7 +13,7 @@ from comfy_tpu.compiler import hosted as hosting
 from comfy_tpu.compiler.hosted import HostedModule
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import AttentionConfig, ResidencyConfig
-from comfy_tpu.errors import DeviceMemoryError, UnsupportedError
+from comfy_tpu.errors import DeviceMemoryError, TraceError, UnsupportedError
 from comfy_tpu.parallel.mesh import make_placement
 from tests.tracing import relative_error
 
@@ -275,6 +275,29 @@ def test_what_no_program_can_take_is_refused(residency):
         hosted(forward, lambda: 1)
     with pytest.raises(UnsupportedError, match="holds a object"):
         hosted(lambda module, x: x, {"deep": [object()]})
+
+
+@pytest.mark.parametrize("trouble", [KeyError("sigmas"), AttributeError("none such"), RuntimeError("other sizes")])
+def test_what_a_model_raises_while_it_is_traced(residency, trouble):
+    """Somebody who hosts it may then run it without us."""
+
+    def run(module, x):
+        raise trouble
+
+    module = Model()
+    with pytest.raises(
+        TraceError, match=f"model failed while it was traced at .*test_hosted.py:.*{type(trouble).__name__}"
+    ):
+        host(module, residency)(run, torch.randn(1, 2, WIDTH))
+
+
+def test_a_value_that_is_needed_while_tracing(residency):
+    def run(module, x):
+        return x if x.sum() > 0 else -x
+
+    module = Model()
+    with pytest.raises(TraceError, match="the value of a tensor was needed at .*test_hosted.py"):
+        host(module, residency)(run, torch.randn(1, 2, WIDTH))
 
 
 def test_results_that_stay_on_the_devices(residency):

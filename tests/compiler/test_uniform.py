@@ -379,6 +379,26 @@ def test_two_streams(pieces):
     assert pieces == {"blocks.0:3": [(0, 3)]}
 
 
+def test_blocks_that_pass_their_arguments_on(pieces):
+    """As SD3's do: their own signature says nothing."""
+
+    class Mixed(Block):
+        def forward(self, *args, **kwargs):
+            return self.mix(*args, **kwargs)
+
+        def mix(self, text, image, *, vector):
+            return super().forward(text + image.mean(1, keepdim=True)), torch.tanh(self.down(self.up(image))) + vector
+
+    def loop(model, x):
+        text, image = x[:, :2], x
+        for block in model.blocks:
+            text, image = block(text, image, vector=0.5)
+        return text, image
+
+    check(Model([Mixed() for _ in range(4)], loop))
+    assert pieces == {"blocks.0:4": [(0, 4)]}
+
+
 def test_streams_that_are_swapped_between_blocks():
     class Double(torch.nn.Module):
         def __init__(self):

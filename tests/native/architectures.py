@@ -46,7 +46,7 @@ class Architecture:
         config.set_inference_dtype(dtype, None)
         model = config.get_model({}, "", device=None)
         fill(model.diffusion_model, seed)
-        if self.from_file:
+        if self.from_file and dtype == torch.float32:  # a CPU's loader would make any file float32
             return self.load(self.write(model.diffusion_model))
         model.eval()
         cpu = torch.device("cpu")
@@ -100,7 +100,7 @@ def _pooled(features: int, pooled: int, **more: Any) -> Text:
     ]
 
 
-class _Seen:
+class SeenPicture:
     """A picture as CLIP Vision sees it."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def _from_picture(tokens: int, seed: int, latent: tuple[int, ...], *, seen: bool
     known = torch.ones(1, 1, *latent[1:])
     known[:, :, 0] = 0
     more: dict[str, Any] = {"concat_latent_image": noise(7, 1, *latent), "concat_mask": known}
-    return [[noise(seed, 1, tokens, 4096), more | ({"clip_vision_output": _Seen()} if seen else {})]]
+    return [[noise(seed, 1, tokens, 4096), more | ({"clip_vision_output": SeenPicture()} if seen else {})]]
 
 
 def _hunyuan(tokens: int, seed: int, latent: tuple[int, ...]) -> Conditioning:

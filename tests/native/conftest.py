@@ -48,9 +48,8 @@ def comfyui(tmp_path_factory):
 
     from tests.native.models import models
 
-    models.cache_clear()
     comfy.model_management.unload_all_models()
-    comfy.model_management.cleanup_models_gc()
+    models.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,13 @@
 from comfy_tpu.bridge.boundary import check_host_data, to_device, to_host
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
-from comfy_tpu.bridge.layers import content_of, map_layers, run_layer, run_layers
+from comfy_tpu.bridge.layers import BlockCall, content_of, map_layers, run_layer, run_layers
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.scope import TraceContext, current_trace, trace_scope
 from comfy_tpu.bridge.skeleton import build_skeleton, weight_shapes
 
 __all__ = [
+    "BlockCall",
     "TraceContext",
     "build_skeleton",
     "call_function",

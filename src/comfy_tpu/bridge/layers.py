@@ -17,10 +17,26 @@ from comfy_tpu.errors import StackingError
 from comfy_tpu.parallel.constraints import constrain, even_batch
 
 
+class BlockCall:
+    """Arguments of a block as it was called; like `inspect.BoundArguments`, but of any signature (*args too)."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+        self.arguments = dict(given)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return tuple(value for name, value in self.arguments.items() if isinstance(name, int))
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {name: value for name, value in self.arguments.items() if isinstance(name, str)}
+
+
 def run_layers(
     block: torch.nn.Module,
-    call: inspect.BoundArguments,
-    carry: tuple[str, ...],
+    call: BlockCall | inspect.BoundArguments,
+    carry: tuple[str | int, ...],
     *,
     layers: range,
     carry_axes: tuple[str | None, ...],
@@ -44,7 +60,8 @@ def run_layers(
     def layer(carried: tuple[jax.Array, ...], weights: dict[str, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
         nonlocal output_count
         weights = {name: trace.for_compute(f"{path}.*.{name}", array) for name, array in weights.items()}
-        call.arguments.update(zip(carry, bridge.as_torch(tuple(map(place, carried))), strict=True))
+        arguments: Any = call.arguments
+        arguments.update(zip(carry, bridge.as_torch(tuple(map(place, carried))), strict=True))
         with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
             outputs = block(*call.args, **call.kwargs)
         output_count = len(outputs) if isinstance(outputs, tuple) else None
@@ -58,7 +75,8 @@ def run_layers(
                 )
         return tuple(map(place, results)), None
 
-    initial = tuple(bridge.as_jax(tuple(call.arguments[name] for name in carry)))
+    given: Any = call.arguments
+    initial = tuple(bridge.as_jax(tuple(given[name] for name in carry)))
     final, _ = jax.lax.scan(layer, initial, stacked, length=len(layers))
     results = tuple(bridge.as_torch(final))
     return results[0] if output_count is None else results + (None,) * (output_count - len(results))

@@ -23,6 +23,7 @@ import jax
 import torch
 
 from comfy_tpu.bridge import to_host, weight_shapes
+from comfy_tpu.bridge.model_source import raising_line
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch
 from comfy_tpu.compiler.program import Program, ProgramEvent
@@ -30,7 +31,7 @@ from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import run_watched, stack_uniform
 from comfy_tpu.compiler.weights import update_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
-from comfy_tpu.errors import StackingError, UnsupportedError
+from comfy_tpu.errors import ComfyTpuError, StackingError, TraceError, UnsupportedError
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, column, gather, replicate, row
@@ -127,7 +128,8 @@ class HostedModule:
             def once() -> Any:
                 # Copies, which cost nothing: a model may write into its inputs, and this runs twice.
                 args, kwargs = structure.put_together([tensor.clone() for tensor in tensors])
-                return function(module, *args, **kwargs)
+                with _somebody_elses_code(self.name):
+                    return function(module, *args, **kwargs)
 
             return run_watched(module, once, self._varying)
 
@@ -169,6 +171,22 @@ class HostedModule:
             raise
         self._watch.remember(module)
         logger.info("%s: %d weights changed, %.3f GB moved", self.name, len(changed), moved / 1e9)
+
+
+@contextmanager
+def _somebody_elses_code(name: str) -> Iterator[None]:
+    """Runs only while it is traced: whatever it raises then, it may be right where its inputs have values."""
+    try:
+        yield
+    except (ComfyTpuError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        raise  # known, or known to whoever traces
+    except Exception as error:
+        if isinstance(error, AttributeError) and error.name in ("_elem", "_env"):
+            raise  # the same
+        raise TraceError(
+            f"{name} failed while it was traced{raising_line(error)}: {type(error).__name__}: {error}; it may need "
+            "something that a compiled program does not have"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ option of the model may put something between two blocks.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from comfy_tpu.bridge import content_of, run_layer, run_layers
+from comfy_tpu.bridge import BlockCall, content_of, run_layer, run_layers
 from comfy_tpu.compiler.stacking import StackedBlocks, block_difference
 from comfy_tpu.errors import StackingError
 
@@ -36,8 +35,9 @@ class Segment:
 
     start: int
     stop: int
-    carry: tuple[str, ...] = ()
-    """Parameters of the block that take what the block before returned, in the order of its results."""
+    carry: tuple[str | int, ...] = ()
+    """Arguments of the block that are what the block before returned, in the order of its results: by name, or by place
+    where the model's loop gives them so."""
 
 
 class BlockRun(StackedBlocks):
@@ -69,13 +69,13 @@ class BlockRun(StackedBlocks):
         segment = self.segments[position]
         if segment.stop - segment.start == 1:
             return run_layer(self.template, position, args, kwargs, path=self.path)
-        bound = inspect.signature(self.template.forward).bind(*args, **kwargs)
+        call = BlockCall(args, kwargs)
         if position > segment.start:  # the first call ran them all
-            passed = tuple(bound.arguments[name] for name in segment.carry)
+            passed = tuple(call.arguments[name] for name in segment.carry)
             return passed if self.returns_tuple else passed[0]
         return run_layers(
             self.template,
-            bound,
+            call,
             segment.carry,
             layers=range(segment.start, segment.stop),
             carry_axes=CARRY_AXES,
@@ -250,7 +250,7 @@ class _Uses(torch.overrides.TorchFunctionMode):
 
 @dataclasses.dataclass
 class _Call:
-    arguments: dict[str, Any]
+    arguments: dict[str | int, Any]
     """With copies of the containers: a model may use one dictionary for all blocks, and write into it."""
     outputs: tuple[Any, ...]
 
@@ -262,15 +262,14 @@ class _Watch:
         self._run = run
         self._uses = uses
         self._varying = varying
-        self._signature = inspect.signature(run.template.forward)
         self._calls: dict[int, _Call] = {}
         self._in_order = True
-        self._written: dict[str, Any] = {}
+        self._written: dict[str | int, Any] = {}
         """Arguments that the first block wrote into."""
         self.returns_tuple = False
 
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        arguments = BlockCall(args, kwargs).arguments
         copied = {name: self._copied(value) for name, value in arguments.items()}
         self._in_order &= position == len(self._calls)
         if not self._calls:
@@ -320,7 +319,7 @@ class _Watch:
         seen_by_others = any(self._uses.was_used(value) for value in self._written.values())
         return len(segments) == 1 and self._written.keys() <= carried and not seen_by_others
 
-    def _link(self, position: int) -> tuple[str, ...]:
+    def _link(self, position: int) -> tuple[str | int, ...]:
         """What block `position` takes over from the one before, if that is everything and nothing else differs."""
         before, call = self._calls[position - 1], self._calls[position]
         places = {id(output): index for index, output in enumerate(before.outputs)}

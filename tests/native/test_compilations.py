@@ -1,0 +1,88 @@
+"""A program for each model, resolution and batch; none for a seed, a prompt, a sampler or a LoRA."""
+
+import pytest
+
+from tests.native.models import TABLE, compile_model, every_architecture
+
+pytestmark = pytest.mark.comfyui
+
+SCANNED = {
+    "Wan 2.1 T2V": {"blocks.0:3"},
+    "Wan 2.1 I2V": {"blocks.0:3"},
+    "Wan 2.2 14B I2V": {"blocks.0:3"},
+    "Wan 2.2 5B": {"blocks.0:3"},
+    "Flux.1": {"double_blocks.0:3", "single_blocks.0:3"},
+    "Flux.2": {"double_blocks.0:3", "single_blocks.0:3"},
+    "HunyuanVideo-1.5": {"double_blocks.0:3"},
+    # The first blocks have one more attention than the others, the last has less.
+    "SD3.5": {"joint_blocks.0:2"},
+    "SDXL": {"middle_block.1.transformer_blocks.0:2"},
+    "Qwen-Image": {"transformer_blocks.0:3"},
+}
+
+
+@every_architecture
+def test_compilations(architecture, comfyui, watch, cell, request):
+    from tests.native.loras import apply_lora, write_lora
+    from tests.native.sampling import sample
+
+    cell.at(TABLE, architecture.name, "programs at one size")
+    if architecture.name == "HunyuanVideo-1.5":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="one more for every length of a prompt"))
+    model = architecture.build(seed=11)
+    write_lora(model, comfyui / "models" / "loras" / "counted.safetensors", seed=1)
+    compiled = compile_model(model)
+    length, other = architecture.tokens
+    # Where texts have any length, two prompts hardly ever have the same.
+    lengths = {"tokens": length, "negative_tokens": other} if architecture.any_length else {}
+    sample(compiled, architecture, steps=2, **lengths)
+    assert len(watch.compiled) == 1
+    sample(compiled, architecture, steps=3, seed=5, **lengths)
+    new_lengths = {"tokens": length + 11, "negative_tokens": length + 3} if architecture.any_length else {}
+    sample(compiled, architecture, prompt_seed=6, **new_lengths)
+    sample(compiled, architecture, "uni_pc", cfg=6.0, **lengths)
+    for strength in (1.0, 0.4):
+        sample(apply_lora(compiled, "counted.safetensors", strength), architecture, steps=2, **lengths)
+    sample(compile_model(model), architecture, steps=2, **lengths)  # the node ran again
+    assert cell.count(len(watch.compiled)) == 1
+    sample(compiled, architecture, steps=2, size=1, **lengths)
+    assert len(watch.compiled) == 2, "another resolution"
+    sample(compiled, architecture, steps=2, batch=2, **lengths)
+    assert len(watch.compiled) == 3, "another batch"
+    sample(compiled, architecture, steps=2, **lengths)
+    assert len(watch.compiled) == 3, "and back"
+    watch.assert_on_devices()
+
+
+@every_architecture
+def test_blocks_are_scanned(architecture, monkeypatch):
+    """Or a program grows with the number of blocks: 14B in 15 s instead of 3."""
+    from comfy_tpu.compiler import uniform
+    from tests.native.sampling import sample
+
+    found = {}
+    decide = uniform._Watch.segments
+
+    def deciding(self):
+        segments = decide(self)
+        found[self._run.path] = len(segments)
+        return segments
+
+    monkeypatch.setattr(uniform._Watch, "segments", deciding)
+    sample(compile_model(architecture.build(seed=12)), architecture, steps=1)
+    assert {path for path, pieces in found.items() if pieces == 1} >= SCANNED[architecture.name], found
+
+
+@every_architecture
+def test_two_models_of_one_kind(architecture, watch):
+    """As Wan 2.2's pair: each has its own weights."""
+    from tests.native.models import TOLERANCE, models
+    from tests.native.sampling import relative_error, sample
+
+    one, other = models(architecture), architecture.build(seed=13)
+    results = {}
+    for name, plain, compiled in (("one", one.plain, one.compiled), ("other", other, compile_model(other))):
+        results[name] = sample(plain, architecture, steps=2)
+        assert relative_error(results[name], sample(compiled, architecture, steps=2)) < TOLERANCE
+    assert relative_error(results["one"], results["other"]) > 10 * TOLERANCE
+    watch.assert_on_devices()
