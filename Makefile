@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-comfyui lint clean
+.PHONY: demo test test-all native-table test-comfyui lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -29,6 +29,10 @@ test-all: .venv/.installed-dev
 test-comfyui: .venv/.installed-dev
 	@$(INSTALL) -e '.[comfy]'
 	$(BIN)/python -m pytest -m comfyui -rs
+
+# Writes the tables of docs/native.md. Run with the Python of a ComfyUI, as test-comfyui is.
+native-table:
+	$(PYTHON) -m pytest -m comfyui tests/native --native-table docs/native.md
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_architecture.py
