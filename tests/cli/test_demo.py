@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import av
+import numpy as np
 import pytest
 
 from comfy_tpu.cli.main import main
@@ -45,17 +45,18 @@ def generate(cache: Path, output: Path) -> tuple[dict[str, Any], dict[str, int]]
 
 
 def test_a_second_process_compiles_nothing_and_makes_the_same_video(tmp_path: Path) -> None:
-    report, first = generate(tmp_path / "cache", tmp_path / "a.mp4")
+    # Frames as they are: x264 in a process that compiled before may decide otherwise than in one that did not, over the
+    # same frames (seen on some ARM machines).
+    report, first = generate(tmp_path / "cache", tmp_path / "a.npy")
     assert first["compiled"] > 0
-    assert report["outputs"] == [str(tmp_path / "a.mp4")]
-    again, second = generate(tmp_path / "cache", tmp_path / "b.mp4")
+    assert report["outputs"] == [str(tmp_path / "a.npy")]
+    again, second = generate(tmp_path / "cache", tmp_path / "b.npy")
     assert second == {"requested": first["requested"], "compiled": 0}
     assert all(program["from_cache"] for program in again["programs"])
     assert again["programs"]
-    with av.open(tmp_path / "a.mp4") as one, av.open(tmp_path / "b.mp4") as other:
-        frames = [[frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)] for video in (one, other)]
-    assert len(frames[0]) == len(frames[1]) == 17
-    assert all((a == b).all() for a, b in zip(*frames, strict=True))
+    one, other = (np.load(tmp_path / name) for name in ("a.npy", "b.npy"))
+    assert one.shape == (17, 64, 64, 3)
+    assert (one == other).all()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
