@@ -410,6 +410,22 @@ def test_tied_weights(residency):
     assert relative_error(hosted(run, x), run(module, x)) <= 1e-5
 
 
+def test_a_batch_norm(residency):
+    """It counts batches in an int64, which JAX does not hold."""
+    module = (
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)).eval().requires_grad_(False)
+    )
+    module[1].running_mean.normal_()
+    module[1].num_batches_tracked.fill_(7)
+
+    def run(module, x):
+        return module(x) * module[1].num_batches_tracked
+
+    x = torch.randn(3, WIDTH)
+    assert relative_error(host(module, residency)(run, x), run(module, x)) <= 1e-5
+    assert module[1].num_batches_tracked.dtype == torch.int64
+
+
 def test_a_weight_that_changes_its_dtype(residency):
     """ComfyUI may cast a weight while it patches it."""
     module = Model()

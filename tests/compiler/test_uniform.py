@@ -350,6 +350,31 @@ def test_a_shared_list_that_blocks_add_to():
     check(Model([Adds() for _ in range(4)], loop))
 
 
+def test_lists_that_blocks_take_from_and_add_to():
+    """HunyuanVideo's VAE goes through a video in parts, and each layer leaves something for its next part."""
+
+    class Carries(Block):
+        def forward(self, x, before, after):
+            if before is not None:
+                x = torch.cat([before.pop(0), x], 1)
+            if after is not None:
+                after.append(x[:, -1:])
+            return super().forward(x)[:, -2:]
+
+    def loop(model, x):
+        before, results = None, []
+        parts = x[:, :4].split(2, 1)
+        for index, part in enumerate(parts):
+            after = [] if index < len(parts) - 1 else None
+            for block in model.blocks:
+                part = block(part, before, after)
+            results.append(part)
+            before = after
+        return torch.cat(results, 1)
+
+    check(Model([Carries() for _ in range(3)], loop))
+
+
 def test_a_model_that_writes_into_its_input(pieces):
     def loop(model, x):
         x += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from comfy_tpu.bridge import weight_shapes
+from comfy_tpu.bridge.dtypes import check_integer_range
 from comfy_tpu.compiler.checkpoint import TensorInfo
 
 
@@ -19,14 +20,18 @@ class HostWeights:
         self.path = Path(type(module).__name__)
         self._tensors = weight_shapes(module)
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, tuple(tensor.shape), tensor.dtype, self.path)
+            name: TensorInfo(name, tuple(tensor.shape), held_as(tensor.dtype), self.path)
             for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name].detach()
         # ComfyUI keeps quantized weights as a tensor subclass that knows how to undo it.
-        return tensor.dequantize() if hasattr(tensor, "_layout_params") else tensor
+        tensor = tensor.dequantize() if hasattr(tensor, "_layout_params") else tensor
+        if tensor.dtype != torch.int64:
+            return tensor
+        check_integer_range(tensor.numpy())
+        return tensor.to(torch.int32)
 
     def close(self) -> None:
         """Nothing to close; a checkpoint has."""
@@ -51,6 +56,11 @@ class WeightWatch:
     def _is_seen(self, name: str, tensor: torch.Tensor) -> bool:
         reference, version = self._seen.get(name, (None, 0))
         return reference is not None and reference() is tensor and version == _version(tensor)
+
+
+def held_as(dtype: torch.dtype) -> torch.dtype:
+    """JAX holds no int64 unless the whole process is set to 64 bits. A BatchNorm counts its batches in one."""
+    return torch.int32 if dtype == torch.int64 else dtype
 
 
 def _version(tensor: torch.Tensor) -> int:

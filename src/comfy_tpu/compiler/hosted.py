@@ -25,7 +25,7 @@ import torch
 from comfy_tpu.bridge import to_host, weight_shapes
 from comfy_tpu.bridge.model_source import raising_line
 from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch
+from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch, held_as
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import run_watched, stack_uniform
@@ -226,7 +226,7 @@ def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None
     with torch.inference_mode(False):
         memo: dict[int, Any] = {}
         for tensor in weights.values():
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            empty = torch.empty(tensor.shape, dtype=held_as(tensor.dtype), device="meta")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
         skeleton = copy.deepcopy(module, memo)

@@ -217,7 +217,7 @@ class _Uses(torch.overrides.TorchFunctionMode):
         self._handed_out: dict[int, torch.Tensor] = {}  # by id; held, so that no other tensor takes the id
         self._used: set[int] = set()
 
-    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+    def hand_out(self, tensor: Any) -> Any:
         self._handed_out[id(tensor)] = tensor
         return tensor
 
@@ -265,31 +265,42 @@ class _Watch:
         self._calls: dict[int, _Call] = {}
         self._in_order = True
         self._written: dict[str | int, Any] = {}
-        """Arguments that the first block wrote into."""
+        """Arguments that a block wrote into."""
         self.returns_tuple = False
 
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = BlockCall(args, kwargs).arguments
         copied = {name: self._copied(value) for name, value in arguments.items()}
         self._in_order &= position == len(self._calls)
-        if not self._calls:
-            held = {name: _held(value) for name, value in copied.items()}
-            first = run_layer(self._run.template, position, args, kwargs, path=self._run.path)
-            self._written = {
-                name: value
-                for name, value in arguments.items()
-                if not _identical(held[name], _held(self._copied(value)))
-            }
-            for value in self._written.values():
-                self._uses.hand_out(value)
-            self.returns_tuple = isinstance(first, tuple)
-            made = first if self.returns_tuple else (first,)
+        if not self._calls or self._leaves_traces:
+            made = self._run_it(position, arguments, copied, args, kwargs)
         else:
             made = next(iter(self._calls.values())).outputs
         # New tensors every time: where one turns up again tells what the model did with it.
         outputs = tuple(self._uses.hand_out(_again(x)) if isinstance(x, torch.Tensor) else x for x in made)
         self._calls[position] = _Call(copied, outputs)
         return outputs if self.returns_tuple else outputs[0]
+
+    @property
+    def _leaves_traces(self) -> bool:
+        """In a list or dictionary, from which the model or a later block goes on: then none can be left out."""
+        return any(not isinstance(value, torch.Tensor) for value in self._written.values())
+
+    def _run_it(
+        self,
+        position: int,
+        arguments: dict[str | int, Any],
+        copied: dict[str | int, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        held = {name: _held(value) for name, value in copied.items()}
+        result = run_layer(self._run.template, position, args, kwargs, path=self._run.path)
+        for name, value in arguments.items():
+            if not _identical(held[name], _held(self._copied(value))):
+                self._written[name] = self._uses.hand_out(value)
+        self.returns_tuple = isinstance(result, tuple)
+        return result if isinstance(result, tuple) else (result,)
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, dict):
