@@ -82,7 +82,7 @@ def fill(module: torch.nn.Module, seed: int) -> None:
                 continue
             width = tensor[0].numel() if tensor.ndim > 1 else 400
             tensor.copy_(torch.randn(tensor.shape, generator=random) / width**0.5)
-            if tensor.ndim == 1 and name.endswith(("weight", "scale", "gamma")):
+            if tensor.ndim == 1 and name.endswith(("weight", "scale", "gamma", "running_var")):
                 tensor.add_(1)
 
 
