@@ -182,5 +182,6 @@ def load(directory: Path, models: Path):
 
 if __name__ == "__main__":
     if sys.argv[3:] == ["bare"]:
-        sys.path[:] = [entry for entry in sys.path if not (Path(entry) / "comfy_tpu").is_dir()]
+        # Not by the directory: an editable installation leaves the pack's data files in one of that name beside torch.
+        sys.path[:] = [entry for entry in sys.path if not (Path(entry) / "comfy_tpu" / "__init__.py").is_file()]
     sys.stdout.write("\n" + json.dumps(load(Path(sys.argv[1]), Path(sys.argv[2]))) + "\n")
