@@ -118,7 +118,9 @@ def _from_picture(tokens: int, seed: int, latent: tuple[int, ...], *, seen: bool
 
 def _hunyuan(tokens: int, seed: int, latent: tuple[int, ...]) -> Conditioning:
     """Words to be drawn go through a second encoder, and are there in some prompts only."""
-    more = {"pooled_output": None, "conditioning_byt5small": noise(seed + 2, 1, 5, 1472)}
+    more: dict[str, Any] = {"pooled_output": None}
+    if seed % 4 < 2:
+        more["conditioning_byt5small"] = noise(seed + 2, 1, 4 + seed % 7, 1472)
     return [[noise(seed, 1, tokens, 64), more]]
 
 

@@ -8,26 +8,14 @@ from typing import Any
 
 import torch
 
-
-@dataclasses.dataclass(frozen=True)
-class FilledText:
-    """Text tokens that come first in a model's joint attention, and were filled up to a length that is compiled."""
-
-    length: int
-    counts: torch.Tensor
-    """[batch]: how many of them are real."""
-
-    def is_real(self, keys: int) -> torch.Tensor:
-        """[batch, 1, 1, keys]"""
-        place = torch.arange(keys, device=self.counts.device)
-        return ((place >= self.length) | (place < self.counts.view(-1, 1)))[:, None, None]
+from comfy_tpu.comfy.native.texts import FilledTexts
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """For `transformer_options["optimized_attention_override"]`."""
 
-    text: FilledText | None = None
+    texts: FilledTexts | None = None
 
     def __call__(
         self,
@@ -51,8 +39,8 @@ class Attention:
             mask = mask.unsqueeze(0)
         if mask is not None and mask.ndim == 3:
             mask = mask.unsqueeze(1)
-        if self.text is not None and mask is None:
-            mask = self.text.is_real(k.shape[2])
+        if self.texts is not None and mask is None:
+            mask = self.texts.is_real(k.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import comfy.clip_model
 import comfy.text_encoders.llama
+import comfy.text_encoders.t5
 import torch
 from comfy.sd1_clip import SDClipModel
 
@@ -19,8 +20,9 @@ from comfy_tpu.comfy.run import at_rest
 if TYPE_CHECKING:
     from comfy.sd import CLIP
 
-BUCKET = 64
-"""Lengths of texts that no tokenizer fills up are rounded up to a multiple of this, each of which is a program."""
+BUCKET = 256
+"""Lengths of texts that no tokenizer fills up are rounded up to a multiple of this, each of which is a program.
+Templates of 30 to 130 tokens and a prompt of a few sentences fit into the first, so that a session compiles once."""
 
 
 def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
@@ -60,7 +62,7 @@ class DeviceText:
         host = host_of(module, self._choices)
         embeds = options.pop("embeds")
         length = embeds.shape[1]
-        fill = -length % BUCKET if _is_causal(module) else 0
+        fill = -length % BUCKET if _can_be_filled_up(module, mask) else 0
         embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, fill))
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, fill))
@@ -70,9 +72,22 @@ class DeviceText:
         else:
             counts = None  # no other model reads it
         host.size = f"{embeds.shape[1]} tokens"
-        results = host(_forward, mask, embeds, counts, _plain(options))
+        # One by one: a long prompt comes in sections, a weighted one with an empty one, and every number of them would
+        # be a program.
+        rows = [
+            host(_forward, _row(mask, index), embeds[index : index + 1], _row(counts, index), _plain(options))
+            for index in range(len(embeds))
+        ]
         at_rest()
-        return tuple(_cut(result, length, length + fill) for result in results)
+        return tuple(_cut(_joined(parts), length, length + fill) for parts in zip(*rows, strict=True))
+
+
+def _row(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[index : index + 1]
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
 def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options: dict[str, Any]) -> Any:
@@ -85,9 +100,11 @@ def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options:
     return last, others[0], module.text_projection(pooled), pooled
 
 
-def _is_causal(module: torch.nn.Module) -> bool:
-    """Nothing looks ahead, so that what is filled in behind a text changes nothing of it."""
-    return isinstance(module, comfy.text_encoders.llama.BaseLlama)
+def _can_be_filled_up(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
+    """What is put behind a text changes nothing of it: nobody looks ahead, or a mask hides it."""
+    if isinstance(module, comfy.text_encoders.llama.BaseLlama):
+        return True
+    return isinstance(module, comfy.text_encoders.t5.T5) and mask is not None
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

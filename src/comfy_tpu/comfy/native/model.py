@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from comfy_tpu.comfy.native.attention import Attention, FilledText
+from comfy_tpu.comfy.native.attention import Attention
 from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+from comfy_tpu.comfy.native.texts import fill_texts, filled_texts, in_prompts
 from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
@@ -37,12 +39,6 @@ HARMLESS = frozenset(
 )
 PASSED_ON = frozenset({"rope_options"})
 """Numbers that a forward reads."""
-
-TEXT_FIRST = frozenset({"QwenImageTransformer2DModel"})
-"""Models whose text has any length and comes first in the joint attention, and is looked at nowhere else. It is filled
-up to a multiple of BUCKET and the filling masked, so that a new prompt is not a new program. Other encoders fill up
-their texts themselves."""
-BUCKET = 64
 
 
 def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
@@ -108,13 +104,15 @@ class DeviceForward:
         sample = arguments[sample_name]
         times = arguments.pop(time_name)
         arguments = {**_cast(arguments, host.dtype), time_name: times}
-        counts = None
-        if type(self._module).__name__ in TEXT_FIRST:
-            arguments["context"], counts = _filled(arguments["context"])
         host.size = "×".join(str(side) for side in reversed(sample.shape[2:]))
         passed = {name: value for name, value in options.items() if name in PASSED_ON}
         host.begin_step(*_step(options))
-        return host(_functions[self._name], arguments, passed, counts).to(sample.dtype)
+
+        def run(part: dict[str, Any]) -> torch.Tensor:
+            return host(_functions[self._name], *fill_texts(self._module, part), passed)
+
+        prompts = len(options.get("cond_or_uncond", ()))
+        return in_prompts(self._module, arguments, prompts, run).to(sample.dtype)
 
     def _reason_against(self, options: dict[str, Any]) -> str:
         """Why this call cannot be traced, or nothing."""
@@ -149,20 +147,16 @@ _functions = {"_forward": _forward, "forward": _plain_forward}
 
 
 def _call(
-    module: Any, name: str, arguments: dict[str, Any], options: dict[str, Any], counts: torch.Tensor | None
+    module: Any, name: str, arguments: dict[str, Any], counts: tuple[torch.Tensor, ...], options: dict[str, Any]
 ) -> torch.Tensor:
     # The class's own: the skeleton may have our replacement on it.
     function = getattr(type(module), name)
     keywords = dict(arguments)
     rest = keywords.pop("kwargs", {})  # what the model takes beyond its named parameters
-    text = None if counts is None else FilledText(arguments["context"].shape[1], counts)
-    options = {**options, "optimized_attention_override": Attention(text)}
-    return function(module, **keywords, **rest, transformer_options=options)
-
-
-def _filled(context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, length = context.shape[:2]
-    return torch.nn.functional.pad(context, (0, 0, 0, -length % BUCKET)), torch.full((batch,), length)
+    texts = filled_texts(module, arguments, counts)
+    options = {**options, "optimized_attention_override": Attention(texts)}
+    with texts.means(module) if texts else contextlib.nullcontext():
+        return function(module, **keywords, **rest, transformer_options=options)
 
 
 def _step(options: dict[str, Any]) -> tuple[int, int]:

@@ -1,0 +1,189 @@
+"""CLIP: the same conditioning with TPU Compile CLIP in the graph and without it."""
+
+import functools
+import types
+
+import pytest
+import torch
+
+from tests.native.texts import TEXTS
+
+pytestmark = pytest.mark.comfyui
+
+TABLE = "CLIP"
+TOLERANCE = 1e-3
+DECIBELS = 35
+PROMPT = 'a red circle moving right on a black background, the words "TPU" below it'
+
+every_text = pytest.mark.parametrize(
+    "small",
+    [pytest.param(each, marks=pytest.mark.xdist_group(f"CLIP {each.name}")) for each in TEXTS],
+    ids=lambda each: each.name.replace(" ", "_"),
+)
+
+
+@functools.cache
+def clips(small):
+    plain = small.build()
+    return types.SimpleNamespace(plain=plain, compiled=compile_clip(plain))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_left(comfyui):
+    yield
+    clips.cache_clear()
+
+
+def compile_clip(clip, *, mesh="single", precision="float32", attention="auto"):
+    from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP
+
+    return TPUCompileCLIP.execute(clip, mesh=mesh, precision=precision, attention=attention).args[0]
+
+
+def encode(clip, text=PROMPT):
+    """Everything that CLIP Text Encode says, by name."""
+    import nodes
+
+    with torch.inference_mode():
+        ((features, extra),) = nodes.CLIPTextEncode().encode(clip, text)[0]
+    return {"features": features, **{name: value for name, value in extra.items() if torch.is_tensor(value)}}
+
+
+def error(expected, got):
+    from tests.native.sampling import relative_error
+
+    assert list(expected) == list(got)
+    return max(relative_error(expected[name], got[name]) for name in expected)
+
+
+def apart(one, other):
+    """How different two texts are, whatever their lengths."""
+    length = min(one["features"].shape[1], other["features"].shape[1])
+    return float((one["features"][:, :length] - other["features"][:, :length]).abs().max())
+
+
+@every_text
+def test_prompt(small, watch, cell):
+    cell.at(TABLE, small.name, "prompt")
+    both = clips(small)
+    expected = encode(both.plain)
+    assert apart(expected, encode(both.plain, "a blue square at night")) > 1e-2
+    assert cell.error(error(expected, encode(both.compiled))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
+def test_empty_prompt(small, watch, cell):
+    cell.at(TABLE, small.name, "empty prompt")
+    both = clips(small)
+    assert cell.error(error(encode(both.plain, ""), encode(both.compiled, ""))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
+def test_weighted_words(small, watch, cell):
+    cell.at(TABLE, small.name, "weighted words")
+    both, text = clips(small), "a (red circle:1.4) moving (right:0.6)"
+    expected = encode(both.plain, text)
+    if small.has_weights:
+        assert apart(expected, encode(both.plain, "a red circle moving right")) > 1e-3
+    assert cell.error(error(expected, encode(both.compiled, text))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
+def test_long_prompt(small, watch, cell):
+    """Longer than one section of a CLIP, and than a bucket."""
+    cell.at(TABLE, small.name, "long prompt")
+    both, text = clips(small), ", ".join([PROMPT] * 14)
+    expected = encode(both.plain, text)
+    assert expected["features"].shape[1] > (77 if small.name in ("SD 1.5", "SDXL") else 256)
+    assert cell.error(error(expected, encode(both.compiled, text))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
+def test_clip_skip(small, watch, cell):
+    import nodes
+
+    cell.at(TABLE, small.name, "clip skip 2")
+    plain, compiled = (
+        nodes.CLIPSetLastLayer().set_last_layer(clip, -2)[0] for clip in (clips(small).plain, clips(small).compiled)
+    )
+    assert cell.error(error(encode(plain), encode(compiled))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
+def test_lora(small, comfyui, watch, cell):
+    """At three strengths and without it again: each as without us, and nothing compiled."""
+    from tests.native.loras import apply_text_lora, write_text_lora
+
+    cell.at(TABLE, small.name, "LoRA")
+    both, name = clips(small), f"text {small.name}.safetensors"
+    path = comfyui / "models" / "loras" / name
+    write_text_lora(both.plain, path, seed=5)
+    try:
+        bare = encode(both.plain)
+        encode(both.compiled)
+        watch.clear()
+        for strength in (0.3, 1.0, -0.5):
+            expected = encode(apply_text_lora(both.plain, name, strength))
+            assert apart(bare, expected) > 1e-2
+            assert cell.error(error(expected, encode(apply_text_lora(both.compiled, name, strength)))) < TOLERANCE
+        assert error(bare, encode(both.compiled)) < TOLERANCE
+    finally:
+        path.unlink()
+    watch.assert_on_devices()
+    assert watch.compiled == []
+
+
+@every_text
+def test_bfloat16(small, watch, cell):
+    from tests.native.sampling import psnr
+
+    cell.at(TABLE, small.name, "bfloat16")
+    plain = clips(small).plain
+    expected, got = encode(plain), encode(compile_clip(plain, precision="bfloat16"))
+    for name in expected:
+        assert got[name].dtype == expected[name].dtype
+        if expected[name].is_floating_point():
+            assert cell.decibels(psnr(expected[name], got[name])) > DECIBELS
+    watch.assert_on_devices()
+
+
+@every_text
+def test_eight_devices(small, watch, cell):
+    import jax
+
+    if len(jax.devices()) < 8:
+        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
+    cell.at(TABLE, small.name, "8 devices")
+    plain = clips(small).plain
+    assert cell.error(error(encode(plain), encode(compile_clip(plain, mesh="auto")))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
+def test_compilations(small, watch, cell):
+    """Another prompt is no new program, nor are words with weights."""
+    cell.at(TABLE, small.name, "programs")
+    compiled = compile_clip(small.build(seed=1))
+    encode(compiled)
+    cell.count(len(watch.compiled))
+    watch.compiled.clear()
+    encode(compiled, PROMPT.replace("red circle", "(big square:1.2)").replace("TPU", "Wan 2.1"))
+    encode(compiled)
+    assert watch.compiled == []
+
+
+@every_text
+def test_without_the_node_again(small):
+    clip = small.build(seed=2)
+    before, patches = encode(clip), dict(clip.patcher.object_patches)
+    compiled = compile_clip(clip)
+    encode(compiled)
+    after = encode(clip)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert compiled is not clip
+    assert clip.patcher.object_patches == patches
