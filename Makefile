@@ -30,9 +30,10 @@ test-comfyui: .venv/.installed-dev
 	@$(INSTALL) -e '.[comfy]'
 	$(BIN)/python -m pytest -m comfyui -rs
 
-# Writes the tables of docs/native.md. Run with the Python of a ComfyUI, as test-comfyui is.
+# Writes the tables of docs/native.md. Run with the Python of a ComfyUI, as test-comfyui is. Two workers, an architecture
+# to each: one process would run out of mappings (vm.max_map_count) for the hundreds of programs, which XLA dies of.
 native-table:
-	$(PYTHON) -m pytest -m comfyui tests/native --native-table docs/native.md
+	$(PYTHON) -m pytest -m comfyui tests/native -n 2 --dist loadgroup --native-table docs/native.md
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_architecture.py

@@ -14,6 +14,7 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
 import comfy.utils
+import safetensors
 import torch
 
 from comfy_tpu.errors import CheckpointError
@@ -31,7 +32,10 @@ def load_diffusion_model(path: Path) -> ModelPatcher:
             f"unet_name={path.name} is not a safetensors file; such files are pickles, and opening a pickle runs the "
             "code inside it: use the model's safetensors version"
         )
-    tensors, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+    try:
+        tensors, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+    except (safetensors.SafetensorError, ValueError) as error:  # ComfyUI's words for a damaged header are a ValueError
+        raise CheckpointError(f"unet_name={path.name} cannot be read: {error}; download it again") from error
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors = comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""}, filter_keys=True) or tensors
     return _mapped(tensors, metadata) or _by_comfyui(path, tensors, metadata)
