@@ -96,7 +96,7 @@ _HUNYUAN = {
 
 VAES = (
     SmallVae("Wan 2.1", "comfy.ldm.wan.vae.WanVAE", {**_WAN, "z_dim": 16, "image_channels": 3}, (16, 3, 8, 12), 9),
-    SmallVae("Wan 2.2 5B", "comfy.ldm.wan.vae2_2.WanVAE", {**_WAN, "z_dim": 48}, (48, 3, 4, 6), 9, 16),
+    SmallVae("Wan 2.2 5B", "comfy.ldm.wan.vae2_2.WanVAE", {**_WAN, "dec_dim": 8, "z_dim": 48}, (48, 3, 4, 6), 9, 16),
     SmallVae("Qwen-Image", "comfy.ldm.wan.vae.WanVAE", {**_WAN, "z_dim": 16, "image_channels": 3}, (16, 1, 8, 12)),
     SmallVae(
         "SDXL",
