@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
+from comfy_tpu.comfy.native.company import structure
 from comfy_tpu.comfy.run import NodeReport, start
 from comfy_tpu.comfy.unloading import stand_in_line
 from comfy_tpu.pipeline.progress import Progress
@@ -20,8 +20,6 @@ from comfy_tpu.pipeline.progress import Progress
 if TYPE_CHECKING:
     from comfy_tpu.compiler.hosted import HostedModule
     from comfy_tpu.compiler.program import ProgramEvent
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Host:
         self.size = ""
         """What is being computed, for the line that says so."""
         self._name = type(module).__name__
+        self._structure = structure(module)
         self._report: NodeReport | None = None
         self._step: int | None = None
         self._hosted: HostedModule = HostedModule(
@@ -77,6 +76,10 @@ class Host:
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether the module is still made of what it was made of when its programs were."""
+        return self._structure == structure(module)
 
     @staticmethod
     def fetch(results: Any) -> Any:
@@ -115,14 +118,12 @@ _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakre
 _lock = threading.RLock()
 
 
-def host_of(
-    module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None] | None = None
-) -> Host:
+def host_of(module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None]) -> Host:
     """The same for every clone of a model: they share the module, its programs and its place on the devices."""
     with _lock:
         hosts = _hosts.setdefault(module, {})
         if choices not in hosts:
-            hosts[choices] = Host(module, choices, prepare or (lambda skeleton: None))
+            hosts[choices] = Host(module, choices, prepare)
         return hosts[choices]
 
 
@@ -134,30 +135,3 @@ def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None])
             part.comfy_cast_weights = True
             part.weight_function, part.bias_function = [], []
     more(skeleton)
-
-
-class Fallback:
-    """Remembers what cannot be traced, and says so, once for each reason."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said: set[str] = set()
-        self._refused: set[Hashable] = set()
-
-    def explain(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("%s runs without the TPU: %s", self._what, reason)
-
-    def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether it could be traced, and its result. What failed once is not traced again."""
-        from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
-
-        if kind in self._refused:
-            return False, None
-        try:
-            return True, run()
-        except (TraceError, UnsupportedError, MissingOperatorError, StackingError) as error:
-            self._refused.add(kind)
-            self.explain(str(error))
-            return False, None
