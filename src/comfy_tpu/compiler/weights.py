@@ -144,8 +144,9 @@ def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot])
 def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
     """A tensor on its devices. keep: the array outlives the mapped file that the tensor is a view of."""
     target = getattr(torch, np.dtype(dtype).name)
-    if tensor.is_cuda:
+    if tensor.is_cuda and sharding.num_devices == 1 and sharding.mesh.devices.flat[0].platform == "gpu":
         return adopt(tensor.to(target), sharding)
+    tensor = tensor.cpu()
     if keep and sharding.mesh.devices.flat[0].platform == "cpu":
         # CPU devices take over host memory that is aligned to 64 bytes instead of copying it, so an array could turn
         # out to be the mapped file. torch aligns: its one copy per shard is taken over, not copied again.

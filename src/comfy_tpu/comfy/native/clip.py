@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BUCKET = 256
 """Lengths of texts that no tokenizer fills up are rounded up to a multiple of this, each of which is a program.
 Templates of 30 to 130 tokens and a prompt of a few sentences fit into the first, so that a session compiles once."""
+USUAL = (77, 128, 256, 512)
+"""Up to which ComfyUI's tokenizers for a T5 fill up: left alone, and without a mask where ComfyUI has none."""
 
 
 def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
@@ -52,7 +54,9 @@ class DeviceText(Replacement):
         module, mask, host = self._module, attention_mask, self._host()
         embeds = options.pop("embeds")
         length = embeds.shape[1]
-        fill = -length % BUCKET if _can_be_filled_up(module, mask) else 0
+        fill = -length % BUCKET if _can_be_filled_up(module, mask, length) else 0
+        if fill and mask is None and isinstance(module, comfy.text_encoders.t5.T5):
+            mask = torch.ones(embeds.shape[:2])
         embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, fill))
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, fill))
@@ -90,11 +94,11 @@ def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options:
     return last, others[0], module.text_projection(pooled), pooled
 
 
-def _can_be_filled_up(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
+def _can_be_filled_up(module: torch.nn.Module, mask: torch.Tensor | None, length: int) -> bool:
     """What is put behind a text changes nothing of it: nobody looks ahead, or a mask hides it."""
-    if isinstance(module, comfy.text_encoders.llama.BaseLlama):
-        return True
-    return isinstance(module, comfy.text_encoders.t5.T5) and mask is not None
+    if isinstance(module, comfy.text_encoders.t5.T5):
+        return mask is not None or length not in USUAL
+    return isinstance(module, comfy.text_encoders.llama.BaseLlama)
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Replacement:
 
     @property
     def _own_method(self) -> Callable[..., Any]:
-        return getattr(type(self._module), self._method)  # type: ignore[no-any-return]
+        return getattr(type(self._module), self._method)
 
     def _host(self) -> Host:
         return host_of(self._module, self._choices, self._prepare)
