@@ -266,3 +266,20 @@ def test_without_the_node_again(small):
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert compiled is not clip
     assert clip.patcher.object_patches == patches
+
+
+@some_texts("Wan 2.1, Wan 2.2")
+def test_a_known_text_encoder_is_split_by_its_familys_table(small, watch):
+    import jax
+
+    from comfy_tpu.comfy.native.hosting import _hosts
+    from comfy_tpu.families.wan import TEXT_ENCODER
+
+    if len(jax.devices()) < 8:
+        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
+    plain = clips(small).plain
+    assert error(encode(plain), encode(compile_clip(plain, mesh="seed"))) < TOLERANCE
+    (module,) = [part for part in plain.cond_stage_model.modules() if type(part).__name__ == "T5"]
+    tables = {choices.mesh: host._hosted._component.spec.rules for choices, host in _hosts[module].items()}
+    assert tables["seed"] == TEXT_ENCODER.rules
+    watch.assert_on_devices()

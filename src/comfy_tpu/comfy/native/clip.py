@@ -15,7 +15,7 @@ import torch
 from comfy.sd1_clip import SDClipModel
 
 from comfy_tpu.comfy.native.hosting import Choices
-from comfy_tpu.comfy.native.replacement import Replacement
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement
 from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
@@ -31,16 +31,22 @@ USUAL = (77, 128, 256, 512)
 def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
     """A clone whose text models compute on the devices."""
     compiled = clip.clone()
+    found = False
     for path, part in compiled.cond_stage_model.named_modules():
         if isinstance(part, SDClipModel):
             name = f"{path}.transformer" if path else "transformer"
             text = DeviceText(compiled.cond_stage_model, part.transformer, "forward", choices)
             compiled.patcher.add_object_patch(f"{name}.forward", text)
+            found = True
+    if not found:
+        Fallback(type(compiled.cond_stage_model).__name__).explain("there is no text model of ComfyUI's in it")
     return compiled
 
 
 class DeviceText(Replacement):
     """Stands for the forward of a text model."""
+
+    part = "text_encoder"
 
     def _reason_against(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> str:
         if options.get("embeds") is None:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.model_management
 import torch
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from comfy_tpu.compiler.hosted import HostedModule
     from comfy_tpu.compiler.program import ProgramEvent
 
+Part = Literal["transformer", "text_encoder", "vae"]
+"""What a module is in a model, as our families call it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
@@ -34,10 +37,13 @@ class Choices:
 class Host:
     """A module on the devices, for the node that runs now."""
 
-    def __init__(self, module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]
+    ) -> None:
         from comfy_tpu.compiler.hosted import HostedModule
         from comfy_tpu.compiler.residency import shared_residency
         from comfy_tpu.config import AttentionConfig
+        from comfy_tpu.families.registry import FAMILIES
         from comfy_tpu.parallel.mesh import make_placement
 
         placement = make_placement(choices.mesh)
@@ -57,6 +63,7 @@ class Host:
             dtype=self.dtype,
             attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
             residency=shared_residency(),
+            tables=[getattr(family, part).rules for family in FAMILIES],
             prepare=lambda skeleton: _prepare(skeleton, prepare),
             varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
             on_event=self._on_event,
@@ -118,12 +125,12 @@ _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakre
 _lock = threading.RLock()
 
 
-def host_of(module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None]) -> Host:
+def host_of(module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]) -> Host:
     """The same for every clone of a model: they share the module, its programs and its place on the devices."""
     with _lock:
         hosts = _hosts.setdefault(module, {})
         if choices not in hosts:
-            hosts[choices] = Host(module, choices, prepare)
+            hosts[choices] = Host(module, choices, part, prepare)
         return hosts[choices]
 
 

@@ -51,6 +51,8 @@ def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
 class DeviceForward(Replacement):
     """Stands for `diffusion_model._forward`."""
 
+    part = "transformer"
+
     def around_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """However the sampler ends: nothing is computed afterwards."""
         try:

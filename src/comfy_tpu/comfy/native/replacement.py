@@ -6,18 +6,20 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from comfy_tpu.comfy.native.company import OURS, reason_in_the_module, reason_in_the_patcher
-from comfy_tpu.comfy.native.hosting import Choices, Host, host_of
+from comfy_tpu.comfy.native.hosting import Choices, Host, Part, host_of
 
 logger = logging.getLogger(__name__)
 
 
 class Replacement:
     """Stands for `module.method`, as an object patch."""
+
+    part: ClassVar[Part]
 
     def __init__(self, owner: torch.nn.Module, module: torch.nn.Module, method: str, choices: Choices) -> None:
         """`owner` is what ComfyUI loads and patches, of which `module` is a part."""
@@ -39,7 +41,7 @@ class Replacement:
         return getattr(type(self._module), self._method)
 
     def _host(self) -> Host:
-        return host_of(self._module, self._choices, self._prepare)
+        return host_of(self._module, self._choices, self.part, self._prepare)
 
     @staticmethod
     def _prepare(skeleton: torch.nn.Module) -> None:

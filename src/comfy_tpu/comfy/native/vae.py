@@ -36,6 +36,8 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
 class DeviceMethod(Replacement):
     """Stands for `first_stage_model.decode` or `.encode`."""
 
+    part = "vae"
+
     @staticmethod
     def _prepare(skeleton: torch.nn.Module) -> None:
         part: Any
