@@ -1,12 +1,21 @@
 """Writing through views: what a traced model sees is what torch sees, for every way to alias a tensor."""
 
+import gc
+import random
+import re
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
 
+from comfy_tpu.bridge import TraceContext, call_function
+from comfy_tpu.errors import TraceError
 from tests.tracing import run_traced
 
 Case = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -287,3 +296,202 @@ def test_values_are_moved_not_computed_with(value: float) -> None:
     x = torch.full((4, 5), value)
     expected = model(x.clone())
     assert torch.equal(run_traced(model, x).view(torch.int32), expected.view(torch.int32))
+
+
+def random_step(draw: random.Random, tensor: torch.Tensor) -> Any:
+    """A view of a tensor, something computed of it, or a write into it: the tensors that come of it."""
+    dim, other = draw.randrange(tensor.ndim), draw.randrange(tensor.ndim)
+    start, step = draw.randrange(tensor.shape[dim]), draw.randrange(1, 3)
+    order = draw.sample(range(tensor.ndim), tensor.ndim)
+    merge = draw.random() < 0.5
+    steps: list[Callable[[], Any]] = [
+        lambda: [tensor[(slice(None),) * dim + (slice(start, None, step),)]],
+        lambda: [tensor.select(dim, start)],
+        lambda: [tensor.permute(order)],
+        lambda: [tensor.transpose(dim, other)],
+        lambda: [tensor.reshape(-1) if merge else tensor.flatten(dim, max(dim, other))],
+        lambda: tensor.split(max(start, 1), dim),
+        lambda: tensor.chunk(2, dim),
+        lambda: tensor.unbind(dim),
+        lambda: [tensor.unsqueeze(dim)],
+        lambda: [tensor.squeeze()],
+        lambda: [tensor.contiguous()],
+        lambda: [tensor.clone()],
+        lambda: [tensor + tensor],
+        lambda: [-tensor],
+        lambda: [tensor.to(torch.float32)],
+        lambda: [tensor.unsqueeze(0).expand(2, *tensor.shape)[1]],
+        lambda: [tensor.view(tensor.shape)],
+        lambda: [tensor.add_(1)],
+        lambda: [tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape))],
+        lambda: tensor.__setitem__((slice(start, None, step),), 7),
+        lambda: [tensor.masked_fill_(tensor > 5, 3)],
+        lambda: [torch.mul(tensor, 2, out=tensor)],
+    ]
+    return draw.choice(steps)() or ()
+
+
+def random_program(seed: int) -> Case:
+    """Views of views of two tensors, arithmetic on them and writes into them, in any order. Ends with all of them."""
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        draw = random.Random(seed)
+        tensors, results = [x, y], []
+        for _ in range(14):
+            tensor = draw.choice(tensors)
+            if tensor.ndim:
+                tensors = [*tensors, *random_step(draw, tensor)][-12:]
+                results.append(draw.choice(tensors) + 0)
+        return tuple(results + tensors)
+
+    return model
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(seed: int) -> None:
+    model = random_program(seed)
+    expected = model(*(torch.arange(24.0).reshape(2, 3, 4) + start for start in (0, 30)))
+    actual = run_traced(model, *(torch.arange(24.0).reshape(2, 3, 4) + start for start in (0, 30)))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def attend(x: torch.Tensor) -> torch.Tensor:
+    """Something of which no one can say what strides it has."""
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_copy_or_a_view_nobody_knows_is_refused_where_it_matters() -> None:
+    x = torch.arange(24.0).reshape(1, 2, 3, 4)
+
+    def writes_only_what_it_goes_on_with(x: torch.Tensor) -> torch.Tensor:
+        h = attend(x).transpose(1, 2).reshape(1, 3, 8)
+        h += 1
+        return h.contiguous().mul_(2)
+
+    expected = writes_only_what_it_goes_on_with(x)
+    assert torch.allclose(run_traced(writes_only_what_it_goes_on_with, x), expected, atol=1e-5)
+
+    def reads_what_it_may_have_written(x: torch.Tensor) -> torch.Tensor:
+        h = attend(x)
+        h.transpose(1, 2).reshape(1, 3, 8).zero_()
+        return h
+
+    with pytest.raises(TraceError, match=r"reshape at .*test_views.py:\d+ in reads_what.*strides.*write .clone\(\)"):
+        run_traced(reads_what_it_may_have_written, x)
+
+    def reads_a_copy_of_what_was_written(x: torch.Tensor) -> torch.Tensor:
+        h = attend(x)
+        copy = h.contiguous()
+        h.add_(1)
+        return copy
+
+    with pytest.raises(TraceError, match=r"contiguous at .*the other is read at .*\.view\(\) if it is not"):
+        run_traced(reads_a_copy_of_what_was_written, x)
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        (lambda x: x[:, :1].expand(2, 3, 4).zero_(), r"\(2, 1, 4\), expanded to \(2, 3, 4\), was written to.*clone"),
+        (lambda x: x.unfold(2, 3, 1).zero_(), r"shape \(2, 3, 2, 3\) of 24 elements was written to.*clone"),
+        (lambda x: x.transpose(0, 1).as_strided((2,), (1,)), r"as_strided of a view at .*use views and slices"),
+        (lambda x: torch.add(x, 1, out=x[0]), r"out= has shape \(3, 4\), and the result \(2, 3, 4\)"),
+        (lambda x: x.copy_(x[:, :2]), r"shape \(2, 2, 4\) was written into a tensor of shape \(2, 3, 4\)"),
+    ],
+)
+def test_writes_that_have_no_meaning_are_refused(write: Callable[..., Any], text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        run_traced(write, torch.zeros(2, 3, 4))
+
+
+def test_out_takes_the_shape_of_the_result_if_it_was_empty() -> None:
+    def model(x: torch.Tensor) -> Any:
+        out = torch.empty(0, device=x.device)
+        torch.add(x, 1, out=out)
+        return out, torch.tensor(out.size())
+
+    x = torch.zeros(2, 3)
+    assert all(map(torch.equal, run_traced(model, x), (one.to(torch.int32) + 0.0 for one in model(x))))
+
+
+def test_an_integer_known_only_while_running_selects_a_view() -> None:
+    def model(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        x[at].add_(1)
+        x[:, at] += 2
+        x[at, at] = 0
+        return x
+
+    x, at = torch.arange(16.0).reshape(4, 4), torch.tensor(2)
+    assert torch.equal(run_traced(model, x.clone(), at), model(x.clone(), at))
+
+
+def test_complex_numbers_as_pairs() -> None:
+    def model(x: torch.Tensor) -> Any:
+        pairs = torch.view_as_complex(x)
+        pairs[0] = pairs[1] * 2
+        torch.view_as_real(pairs)[2, 1] = 5
+        return x, torch.view_as_real(pairs).sum(0)
+
+    x = torch.arange(12.0).reshape(3, 2, 2)
+    assert all(map(torch.equal, run_traced(model, x.clone()), model(x.clone())))
+
+
+def lowered(function: Callable[..., Any], *arrays: jax.Array) -> str:
+    def model(*arrays: jax.Array) -> Any:
+        return function(*arrays)
+
+    return jax.jit(model).lower(*arrays).as_text()
+
+
+def test_views_that_nobody_writes_to_cost_nothing() -> None:
+    def in_torch(x: torch.Tensor, w: torch.Tensor) -> Any:
+        a, b = F.linear(x, w).chunk(2, -1)
+        a = a.unflatten(-1, (2, 2)).transpose(1, 2)
+        b = b.view(2, 3, 2, 2).permute(0, 2, 1, 3)
+        h = a * b
+        return h[:, 1], h.transpose(1, 2).reshape(2, 3, -1).contiguous(), a[:, 0]
+
+    def in_jax(x: jax.Array, w: jax.Array) -> Any:
+        y = jnp.einsum("...a,ba->...b", x, w, precision="highest")
+        a, b = y[..., :4], y[..., 4:8]
+        a = a.reshape(2, 3, 2, 2).transpose(0, 2, 1, 3)
+        h = a * b.reshape(2, 3, 2, 2).transpose(0, 2, 1, 3)
+        return h[:, 1], h.transpose(0, 2, 1, 3).reshape(2, 3, 4), a[:, 0]
+
+    x, w = jnp.zeros((2, 3, 5)), jnp.zeros((8, 5))
+    traced = lowered(lambda *arrays: call_function(in_torch, arrays, context=TraceContext()), x, w)
+    by_hand = lowered(in_jax, x, w)
+    assert Counter(re.findall(r"stablehlo\.\w+", traced)) == Counter(re.findall(r"stablehlo\.\w+", by_hand))
+
+
+def test_writes_are_updates_not_scatters() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[:, 1:].add_(1)
+        x[..., 0::2] = y[..., 1::2]
+        x.transpose(0, 1)[0].mul_(y[:, 0])
+        return x
+
+    x = jnp.zeros((2, 3, 4))
+    text = lowered(lambda *arrays: call_function(model, arrays, context=TraceContext()), x, x)
+    assert "dynamic_update_slice" in text
+    assert "scatter" not in text
+
+
+def test_nothing_is_kept_alive() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        view = x.transpose(0, 1)[1:]
+        attended = attend(x).contiguous()
+        view.add_(1)
+        kept.extend(weakref.ref(tensor) for tensor in (view, attended))
+        kept.extend(weakref.ref(tensor._memory) for tensor in (view, attended))  # type: ignore[attr-defined]
+        return x + attended
+
+    gc.disable()  # by counting references alone
+    try:
+        run_traced(model, torch.zeros(2, 3, 4))
+    finally:
+        gc.enable()
+    assert kept
+    assert not any(reference() for reference in kept)

@@ -220,7 +220,7 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
             if out._elem.shape == value._elem.shape:
                 out._elem = value._elem
             elif out.numel() == 0:
-                adopt(out, value.to(out.dtype, copy=True))
+                adopt(out, torchax.tensor.Tensor(value._elem.astype(out._elem.dtype), self))
             else:
                 raise TraceError(
                     f"out= has shape {tuple(out.shape)}, and the result {tuple(value.shape)}{calling_line()}; torch is "

@@ -37,15 +37,18 @@ def is_row_major(layout: Layout, shape: Shape) -> bool | None:
 
 
 def kept_by_a_copy(layout: Layout, shape: Shape) -> Layout:
-    """What `clone`, `to` and arithmetic make of a tensor: its own strides, if they leave no gaps."""
+    """What `clone`, `to` and arithmetic make of a tensor: dimensions in the order they had in memory, without gaps."""
     if layout is None or layout == ROW_MAJOR:
         return layout
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(layout, shape, strict=True) if size != 1):
-        if stride != expected:
-            return None
-        expected *= size
-    return layout
+    strides = [stride for stride, size in zip(layout, shape, strict=True) if size != 1]
+    if 0 in strides or len(set(strides)) < len(strides):
+        return None
+    result, expected = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=layout.__getitem__):
+        if shape[dim] != 1:
+            result[dim] = expected
+            expected *= shape[dim]
+    return tuple(result)
 
 
 def viewed(layout: Layout, shape: Shape, new_shape: Shape) -> tuple[bool | None, Layout]:

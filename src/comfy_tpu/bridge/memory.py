@@ -18,12 +18,12 @@ import torch
 from comfy_tpu.bridge.compat import load_torchax
 from comfy_tpu.bridge.layouts import ROW_MAJOR, Layout, Shape
 from comfy_tpu.bridge.model_source import calling_line
-from comfy_tpu.bridge.recipes import Index, IndexAtRunTime, Recipe, is_basic
+from comfy_tpu.bridge.recipes import Index, IndexAtRunTime, Recipe, is_basic, writable
 from comfy_tpu.errors import TraceError
 
 
 class Memory:
-    __slots__ = ("doubt", "doubt_seen", "value", "version")
+    __slots__ = ("__weakref__", "doubt", "doubt_seen", "value", "version")
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
@@ -107,11 +107,12 @@ def _write(self: Any, value: jax.Array) -> None:
         value = value.astype(self._value.dtype)
     if value.shape != self._value.shape:
         value = _broadcast(value, tuple(self._value.shape))
+    recipes = writable(self._recipes)
     parents = [memory.value]
-    for recipe in self._recipes[:-1]:
+    for recipe in recipes[:-1]:
         parents.append(recipe.read(parents[-1]))
     written = value
-    for recipe, parent in zip(reversed(self._recipes), reversed(parents), strict=False):
+    for recipe, parent in zip(reversed(recipes), reversed(parents), strict=False):
         written = recipe.write(parent, written)
     memory.value = written
     memory.version += 1

@@ -6,6 +6,7 @@ Values are moved, never computed with: NaN, infinities and every dtype survive.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -180,6 +181,11 @@ class Selection:
     read: Callable[[jax.Array], jax.Array]
 
     def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        if value.size > parent.size:
+            raise TraceError(
+                f"a view of shape {value.shape} of {parent.size} elements was written to: several of its elements are "
+                "one in memory; write into .clone() of it"
+            )
         places = self.read(jnp.arange(parent.size, dtype=jnp.int32).reshape(parent.shape))
         return parent.reshape(-1).at[places.reshape(-1)].set(value.reshape(-1)).reshape(parent.shape)
 
@@ -199,3 +205,12 @@ class Reinterpretation:
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
         return None
+
+
+def writable(recipes: tuple[Recipe, ...]) -> tuple[Recipe, ...]:
+    """The same, to write through. A part of an expanded tensor may be written to, if it has each element once."""
+    place = next((place for place, recipe in enumerate(recipes[:-1]) if isinstance(recipe, Expand)), None)
+    if place is None:
+        return recipes
+    rest = recipes[place:]
+    return (*recipes[:place], Selection(lambda array: functools.reduce(lambda a, recipe: recipe.read(a), rest, array)))
