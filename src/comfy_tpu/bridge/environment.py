@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from comfy_tpu.bridge.aliasing import Kind, kind_of, layout_of_result, recipes_of, returns_several
+from comfy_tpu.bridge.aliasing import Kind, custom_definition, kind_of, layout_of_result, recipes_of, returns_several
 from comfy_tpu.bridge.compat import load_torchax, replaced
 from comfy_tpu.bridge.dtypes import as_numpy, check_integer_range
 from comfy_tpu.bridge.layouts import ROW_MAJOR, is_row_major, kept_by_a_copy, strides_of, viewed
@@ -129,6 +129,11 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         special = _SPECIAL.get(func)
         if special is not None and isinstance(args[0], torchax.tensor.Tensor):
             return special(self, func, args, kwargs)
+        definition = custom_definition(func)
+        if definition is not None:
+            # What somebody added to torch, in Python: the operators that it is made of are what we know.
+            with self:
+                return definition(*args, **kwargs)
         kind = kind_of(func)
         if kind is Kind.PLAIN:
             return self._computed(func, types, args, kwargs)
