@@ -30,7 +30,7 @@ class QuietServer:
 
 
 def _without_sound() -> None:
-    """ComfyUI imports torchaudio everywhere from 0.30 on. No model here has sound, and its releases lag behind torch's."""
+    """From 0.30 on ComfyUI needs torchaudio, whose releases lag behind torch's. No model here has sound."""
     if importlib.util.find_spec("torchaudio") is None:
         for name in ("torchaudio", "torchaudio.functional", "torchaudio.transforms"):
             module = types.ModuleType(name)
