@@ -199,3 +199,27 @@ def test_two_threads_trace_at_once() -> None:
 def test_float32_products_are_not_rounded_to_bfloat16_on_tpu() -> None:
     traced = jax.jit(lambda a: call_function(lambda t: t @ t.T, (a,), context=TraceContext()))
     assert "HIGHEST" in str(jax.make_jaxpr(traced)(jax.numpy.ones((2, 3))))
+
+
+@torch.library.custom_op("comfy_tpu_test::turned", mutates_args=())
+def turned(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+    out = x * by
+    out[0].add_(1)
+    return out
+
+
+@torch.library.custom_op("comfy_tpu_test::turn_", mutates_args={"x"})
+def turn_(x: torch.Tensor) -> None:
+    x.copy_(x.flip(0))
+
+
+def test_operators_that_somebody_added_to_torch_are_traced_through() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.ops.comfy_tpu_test.turned(x, by=3.0)
+        torch.ops.comfy_tpu_test.turn_.default(x[1:])
+        turn_(x[:, 1:])
+        return x, turned(y)
+
+    x = torch.arange(12.0).reshape(4, 3)
+    expected, actual = model(x.clone()), run_traced(model, x.clone())
+    assert all(map(torch.equal, actual, expected))

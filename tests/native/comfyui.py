@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import importlib.machinery
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -27,10 +29,23 @@ class QuietServer:
         pass
 
 
+def _without_sound() -> None:
+    """From 0.30 on ComfyUI needs torchaudio, whose releases lag behind torch's. No model here has sound."""
+    if importlib.util.find_spec("torchaudio") is None:
+        for name in ("torchaudio", "torchaudio.functional", "torchaudio.transforms"):
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            sys.modules[name] = module
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+
+
 @functools.cache
 def start_comfyui(base_directory: Path) -> Path:
     """Where it is, once it can be imported. `base_directory` holds its models, input and output."""
     path = find_path()
+    _without_sound()
     # First, as when main.py is run: it has packages with names like `utils`. Ours are imported by then.
     sys.path.insert(0, str(path))
     try:

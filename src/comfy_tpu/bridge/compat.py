@@ -22,8 +22,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import torch
 import torch._decomp
 
@@ -105,18 +103,7 @@ def _mend(tensor: types.ModuleType, view: types.ModuleType) -> None:
     """Where torchax 0.0.13 departs from torch in a way that a model can notice."""
     tensor.Tensor.device = view.View.device = property(lambda self: DEVICE)
     # torchax changes the dtype of its operand in place; torch returns a converted copy.
-    tensor.Tensor.type_as = view.View.type_as = lambda self, other: self.to(other.dtype)
-    # An assignment converts to the dtype of what is assigned into. JAX will refuse to, and warns already.
-    set_item, update = tensor.Tensor.__setitem__, view.NarrowInfo.update_tensor
-    tensor.Tensor.__setitem__ = lambda self, key, value: set_item(self, key, _in_dtype_of(self.jax(), value))
-    view.NarrowInfo.update_tensor = lambda self, new_value, jax_array: update(
-        self, _in_dtype_of(jax_array, new_value), jax_array
-    )
-
-
-def _in_dtype_of(target: jax.Array, value: Any) -> jax.Array:
-    array = value.jax() if hasattr(value, "jax") else value
-    return jnp.asarray(array).astype(target.dtype)
+    tensor.Tensor.type_as = lambda self, other: self.to(other.dtype)
 
 
 _lock = threading.Lock()

@@ -10,16 +10,22 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from comfy_tpu.bridge.aliasing import Kind, custom_definition, kind_of, layout_of_result, recipes_of, returns_several
 from comfy_tpu.bridge.compat import load_torchax, replaced
 from comfy_tpu.bridge.dtypes import as_numpy, check_integer_range
+from comfy_tpu.bridge.layouts import ROW_MAJOR, is_row_major, kept_by_a_copy, strides_of, viewed
+from comfy_tpu.bridge.memory import adopt, get_item, may_share, set_item, share_memory, view_of
 from comfy_tpu.bridge.model_source import calling_line
 from comfy_tpu.bridge.operators import OPERATORS, Operator, load_operators
+from comfy_tpu.bridge.recipes import Reshape, Selection
 from comfy_tpu.errors import MissingOperatorError, TraceError
 
 torchax = load_torchax()
+share_memory(torchax.tensor)
 
-DeviceTensor: tuple[type, ...] = (torchax.tensor.Tensor, torchax.view.View)
-"""What torch tensors are while a model is traced; nothing of these types may outlive the trace."""
+DeviceTensor: tuple[type, ...] = (torchax.tensor.Tensor,)
+"""What torch tensors are while a model is traced; nothing of these types may outlive the trace. torchax's own `View`,
+which knows slices only, is not used."""
 
 CONSTANT_BYTES_MAX = 64 * 2**20
 # A host tensor that meets a traced one becomes a constant of the program. Programs are stored whole in the compile
@@ -60,6 +66,9 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
     def __init__(self) -> None:
         with replaced(torchax.tensor, "_PropertyHolder", _NoRandomness):
             super().__init__()
+        self._exact = False
+        # Views that torchax makes of it are copies for us, who know better.
+        del self._ops[torch.tensor_split], self._ops[torch.Tensor.resize_]
         load_operators()
         for entry in OPERATORS.values():
             self.install(entry)
@@ -116,7 +125,171 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _RANDOM:
             self.get_and_rotate_prng_key()
-        return super().dispatch(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None and isinstance(args[0], torchax.tensor.Tensor):
+            return special(self, func, args, kwargs)
+        definition = custom_definition(func)
+        if definition is not None:
+            # What somebody added to torch, in Python: the operators that it is made of are what we know.
+            with self:
+                return definition(*args, **kwargs)
+        kind = kind_of(func)
+        if kind is Kind.PLAIN:
+            return self._computed(func, types, args, kwargs)
+        if kind is Kind.WRITES_OUT:
+            return self._written_out(func, args, kwargs)
+        if not isinstance(args[0], torchax.tensor.Tensor):
+            return super().dispatch(func, types, args, kwargs)
+        if kind is Kind.WRITES:
+            return self._written(func, types, args, kwargs)
+        if kind is Kind.CHANGES_SHAPE:
+            adopt(args[0], self._functional(func)(*args, **kwargs))
+            return args[0]
+        if kind is Kind.CONVERTS:
+            return self._torch_Tensor_to(args, kwargs)
+        if kind is Kind.SAME_ORDER:
+            return self._in_same_order(func, types, args, kwargs)
+        return self._views(func, types, args, kwargs)
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = super().dispatch(func, types, args, kwargs)
+        operator = self._ops.get(func) or self._ops.get(getattr(func, "overloadpacket", None))
+        if operator is not None and operator.is_jax_function:  # otherwise the operators that it is made of did this
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            tensors = [(t._layout, t._value.shape) for t in leaves if isinstance(t, torchax.tensor.Tensor)]
+            for leaf in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(leaf, torchax.tensor.Tensor):
+                    leaf._layout = layout_of_result(func, tensors)
+        return result
+
+    def _views(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        parent: Any = args[0]
+        recipes = recipes_of(func, tuple(parent._value.shape), args[1:], kwargs)
+        if recipes is not None:
+            views = [view_of(parent, recipe) for recipe in recipes]
+            return views if returns_several(func) else views[0]
+        result = super().dispatch(func, types, args, kwargs)
+        if any(view._memory is parent._memory for view in (result if isinstance(result, (tuple, list)) else [result])):
+            return result  # made of operators that saw to it
+        operator = self._get_op_or_decomp(func)
+        if func is torch.ops.aten.as_strided.default and (parent._recipes or parent._layout != ROW_MAJOR):
+            raise TraceError(f"as_strided of a view{calling_line()}: a trace knows no strides; use views and slices")
+        if returns_several(func) or not operator.is_jax_function or result.dtype != parent.dtype:
+            raise TraceError(f"a trace does not know what {func} is a view of{calling_line()}; use views and slices")
+        return view_of(parent, Selection(lambda array: operator.func(array, *args[1:], **kwargs)), result)
+
+    def _in_same_order(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        parent: Any = args[0]
+        exact, self._exact = self._exact, False
+        result = super().dispatch(func, types, args, kwargs)
+        if result._memory is parent._memory:
+            return result
+        shape = tuple(result._value.shape)
+        possible, layout = viewed(parent._layout, tuple(parent._value.shape), shape)
+        if possible or exact:
+            view_of(parent, Reshape(shape), result, layout)
+        elif possible is None:
+            may_share(parent, result, "reshape")
+        return result
+
+    def _functional(self, func: Any) -> Any:
+        """The operator that computes what `func` writes."""
+        name = func.overloadpacket.__name__
+        packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else func.overloadpacket
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._dispatch_mode:
+                return packet(*args, **kwargs)  # type: ignore[misc]
+
+        return run if packet is not None else None
+
+    def _written(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            operator = self._get_op_or_decomp(func)
+        except torchax.tensor.OperatorNotFound:
+            operator, functional = None, self._functional(func)
+            if functional is None:
+                raise
+        if operator is not None and not operator.is_jax_function:
+            return super().dispatch(func, types, args, kwargs)
+        value = super().dispatch(func, types, args, kwargs) if operator is not None else functional(*args, **kwargs)
+        args[0]._elem = value._elem
+        return args[0]
+
+    def _written_out(self, func: Any, args: Any, kwargs: Any) -> Any:
+        names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        outs = tuple(kwargs[name] for name in names)
+        values = self._functional(func)(*args, **{name: kwargs[name] for name in kwargs if name not in names})
+        for out, value in zip(outs, values if isinstance(values, (tuple, list)) else (values,), strict=True):
+            if out._elem.shape == value._elem.shape:
+                out._elem = value._elem
+            elif out.numel() == 0:
+                adopt(out, torchax.tensor.Tensor(value._elem.astype(out._elem.dtype), self))
+            else:
+                raise TraceError(
+                    f"out= has shape {tuple(out.shape)}, and the result {tuple(value.shape)}{calling_line()}; torch is "
+                    "about to refuse this too: give a tensor of the result's shape"
+                )
+        return outs[0] if len(outs) == 1 else outs
+
+    def _torch_Tensor_to(self, args: Any, kwargs: Any) -> Any:  # noqa: N802
+        source = args[0]
+        result = super()._torch_Tensor_to(args, kwargs)
+        if not isinstance(source, torchax.tensor.Tensor):
+            return result
+        flags = [arg for arg in args[1:] if isinstance(arg, bool)]
+        memory_format = kwargs.get("memory_format") or torch.preserve_format
+        if result is source and not (kwargs.get("copy") or (len(flags) > 1 and flags[1])):
+            return source if memory_format in _PLAIN_FORMATS else self._in_format(source, memory_format)
+        if result is source:
+            result = torchax.tensor.Tensor(source._elem, self)
+        kept = kept_by_a_copy(source._layout, tuple(source._value.shape))
+        result._layout = kept if memory_format is torch.preserve_format else None
+        return result
+
+    def _in_format(self, source: Any, memory_format: torch.memory_format) -> Any:
+        result = torchax.tensor.Tensor(source._elem, self)
+        result._layout = None
+        may_share(source, result, "a conversion of memory format")
+        return result
+
+    def _item_assigned(self, func: Any, args: Any, kwargs: Any) -> None:
+        set_item(*args)
+
+    def _item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return get_item(*args)
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # `view` raises where it cannot be one, `reshape` copies; both come as aten.view, so note which it was.
+        self._exact = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._exact = False
+
+    def _contiguous(self, func: Any, args: Any, kwargs: Any) -> Any:
+        source: Any = args[0]
+        memory_format = (*args[1:], *kwargs.values(), torch.contiguous_format)[0]
+        if memory_format not in _PLAIN_FORMATS:
+            return self._in_format(source, memory_format)
+        already = is_row_major(source._layout, tuple(source._value.shape))
+        if already:
+            return source
+        result = torchax.tensor.Tensor(source._elem, self)
+        if already is None:
+            may_share(source, result, "contiguous")
+        return result
+
+    def _is_contiguous(self, func: Any, args: Any, kwargs: Any) -> Any:
+        known = is_row_major(args[0]._layout, tuple(args[0]._value.shape))
+        return func(*args, **kwargs) if known is None or len(args) > 1 or kwargs else known
+
+    def _strides(self, func: Any, args: Any, kwargs: Any) -> Any:
+        strides = strides_of(args[0]._layout, tuple(args[0]._value.shape))
+        if strides is None:
+            return func(*args, **kwargs)
+        return strides[(*args[1:], *kwargs.values())[0]] if len(args) > 1 or kwargs else strides
 
     def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> jax.Array:
         raise TraceError(
@@ -139,6 +312,17 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
                 f"add `@operator({target})` over a function on jax arrays in comfy_tpu/bridge/operators/"
             ) from None
 
+
+_PLAIN_FORMATS = (torch.preserve_format, torch.contiguous_format)
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: TraceEnvironment._item,
+    torch.Tensor.__setitem__: TraceEnvironment._item_assigned,
+    torch.Tensor.contiguous: TraceEnvironment._contiguous,
+    torch.Tensor.is_contiguous: TraceEnvironment._is_contiguous,
+    torch.Tensor.stride: TraceEnvironment._strides,
+    torch.Tensor.view: TraceEnvironment._viewed,
+}
+"""Methods that are more than the operators they come down to."""
 
 _environment: TraceEnvironment | None = None
 _lock = threading.Lock()

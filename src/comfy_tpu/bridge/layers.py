@@ -98,7 +98,7 @@ def content_of(tensor: torch.Tensor) -> object:
     if not isinstance(tensor, DeviceTensor):
         return tensor
     traced: Any = tensor
-    return traced.source_jax() if hasattr(traced, "source_jax") else traced.jax()
+    return traced._memory.value
 
 
 def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any], *, count: int, path: str) -> Any:

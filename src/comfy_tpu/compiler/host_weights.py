@@ -26,8 +26,8 @@ class HostWeights:
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name].detach()
-        # ComfyUI keeps quantized weights as a tensor subclass that knows how to undo it.
-        tensor = tensor.dequantize() if hasattr(tensor, "_layout_params") else tensor
+        # ComfyUI keeps quantized weights as a tensor subclass that knows how to undo it, around the numbers themselves.
+        tensor = tensor.dequantize() if hasattr(tensor, "_qdata") else tensor
         if tensor.dtype != torch.int64:
             return tensor
         check_integer_range(tensor.numpy())

@@ -115,17 +115,20 @@ def group_norm(
     return native_group_norm(input, weight, bias, n, c, input.size // max(n * c, 1), num_groups, eps)[0]
 
 
-@operator(F.dropout, torch.dropout)
-def dropout(
-    input: Float[Array, "..."], p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Float[Array, "..."]:
-    return native_dropout(input, p, training)[0]
+@operator(F.dropout, torch.dropout, on_torch=True)
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    _check_inference(p, training)
+    return input  # itself, as in torch
 
 
 @operator(aten.native_dropout.default)
 def native_dropout(input: Float[Array, "..."], p: float, train: bool | None) -> tuple[Array, Array]:
+    _check_inference(p, train)
+    return input, jnp.ones(input.shape, bool)
+
+
+def _check_inference(p: float, train: bool | None) -> None:
     if p > 0 and train is not False:
         raise UnsupportedError(
             f"dropout(p={p}) is training; programs are for inference, where dropout is the identity: call model.eval()"
         )
-    return input, jnp.ones(input.shape, bool)

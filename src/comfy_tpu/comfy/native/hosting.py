@@ -141,4 +141,6 @@ def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None])
             # ComfyUI's layers then cast their weights to what they are given, so that any mixture of dtypes computes.
             part.comfy_cast_weights = True
             part.weight_function, part.bias_function = [], []
+        if hasattr(part, "_full_precision_mm"):
+            part._full_precision_mm = True  # with 8-bit weights: what they multiply stays as it is
     more(skeleton)

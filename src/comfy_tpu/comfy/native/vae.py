@@ -53,7 +53,7 @@ class DeviceMethod(Replacement):
         host.size = "×".join(str(side) for side in reversed(x.shape[2:]))
         values = x.to(host.dtype)
         if _is_causal(self._module):
-            result = _by_frames(host, self._method, values)
+            result = _by_frames(host, self._module, self._method, values)
         else:
             result = host(_METHODS[self._method], values, options, axes=_axes(values))
         at_rest()
@@ -84,46 +84,67 @@ def _is_causal(module: torch.nn.Module) -> bool:
     return type(module).__module__ in ("comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2")
 
 
-def _by_frames(host: Host, name: str, x: torch.Tensor) -> torch.Tensor:
-    frames = x.shape[2]
-    # One at a time in latents; the first alone and then four at a time in pictures.
-    parts = [(i, i + 1) for i in range(frames)] if name == "decode" else [(0, 1), *_fours(frames)]
+def _by_frames(host: Host, module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
     function: Callable[..., Any] = _decode_part if name == "decode" else _encode_part
     memory: Any = None
     results = []
-    for begin, end in parts:
+    for begin, end in _parts(module, name, x.shape[2]):
         result, memory = host(function, x[:, :, begin:end], memory, axes=_axes(x), fetch=False)
         results.append(host.fetch(result))
     return torch.cat(results, dim=2)
 
 
-def _fours(frames: int) -> list[tuple[int, int]]:
-    return [(begin, begin + 4) for begin in range(1, frames - 3, 4)]
+def _parts(module: Any, name: str, frames: int) -> list[tuple[int, int]]:
+    """The first frame alone, then as many as make one latent: one frame, or four pictures.
+
+    From ComfyUI 0.30 on as many as make two: a layer looks two frames back there, but remembers only frames of the
+    part before; and where a part makes one frame, the encoder holds it back for the next. The last may be shorter.
+    """
+    pairs = _remembers_one_part(module)
+    if name == "decode":
+        step = 2 if pairs else 1
+    else:
+        halvings = sum(getattr(part, "mode", "") == "downsample3d" for part in module.encoder.modules())
+        frames, step = 1 + (frames - 1) // 4 * 4, 2 * 2**halvings if pairs else 4
+    return [(0, 1), *((begin, min(begin + step, frames)) for begin in range(1, frames, step))]
+
+
+def _remembers_one_part(module: Any) -> bool:
+    return hasattr(_code(module), "count_cache_layers")
+
+
+def _code(module: Any) -> Any:
+    return sys.modules[type(module).__module__]
 
 
 def _decode_part(module: Any, z: torch.Tensor, memory: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
-    code: Any = sys.modules[type(module).__module__]
-    slots = _slots(memory, code.count_conv3d(module.decoder))
+    code = _code(module)
+    slots = _slots(module, module.decoder, memory)
+    if memory is not None:  # as ComfyUI's loop has it where an upsampling saw only the first frame
+        slots = ["Rep" if entry is None else entry for entry in slots]
     first = {"first_chunk": memory is None} if hasattr(code, "unpatchify") else {}
     out = module.decoder(module.conv2(z), feat_cache=slots, feat_idx=[0], **first)
+    out = torch.cat(out, 2) if isinstance(out, list) else out
     if hasattr(code, "unpatchify"):  # Wan 2.2
         out = code.unpatchify(out, patch_size=2)
     return out, _kept(slots)
 
 
 def _encode_part(module: Any, x: torch.Tensor, memory: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
-    code: Any = sys.modules[type(module).__module__]
+    code = _code(module)
     if hasattr(code, "patchify"):
         x = code.patchify(x, patch_size=2)
-    slots = _slots(memory, code.count_conv3d(module.encoder))
-    out = module.encoder(x, feat_cache=slots, feat_idx=[0])
+    slots = _slots(module, module.encoder, memory)
+    last = {"final": True} if _remembers_one_part(module) else {}  # holds nothing back
+    out = module.encoder(x, feat_cache=slots, feat_idx=[0], **last)
     mean, _ = module.conv1(out).chunk(2, dim=1)
     return mean, _kept(slots)
 
 
-def _slots(memory: list[Any] | None, count: int) -> list[Any]:
-    """As ComfyUI's loop has them: "Rep" where an upsampling saw only the first frame."""
-    return [None] * count if memory is None else ["Rep" if entry is None else entry for entry in memory]
+def _slots(module: Any, part: torch.nn.Module, memory: list[Any] | None) -> list[Any]:
+    code = _code(module)
+    count = code.count_cache_layers if _remembers_one_part(module) else code.count_conv3d
+    return [None] * count(part) if memory is None else list(memory)
 
 
 def _kept(slots: list[Any]) -> list[Any]:

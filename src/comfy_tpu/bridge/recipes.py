@@ -1,0 +1,216 @@
+"""How a view is read from what it is a view of, and how a write into it gets back there.
+
+Values are moved, never computed with: NaN, infinities and every dtype survive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from comfy_tpu.bridge.layouts import Layout, Shape, strides_of, viewed
+from comfy_tpu.errors import TraceError
+
+
+class Recipe(Protocol):
+    def read(self, parent: jax.Array) -> jax.Array: ...
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        """The parent with `value` in the place of what `read` gives."""
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        """Strides of the view, of a parent with these strides and this shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape:
+    """The same elements in the same order. Whether that is a view at all, or a copy, is for `layouts.viewed` to say."""
+
+    shape: Shape
+
+    def read(self, parent: jax.Array) -> jax.Array:
+        return parent.reshape(self.shape)
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        return value.reshape(parent.shape)
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        return viewed(parent, shape, self.shape)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Permute:
+    order: Shape
+
+    def read(self, parent: jax.Array) -> jax.Array:
+        return parent.transpose(self.order)
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        return value.transpose(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        strides = strides_of(parent, shape)
+        return strides and tuple(strides[dim] for dim in self.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expand:
+    shape: Shape
+
+    def read(self, parent: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(parent, self.shape)
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        if math.prod(self.shape) != parent.size:
+            raise TraceError(
+                f"a tensor of shape {parent.shape}, expanded to {self.shape}, was written to: several of its elements "
+                "are one in memory; write into .clone() of it"
+            )
+        return value.reshape(parent.shape)
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        strides = strides_of(parent, shape)
+        if strides is None:
+            return None
+        added = len(self.shape) - len(shape)
+        return (0,) * added + tuple(
+            0 if size != self.shape[added + dim] else strides[dim] for dim, size in enumerate(shape)
+        )
+
+
+def is_basic(part: Any) -> bool:
+    """An index that selects without a gather. True and False are masks."""
+    if isinstance(part, slice):
+        return all(bound is None or type(bound) is int for bound in (part.start, part.stop, part.step))
+    return part is None or part is Ellipsis or type(part) is int
+
+
+class Index:
+    """`parent[key]`, of integers, slices, None and an ellipsis."""
+
+    def __init__(self, key: tuple[Any, ...], shape: Shape) -> None:
+        self.key = key
+        indexed = sum(1 for part in key if part is not None and part is not Ellipsis)
+        if indexed > len(shape):
+            raise IndexError(f"too many indices for tensor of dimension {len(shape)}")
+        rest = (slice(None),) * (len(shape) - indexed)
+        place = key.index(Ellipsis) if Ellipsis in key else len(key)
+        self._parts: tuple[Any, ...] = (*key[:place], *rest, *key[place + 1 :])
+        self._ranges = [
+            self._range(part, size) for part, size in zip((p for p in self._parts if p is not None), shape, strict=True)
+        ]
+
+    @staticmethod
+    def _range(part: int | slice, size: int) -> range:
+        if isinstance(part, int):
+            if not -size <= part < size:
+                raise IndexError(f"index {part} is out of bounds for a dimension of size {size}")
+            return range(part % size, part % size + 1)
+        if part.step is not None and part.step <= 0:
+            raise ValueError("step must be greater than zero")
+        return range(size)[part]
+
+    def read(self, parent: jax.Array) -> jax.Array:
+        return parent[self.key]
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        box = tuple(len(places) for places in self._ranges)
+        value = value.reshape(box)
+        if box == parent.shape or value.size == 0:
+            return value if value.size else parent
+        if all(places.step == 1 or len(places) == 1 for places in self._ranges):
+            return lax.dynamic_update_slice(parent, value, [places.start for places in self._ranges])
+        # Of strided writes `.at[].set` would make a scatter, which a TPU does an element at a time.
+        holes = [
+            (places[0], size - 1 - places[-1], places.step - 1 if len(places) > 1 else 0)
+            for places, size in zip(self._ranges, parent.shape, strict=True)
+        ]
+        return jnp.where(self._written(parent.shape), lax.pad(value, jnp.zeros((), value.dtype), holes), parent)
+
+    def _written(self, shape: Shape) -> jax.Array:
+        mask = jnp.ones((), bool)
+        for dim, (places, size) in enumerate(zip(self._ranges, shape, strict=True)):
+            if len(places) != size:
+                at = lax.broadcasted_iota(jnp.int32, (size,) + (1,) * (len(shape) - dim - 1), 0)
+                within = (at >= places.start) & (at <= places[-1])
+                mask = mask & within & ((at - places.start) % places.step == 0)
+        return mask
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        strides = strides_of(parent, shape)
+        if strides is None:
+            return None
+        result, dim = [], 0
+        for part in self._parts:
+            if part is None:
+                result.append(1)
+                continue
+            if isinstance(part, slice):
+                result.append(strides[dim] * self._ranges[dim].step)
+            dim += 1
+        return tuple(result)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexAtRunTime:
+    """The same with integers that are known only while running."""
+
+    key: tuple[Any, ...]
+
+    def read(self, parent: jax.Array) -> jax.Array:
+        return parent[self.key]
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        return parent.at[self.key].set(value)
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Anything else that picks elements (a diagonal, windows): what it does to positions says where to write."""
+
+    read: Callable[[jax.Array], jax.Array]
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        if value.size > parent.size:
+            raise TraceError(
+                f"a view of shape {value.shape} of {parent.size} elements was written to: several of its elements are "
+                "one in memory; write into .clone() of it"
+            )
+        places = self.read(jnp.arange(parent.size, dtype=jnp.int32).reshape(parent.shape))
+        return parent.reshape(-1).at[places.reshape(-1)].set(value.reshape(-1)).reshape(parent.shape)
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinterpretation:
+    """The same elements as something else, complex numbers as pairs for instance."""
+
+    read: Callable[[jax.Array], jax.Array]
+    back: Callable[[jax.Array], jax.Array]
+
+    def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
+        return self.back(value)
+
+    def layout(self, parent: Layout, shape: Shape) -> Layout:
+        return None
+
+
+def writable(recipes: tuple[Recipe, ...]) -> tuple[Recipe, ...]:
+    """The same, to write through. A part of an expanded tensor may be written to, if it has each element once."""
+    place = next((place for place, recipe in enumerate(recipes[:-1]) if isinstance(recipe, Expand)), None)
+    if place is None:
+        return recipes
+    rest = recipes[place:]
+    return (*recipes[:place], Selection(lambda array: functools.reduce(lambda a, recipe: recipe.read(a), rest, array)))

@@ -1,0 +1,48 @@
+"""Checkpoints with 8-bit weights and a scale for each layer: ComfyUI undoes that while it computes, and so do we."""
+
+import json
+
+import pytest
+import torch
+
+from tests.native.models import TOLERANCE, compile_model, some_architectures
+
+pytestmark = pytest.mark.comfyui
+
+
+def quantized(state, per_layer):
+    """Every linear layer of the blocks in float8, as releases have it."""
+    result = dict(state)
+    for name, tensor in state.items():
+        if name.endswith(".weight") and tensor.ndim == 2 and "block" in name:
+            layer = name.removesuffix(".weight")
+            scale = tensor.abs().max().float() / 448
+            result[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            if per_layer:
+                result[f"{layer}.weight_scale"] = scale
+                described = json.dumps({"format": "float8_e4m3fn"}).encode()
+                result[f"{layer}.comfy_quant"] = torch.tensor(list(described), dtype=torch.uint8)
+            else:
+                result[f"{layer}.scale_weight"] = scale
+    if not per_layer:
+        result["scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    return result
+
+
+@some_architectures("Wan 2.1 T2V", "Wan 2.2 5B")
+@pytest.mark.parametrize("per_layer", [True, False], ids=["comfy_quant", "scaled_fp8"])
+def test_scaled_fp8(architecture, per_layer, watch):
+    import comfy.sd
+
+    from tests.native.sampling import relative_error, sample
+
+    state = quantized(architecture.build(seed=4).model.diffusion_model.state_dict(), per_layer)
+    with torch.inference_mode():  # as ComfyUI runs every node
+        model = comfy.sd.load_diffusion_model_state_dict(state)
+    assert any(hasattr(weight, "_qdata") for weight in model.model.parameters())
+    expected = sample(model, architecture)
+    exact = sample(architecture.build(seed=4), architecture)
+    assert 0.001 < relative_error(exact, expected) < 0.2  # the same model, rounded
+    got = sample(compile_model(model), architecture)
+    assert relative_error(expected, got) < TOLERANCE
+    watch.assert_on_devices()
