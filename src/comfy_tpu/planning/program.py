@@ -1,0 +1,233 @@
+"""The program of one step, lowered for TPUs that are not attached, with what must be known to read it afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+import torch
+
+from comfy_tpu.compiler.component import Component
+from comfy_tpu.config import AttentionConfig, GenerationSettings, MeshSizes
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
+from comfy_tpu.parallel.chips import Slice, parse_slice
+from comfy_tpu.parallel.mesh import abstract_placement
+from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.denoise import make_step
+from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.planning.hlo import stablehlo_shapes
+from comfy_tpu.planning.models import PlannedModel
+
+_FORMAT = "comfy-tpu program 1"
+_HEADER, _PROGRAM = "plan.json", "program.jax-export"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFacts:
+    """What a compiled program does not say of itself."""
+
+    model: str
+    size: str
+    slice_name: str
+    sizes: MeshSizes
+    work: Workload
+    weight_shapes: tuple[tuple[int, ...], ...]
+    """As in causes.explain."""
+    resident_bytes: int
+    """Weights, prompt and latents of one device, also those that this program does not read."""
+    argument_bytes: int
+    """Of those, what it reads."""
+    kernels: int
+    """Calls of splash in the text: a scanned block has two."""
+    square_arrays: tuple[str, ...]
+    """Types that hold a score for every pair of tokens of one device."""
+
+    @property
+    def slice(self) -> Slice:
+        return parse_slice(self.slice_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    facts: ProgramFacts
+    serialized: bytes
+    """As jax.export writes it."""
+
+
+def lower_step(
+    model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
+) -> StepProgram:
+    family = model.family
+    placement = abstract_placement(sizes, platform="tpu", chip=slice_.chip.name)
+    component = Component(family.transformer, model.config, placement, dtype=torch.bfloat16)
+    # The prompt's keys and values are outputs of another program: its abstract evaluation has their names and shapes.
+    text = jax.ShapeDtypeStruct((work.batch, work.text_tokens, model.config["text_dim"]), np.dtype("bfloat16"))
+    weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
+    prepare = component.program(
+        family.prompt_cache, input_axes={"text": ("dp",)}, output_axes=(None, "dp", None, "tp")
+    ).export("tpu", weights, text=text)
+    prompt = placement.sharding(None, "dp" if work.batch % sizes.dp == 0 else None, None, "tp")
+    outputs = jax.tree.unflatten(prepare.out_tree, prepare.out_avals)
+    weights |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=prompt) for name, x in outputs.items()}
+
+    scale = family.spatial_scale
+    frames = (settings.num_frames - 1) // family.temporal_scale + 1
+    shape = (settings.num_videos, model.config["in_channels"], frames, settings.height // scale, settings.width // scale)
+    float32 = np.dtype("float32")
+    latent = jax.ShapeDtypeStruct(shape, float32)
+    step = component.program(
+        make_step(family.predict), static=("guided",), donate=("samples", "outputs"), input_axes={}, output_axes=()
+    )
+    exported = step.export(
+        "tpu",
+        weights,
+        samples=[latent] * HISTORY,
+        outputs=[latent] * HISTORY,
+        coefficients=jax.ShapeDtypeStruct((2 * HISTORY,), float32),
+        timestep=jax.ShapeDtypeStruct((1,), float32),
+        guidance_scale=jax.ShapeDtypeStruct((), float32),
+        guided=settings.guidance_scale > 1,
+    )
+    resident = sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
+    resident += sum(math.prod(prompt.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
+    facts = ProgramFacts(
+        model=model.name,
+        size=f"{settings.width}x{settings.height}x{settings.num_frames}",
+        slice_name=slice_.name,
+        sizes=sizes,
+        work=work,
+        weight_shapes=_weight_shapes(component),
+        resident_bytes=resident,
+        argument_bytes=_argument_bytes(exported, placement.mesh),
+        kernels=exported.mlir_module().count("tpu_custom_call"),
+        square_arrays=square_arrays(stablehlo_shapes(exported.mlir_module()), work.tokens, sizes),
+    )
+    return StepProgram(facts, bytes(serialize(exported)))
+
+
+def square_arrays(shapes: set[tuple[int, ...]], tokens: int, sizes: MeshSizes) -> tuple[str, ...]:
+    """Types with a dimension as long as all keys and another as long as one device's queries.
+
+    Short sequences may have them: dense attention is faster there.
+    """
+    if tokens <= AttentionConfig().dense_max_tokens:
+        return ()
+    queries = tokens // (sizes.sp * sizes.tp)
+    found = [
+        shape
+        for shape in shapes
+        if math.prod(shape) >= queries * tokens and sum(size >= tokens for size in shape) and _long(shape, queries) > 1
+    ]
+    return tuple("×".join(map(str, shape)) for shape in sorted(found))
+
+
+def _long(shape: tuple[int, ...], length: int) -> int:
+    return sum(size >= length for size in shape)
+
+
+def _weight_shapes(component: Component) -> tuple[tuple[int, ...], ...]:
+    """Of one layer, as one device computes with them."""
+    sizes = dict(component.placement.mesh.shape)
+    shapes = set()
+    for slot in component.slots:
+        spec = component.plan.compute(slot.name).spec
+        ways = [
+            math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+            for entry in (*spec, *(None,) * (len(slot.shape) - len(spec)))
+        ]
+        local = tuple(size // way for size, way in zip(slot.shape, ways, strict=True))
+        shapes.add(local if slot.sources == (slot.name,) else local[1:])
+    return tuple(sorted(shape for shape in shapes if len(shape) > 1))
+
+
+def _argument_bytes(exported: jax.export.Exported, mesh: Any) -> int:
+    """Of one device. Arguments that the program does not read are not passed to it."""
+    total = 0
+    for index, (aval, sharding) in enumerate(zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)):
+        if index in exported.module_kept_var_idx:
+            shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
+            total += math.prod(shape) * aval.dtype.itemsize
+    return total
+
+
+def serialize(exported: jax.export.Exported) -> bytearray:
+    try:
+        return exported.serialize()
+    except ImportError as error:
+        raise UnsupportedError(f"jax cannot write programs here ({error}); pip install flatbuffers") from error
+
+
+def write_program(path: Path, program: StepProgram) -> None:
+    """A zip file: what to know as JSON, and the program as `jax.export` writes it, for any other tool."""
+    header = {"format": _FORMAT, **dataclasses.asdict(program.facts)}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_HEADER, json.dumps(header, indent=2))
+        archive.writestr(_PROGRAM, program.serialized)
+    with replacing(path) as partial, explained(path):
+        partial.write_bytes(buffer.getvalue())
+
+
+def check_export(path: Path) -> None:
+    try:
+        check_place(path)
+    except InvalidValueError as error:
+        raise InvalidValueError(str(error).replace("output=", "export=", 1)) from error
+
+
+def read_program(path: Path) -> StepProgram:
+    if not path.is_file():
+        raise InvalidValueError(f"from={path} is not a file; give one that `comfy-tpu plan --export` wrote")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            header = json.loads(archive.read(_HEADER))
+            serialized = archive.read(_PROGRAM)
+        found = header.pop("format")
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:
+        raise CheckpointError(
+            f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again"
+        ) from error
+    if found != _FORMAT:
+        raise CheckpointError(f"from={path} is a {found!r}, expected {_FORMAT!r}; export it again with this version")
+    try:
+        facts = ProgramFacts(
+            **{
+                **header,
+                "sizes": MeshSizes(**header["sizes"]),
+                "work": _workload(header["work"]),
+                "weight_shapes": tuple(tuple(shape) for shape in header["weight_shapes"]),
+                "square_arrays": tuple(header["square_arrays"]),
+            }
+        )
+        exported = jax.export.deserialize(bytearray(serialized))
+    except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"from={path} is damaged ({reason}); export it again") from error
+    parse_slice(facts.slice_name)
+    if "tpu" not in exported.platforms:
+        raise CheckpointError(
+            f"from={path} holds a program for {', '.join(exported.platforms)}, expected one for tpu; export it again"
+        )
+    if exported.nr_devices != facts.sizes.device_count:
+        raise CheckpointError(
+            f"from={path} holds a program for {exported.nr_devices} devices, but names mesh {facts.sizes}; "
+            "export it again"
+        )
+    return StepProgram(facts, serialized)
+
+
+def _workload(values: dict[str, Any]) -> Workload:
+    matrices = {
+        part: tuple(Matrix(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values[part])
+        for part in ("block", "outer")
+    }
+    return Workload(**{**values, **matrices})
