@@ -194,7 +194,7 @@ def _layout_rows(plan: Plan) -> Iterable[Sequence[str]]:
             "yes" if fits(layout.peak_bytes, plan.slice.chip) else "no",
             _gb(layout.peak_bytes),
             *(_gb(part) for part in (memory.weights, memory.prompt, memory.latents, memory.temporaries)),
-            f"{guess.flops / 1e12:,.1f}",
+            _gb(guess.flops / 1e3),
             _gb(guess.memory_bytes),
             _gb(layout.sent_bytes) + counted,
             f"{refined_seconds(layout, plan.slice):.3g}",
@@ -283,4 +283,5 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _gb(nbytes: float) -> str:
+    """Three figures, or one behind the point."""
     return f"{nbytes / 1e9:,.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.3g}"

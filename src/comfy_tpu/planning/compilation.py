@@ -23,7 +23,7 @@ from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, square_arrays
 
 _TIMEOUT = 1800
-_LAST_LINES = 3
+_LONGEST_REASON = 1000
 
 Mode = Literal["partition", "compile"]
 
@@ -81,7 +81,7 @@ def count(program: StepProgram, mode: Mode) -> Counted:
         product_flops=module.product_flops() if mode == "partition" else None,
         kernel_flops=module.kernel_flops(),
         kernels=module.kernels(),
-        square_arrays=square_arrays(module.shapes(), facts.work.tokens, facts.sizes),
+        square_arrays=square_arrays(module.shapes(), facts.work, facts.sizes),
         seconds=report["seconds"],
         memory=report.get("memory"),
         cost=report.get("cost"),
@@ -137,5 +137,6 @@ def _run(directory: Path, mode: Mode) -> None:
     except subprocess.TimeoutExpired as error:
         raise CompilationError(f"{what} took more than {_TIMEOUT // 60} minutes and was stopped") from error
     if done.returncode or not (directory / "report.json").is_file():
-        said = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        raise CompilationError(f"{what} refused the program: {' '.join(said[-_LAST_LINES:])[:1000]}")
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        reason = next((line for line in reversed(said) if "Error" in line), said[-1])
+        raise CompilationError(f"{what} refused the program: {reason[:_LONGEST_REASON]}")

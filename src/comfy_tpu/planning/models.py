@@ -36,6 +36,6 @@ def find_model(model: str) -> PlannedModel:
         if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):
             return PlannedModel(name, family, family.published[name], family.defaults)
     raise InvalidValueError(
-        f"model={model} is neither a directory nor a model whose configuration is built in; give a directory in "
+        f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "
         f"diffusers' layout, {DEMO_MODEL}, or one of {', '.join(known)}"
     )

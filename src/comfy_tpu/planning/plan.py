@@ -94,6 +94,8 @@ def parse_size(text: str, model: PlannedModel, **chosen: Any) -> GenerationSetti
     try:
         return make_settings(model.defaults, {**values, **chosen}, model.family.limits)
     except InvalidValueError as error:
+        if not str(error).startswith(("height=", "width=", "num_frames=")):
+            raise
         raise InvalidValueError(f"size={text}: {error}") from error
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import math
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 
 from comfy_tpu.compiler.component import Component
-from comfy_tpu.config import AttentionConfig, GenerationSettings, MeshSizes
+from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
 from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.mesh import abstract_placement
@@ -28,7 +30,20 @@ from comfy_tpu.planning.hlo import stablehlo_shapes
 from comfy_tpu.planning.models import PlannedModel
 
 _FORMAT = "comfy-tpu program 1"
+_LARGEST_BLOCK = 2048
+"""Of the splash kernel: lengths are padded to multiples of at most this."""
 _HEADER, _PROGRAM = "plan.json", "program.jax-export"
+
+
+@contextlib.contextmanager
+def host_only() -> Iterator[None]:
+    """Nothing is run, so nothing but the CPU is started: chips that are here may be in use by somebody else."""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +79,13 @@ class StepProgram:
 
 
 def lower_step(
+    model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
+) -> StepProgram:
+    with host_only():
+        return _lower_step(model, settings, work, slice_, sizes)
+
+
+def _lower_step(
     model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
 ) -> StepProgram:
     family = model.family
@@ -109,29 +131,33 @@ def lower_step(
         resident_bytes=resident,
         argument_bytes=_argument_bytes(exported, placement.mesh),
         kernels=exported.mlir_module().count("tpu_custom_call"),
-        square_arrays=square_arrays(stablehlo_shapes(exported.mlir_module()), work.tokens, sizes),
+        square_arrays=square_arrays(stablehlo_shapes(exported.mlir_module()), work, sizes),
     )
     return StepProgram(facts, bytes(serialize(exported)))
 
 
-def square_arrays(shapes: set[tuple[int, ...]], tokens: int, sizes: MeshSizes) -> tuple[str, ...]:
-    """Types with a dimension as long as all keys and another as long as one device's queries.
+def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes) -> tuple[str, ...]:
+    """Types with two dimensions as long as the sequence, or one device's part of it: scores of tokens by tokens.
 
     Short sequences may have them: dense attention is faster there.
     """
-    if tokens <= AttentionConfig().dense_max_tokens:
+    if work.tokens <= work.dense_max_tokens:
         return ()
-    queries = tokens // (sizes.sp * sizes.tp)
-    found = [
-        shape
-        for shape in shapes
-        if math.prod(shape) >= queries * tokens and sum(size >= tokens for size in shape) and _long(shape, queries) > 1
-    ]
+    features = {size // way for size in _features(work) for way in (1, sizes.tp, sizes.sp, sizes.sp * sizes.tp)}
+    found = [shape for shape in shapes if sum(_is_sequence(size, work, sizes, features) for size in shape) > 1]
     return tuple("×".join(map(str, shape)) for shape in sorted(found))
 
 
-def _long(shape: tuple[int, ...], length: int) -> int:
-    return sum(size >= length for size in shape)
+def _features(work: Workload) -> set[int]:
+    return {work.ffn, work.text_tokens, *(size for matrix in (*work.block, *work.outer) for size in matrix.shape)}
+
+
+def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]) -> bool:
+    """Padded to a kernel's blocks or not. A size that weights have is a feature dimension."""
+    lengths = (work.tokens, -(-work.tokens // sizes.sp))
+    return size not in features and any(
+        length <= size <= -(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in lengths
+    )
 
 
 def _weight_shapes(component: Component) -> tuple[tuple[int, ...], ...]:

@@ -23,7 +23,8 @@ def environment(request: Mapping[str, Any]) -> dict[str, str]:
     """To be set before jax is imported."""
     if request["mode"] == "compile":
         return {
-            "JAX_PLATFORMS": "cpu",  # chips that are here are not touched
+            "JAX_PLATFORMS": "cpu",  # chips that are here are not touched, so whoever uses them need not be waited for
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": request["accelerator"],
             "TPU_WORKER_HOSTNAMES": "localhost",
@@ -64,6 +65,7 @@ def main(request_path: str) -> None:
 def _lower(request: Mapping[str, Any]) -> Any:
     import jax
     import jax.export
+    import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh
 
@@ -81,12 +83,21 @@ def _lower(request: Mapping[str, Any]) -> Any:
         devices = np.array(jax.devices()).reshape(sizes.dp, sizes.sp, sizes.tp)
     exported = jax.export.deserialize(bytearray(Path(request["program"]).read_bytes()))
     shardings = exported.in_shardings_jax(Mesh(devices, MESH_AXES))
-    flat = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    kept = exported.module_kept_var_idx
+    arguments = [
+        jax.ShapeDtypeStruct(exported.in_avals[index].shape, exported.in_avals[index].dtype, sharding=shardings[index])
+        for index in kept
     ]
-    arguments, named = jax.tree.unflatten(exported.in_tree, flat)
-    return jax.jit(exported.call).trace(*arguments, **named).lower(lowering_platforms=("tpu",))
+
+    def run(*given: jax.Array) -> Any:
+        # What the program does not read has no sharding in the file, and would count in full on every device.
+        flat: list[Any] = [jnp.zeros(aval.shape, aval.dtype) for aval in exported.in_avals]
+        for index, array in zip(kept, given, strict=True):
+            flat[index] = array
+        positional, named = jax.tree.unflatten(exported.in_tree, flat)
+        return exported.call(*positional, **named)
+
+    return jax.jit(run).trace(*arguments).lower(lowering_platforms=("tpu",))
 
 
 def _accept_kernels() -> None:
