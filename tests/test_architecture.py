@@ -30,7 +30,18 @@ def test_tool_is_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-LAYERS = ["comfy", "cli", "diagnosis", "installation", "pipeline", "families", "compiler", "bridge", "kernels"]
+LAYERS = [
+    "comfy",
+    "cli",
+    "diagnosis",
+    "installation",
+    "planning",
+    "pipeline",
+    "families",
+    "compiler",
+    "bridge",
+    "kernels",
+]
 LAYERS += ["parallel"]
 
 VIOLATIONS = {

@@ -257,8 +257,10 @@ def _merged(items: list[Traffic]) -> list[Traffic]:
     for item in items:
         key = (item.cause, item.kind, item.axes)
         known = merged.get(key)
-        merged[key] = item if known is None else dataclasses.replace(
-            known, count=known.count + item.count, nbytes=known.nbytes + item.nbytes
+        merged[key] = (
+            item
+            if known is None
+            else dataclasses.replace(known, count=known.count + item.count, nbytes=known.nbytes + item.nbytes)
         )
     return list(merged.values())
 

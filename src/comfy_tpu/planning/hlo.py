@@ -1,4 +1,4 @@
-"""Reads a partitioned program, as XLA prints it: collectives, products and kernels, each as often as it runs in a step."""
+"""A partitioned program as XLA prints it: collectives, products and kernels, each as often as it runs in a step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ class Module:
                 pending += line  # kernels' configurations run over several lines
         finish()
         if not self._entry:
-            raise UnsupportedError("the compiler's text has no entry computation; this version of XLA prints another form")
+            raise UnsupportedError(
+                "the compiler's text has no entry computation; this version of XLA prints another form"
+            )
 
     @functools.cached_property
     def times(self) -> dict[str, int]:
@@ -203,7 +205,9 @@ class Module:
                 operands = re.search(r"compare\(%[\w.\-]+, %([\w.\-]+)\)", instruction.text)
                 if operands and operands[1] in constants:
                     return constants[operands[1]]
-        raise UnsupportedError(f"the loop {loop.name} does not say how often it runs; its collectives cannot be counted")
+        raise UnsupportedError(
+            f"the loop {loop.name} does not say how often it runs; its collectives cannot be counted"
+        )
 
 
 def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:

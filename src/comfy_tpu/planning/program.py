@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import json
 import math
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,26 +15,23 @@ import torch
 
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import GenerationSettings, MeshSizes
-from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
+from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.mesh import abstract_placement
-from comfy_tpu.parallel.workload import Matrix, Workload
-from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.planning.hlo import stablehlo_shapes
 from comfy_tpu.planning.models import PlannedModel
 
-_FORMAT = "comfy-tpu program 1"
 _LARGEST_BLOCK = 2048
 """Of the splash kernel: lengths are padded to multiples of at most this."""
-_HEADER, _PROGRAM = "plan.json", "program.jax-export"
 
 
 @contextlib.contextmanager
 def host_only() -> Iterator[None]:
     """Nothing is run, so nothing but the CPU is started: chips that are here may be in use by somebody else."""
-    before = jax.config.jax_platforms
+    before = getattr(jax.config, "jax_platforms")  # noqa: B009 -- an option that its type does not know
     jax.config.update("jax_platforms", "cpu")
     try:
         yield
@@ -103,7 +96,13 @@ def _lower_step(
 
     scale = family.spatial_scale
     frames = (settings.num_frames - 1) // family.temporal_scale + 1
-    shape = (settings.num_videos, model.config["in_channels"], frames, settings.height // scale, settings.width // scale)
+    shape = (
+        settings.num_videos,
+        model.config["in_channels"],
+        frames,
+        settings.height // scale,
+        settings.width // scale,
+    )
     float32 = np.dtype("float32")
     latent = jax.ShapeDtypeStruct(shape, float32)
     step = component.program(
@@ -190,70 +189,3 @@ def serialize(exported: jax.export.Exported) -> bytearray:
         return exported.serialize()
     except ImportError as error:
         raise UnsupportedError(f"jax cannot write programs here ({error}); pip install flatbuffers") from error
-
-
-def write_program(path: Path, program: StepProgram) -> None:
-    """A zip file: what to know as JSON, and the program as `jax.export` writes it, for any other tool."""
-    header = {"format": _FORMAT, **dataclasses.asdict(program.facts)}
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(_HEADER, json.dumps(header, indent=2))
-        archive.writestr(_PROGRAM, program.serialized)
-    with replacing(path) as partial, explained(path):
-        partial.write_bytes(buffer.getvalue())
-
-
-def check_export(path: Path) -> None:
-    try:
-        check_place(path)
-    except InvalidValueError as error:
-        raise InvalidValueError(str(error).replace("output=", "export=", 1)) from error
-
-
-def read_program(path: Path) -> StepProgram:
-    if not path.is_file():
-        raise InvalidValueError(f"from={path} is not a file; give one that `comfy-tpu plan --export` wrote")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            header = json.loads(archive.read(_HEADER))
-            serialized = archive.read(_PROGRAM)
-        found = header.pop("format")
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:
-        raise CheckpointError(
-            f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again"
-        ) from error
-    if found != _FORMAT:
-        raise CheckpointError(f"from={path} is a {found!r}, expected {_FORMAT!r}; export it again with this version")
-    try:
-        facts = ProgramFacts(
-            **{
-                **header,
-                "sizes": MeshSizes(**header["sizes"]),
-                "work": _workload(header["work"]),
-                "weight_shapes": tuple(tuple(shape) for shape in header["weight_shapes"]),
-                "square_arrays": tuple(header["square_arrays"]),
-            }
-        )
-        exported = jax.export.deserialize(bytearray(serialized))
-    except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"from={path} is damaged ({reason}); export it again") from error
-    parse_slice(facts.slice_name)
-    if "tpu" not in exported.platforms:
-        raise CheckpointError(
-            f"from={path} holds a program for {', '.join(exported.platforms)}, expected one for tpu; export it again"
-        )
-    if exported.nr_devices != facts.sizes.device_count:
-        raise CheckpointError(
-            f"from={path} holds a program for {exported.nr_devices} devices, but names mesh {facts.sizes}; "
-            "export it again"
-        )
-    return StepProgram(facts, serialized)
-
-
-def _workload(values: dict[str, Any]) -> Workload:
-    matrices = {
-        part: tuple(Matrix(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values[part])
-        for part in ("block", "outer")
-    }
-    return Workload(**{**values, **matrices})

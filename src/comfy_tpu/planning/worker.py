@@ -55,7 +55,9 @@ def main(request_path: str) -> None:
     else:
         _accept_kernels()
         lowered.compile()
-        (dump,) = directory.glob("*.after_spmd-partitioning.*.txt")
+        # A single device is nothing to partition for.
+        kind = "after_spmd-partitioning.*" if request["devices"] > 1 else "before_optimizations"
+        (dump,) = directory.glob(f"*.{kind}.txt")
         text = dump.read_text(encoding="utf-8")
     (directory / "program.hlo").write_text(text, encoding="utf-8")
     report["seconds"] = time.perf_counter() - begin
