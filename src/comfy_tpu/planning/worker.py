@@ -21,10 +21,12 @@ from typing import Any
 
 def environment(request: Mapping[str, Any]) -> dict[str, str]:
     """To be set before jax is imported."""
+    # A program from the cache is not partitioned again, so nothing would be dumped.
+    common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request["mode"] == "compile":
         return {
-            "JAX_PLATFORMS": "cpu",  # chips that are here are not touched, so whoever uses them need not be waited for
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            **common,
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # chips that are here are not touched: whoever uses them need not wait
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": request["accelerator"],
             "TPU_WORKER_HOSTNAMES": "localhost",
@@ -37,7 +39,7 @@ def environment(request: Mapping[str, Any]) -> dict[str, str]:
         "--xla_dump_hlo_pass_re=spmd-partitioning",
         "--xla_dump_emitter_re=none",
     )
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    return {**common, "XLA_FLAGS": " ".join(flags)}
 
 
 def main(request_path: str) -> None:
