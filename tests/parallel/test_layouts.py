@@ -7,8 +7,9 @@ import pytest
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.families.wan import PUBLISHED, WAN21
+from comfy_tpu.kernels.tuning import block_sizes
 from comfy_tpu.parallel.chips import parse_slice
-from comfy_tpu.parallel.layouts import SPARE, estimate, rank_layouts, sensible_layouts
+from comfy_tpu.parallel.layouts import SPARE, estimate, padded, rank_layouts, sensible_layouts
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.traffic import Traffic, seconds, sent
 from comfy_tpu.pipeline.schedule import HISTORY
@@ -95,6 +96,13 @@ def test_an_exchange_on_a_long_ring_takes_longer():
     short = Traffic("x", "all-to-all", ("sp",), 4, 1, 10**9)
     long = dataclasses.replace(short, group=16)
     assert seconds(long, parse_slice("v6e-256")) > 3 * seconds(short, parse_slice("v6e-256"))
+
+
+@pytest.mark.parametrize("length", [4097, 4725, 9450, 18_900, 33_390, 75_600, 512])
+def test_lengths_are_padded_as_the_kernel_pads_them(length):
+    tile = block_sizes("v6e", length, length, 128, None)
+    assert padded(length, 128) == -(-length // tile.query) * tile.query
+    assert padded(length, 256) == -(-length // tile.key) * tile.key
 
 
 def test_the_solver_keeps_as_much_as_the_pipeline():

@@ -32,8 +32,10 @@ _LIVE_RING = 8.0
 # Passes over [tokens, hidden] and [tokens, ffn] in a block: norms, modulation, RoPE, residuals, changes of layout.
 _PASSES_HIDDEN = 40
 _PASSES_FFN = 4
-# Queries for which splash reads all keys and values once.
-_QUERY_BLOCK = 2048
+# Splash's tile, by which lengths are padded: sides of at most this, multiples of these. kernels/tuning.py chooses it.
+_TILE = 2048
+_QUERY_STEP = 128
+_KEY_STEP = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +121,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         temporaries=_temporaries(share),
     )
     matmul = work.layers * 2.0 * share.rows * sum(_products(matrix, sizes) for matrix in work.block if matrix.used)
-    keys = work.tokens + work.text_tokens
-    attention = work.layers * 4.0 * share.rows * keys * work.hidden / sizes.tp
+    attention = work.layers * 4.0 * share.batch * share.heads * work.head_dim * share.score_count
     memory_bytes = _memory_bytes(share)
     traffic = tuple(item for item in _traffic(share) if item.nbytes)
     return Estimate(
@@ -146,6 +147,12 @@ def fits(nbytes: int, chip: Chip) -> bool:
     return nbytes <= (1 - SPARE) * chip.memory_bytes
 
 
+def padded(length: int, step: int) -> int:
+    """A length as splash computes it: as many tiles as it needs, of equal size."""
+    tiles = -(-length // _TILE)
+    return tiles * -(-length // (tiles * step)) * step
+
+
 class _Share:
     """What one device has of a workload."""
 
@@ -161,6 +168,21 @@ class _Share:
     @property
     def rows(self) -> int:
         return self.batch * self.tokens
+
+    @property
+    def score_count(self) -> float:
+        """Pairs of query and key for each of the device's heads, as if Ulysses did not divide heads further."""
+        work, sizes = self.work, self.sizes
+        if work.tokens <= work.dense_max_tokens:
+            own: float = self.tokens * work.tokens
+        elif self.attention == "ring":
+            own = sizes.sp * padded(self.tokens, _QUERY_STEP) * padded(self.tokens, _KEY_STEP)
+        else:
+            whole = self.tokens * sizes.sp
+            own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp
+        if self.tokens * work.text_tokens <= work.dense_max_tokens**2:
+            return own + self.tokens * work.text_tokens
+        return own + padded(self.tokens, _QUERY_STEP) * padded(work.text_tokens, _KEY_STEP)
 
     @property
     def hidden_bytes(self) -> int:
@@ -214,7 +236,7 @@ def _memory_bytes(share: _Share) -> float:
     queries = work.tokens if share.attention != "ring" else share.tokens
     heads = share.heads / sizes.sp if share.attention == "ulysses" else share.heads
     pairs = 2 * share.batch * heads * work.tokens * work.head_dim * work.itemsize
-    return work.layers * (weights + activations + math.ceil(queries / _QUERY_BLOCK) * pairs)
+    return work.layers * (weights + activations + math.ceil(queries / _TILE) * pairs)
 
 
 def _traffic(share: _Share) -> list[Traffic]:
@@ -225,12 +247,11 @@ def _traffic(share: _Share) -> list[Traffic]:
         group = _ways(axes, sizes)
         found.append(Traffic(cause, kind, axes, group, count, count * sent(kind, group, nbytes)))
 
-    padded = share.head_bytes * (-(-work.tokens // sizes.sp) * sizes.sp) // work.tokens if sizes.sp > 1 else 0
     if share.attention == "ulysses":
-        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, padded)
+        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.head_bytes)
     if share.attention == "ring":
         count = 2 * (sizes.sp - 1) * work.layers
-        add("keys and values around the ring", "collective-permute", ("sp",), count, padded)
+        add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
     if work.tokens > work.dense_max_tokens:
         means = share.batch * share.heads * work.head_dim * 4
         add("mean key", "all-reduce", ("sp",), work.layers, means)
@@ -243,7 +264,7 @@ def _traffic(share: _Share) -> list[Traffic]:
             if matrix.used:
                 whole = matrix.nbytes // _ways(compute, sizes)
                 add("weight gather", "all-gather", missing, times * matrix.count, whole)
-    answer = share.batch * work.tokens * work.output_features * work.itemsize
+    answer = share.batch * share.tokens * sizes.sp * work.output_features * work.itemsize
     add("prediction gather", "all-gather", ("sp",), 1, answer)
     # Latents to both branches, and the guided answer back to all: three times a sample.
     add("guidance branches", "collective-permute", ("dp",), 2, work.latent_bytes)
