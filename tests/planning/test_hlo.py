@@ -1,71 +1,14 @@
 """Programs as XLA prints them, in all the forms that were met."""
 
+from pathlib import Path
+
 import pytest
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.planning.hlo import Module
 
-PROGRAM = """\
-HloModule jit_step, entry_computation_layout={(bf16[8,16]{1,0})->bf16[8,16]{1,0}}
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%inner_condition (p: (s32[], bf16[8,16])) -> pred[] {
-  %p = (s32[], bf16[8,16]{1,0}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %three = s32[]{:T(128)} constant(3), backend_config={"flag_configs":[]}
-  ROOT %lt = pred[]{:T(512)} compare(%i, %three), direction=LT
-}
-
-%inner_body (p.1: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
-  %p.1 = (s32[], bf16[8,16]{1,0}) parameter(0)
-  %x.1 = bf16[8,16]{1,0} get-tuple-element(%p.1), index=1
-  %permute = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x.1), channel_id=1, source_target_pairs={{0,1},{1,0}}, metadata={op_name="while/body/ppermute"}
-  %done = bf16[8,16]{1,0} collective-permute-done(%permute)
-  ROOT %t.1 = (s32[], bf16[8,16]{1,0}) tuple(%i.1, %done)
-}
-
-%outer_condition (p.2: (s32[], bf16[8,16])) -> pred[] {
-  %p.2 = (s32[], bf16[8,16]{1,0}) parameter(0)
-  %i.2 = s32[] get-tuple-element(%p.2), index=0
-  %forty = s32[] constant(40)
-  ROOT %lt.2 = pred[] compare(%i.2, %forty), direction=LT
-}
-
-%outer_body (p.3: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
-  %p.3 = (s32[], bf16[8,16]{1,0}) parameter(0)
-  %x.3 = bf16[8,16]{1,0} get-tuple-element(%p.3), index=1
-  %w = bf16[16,4]{1,0} constant({...})
-  %dot = bf16[8,4]{1,0} dot(%x.3, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %gather = bf16[8,16]{1,0} all-gather(%dot), replica_groups=[2,4]<=[8], dimensions={1}, metadata={op_name="weights"}
-  %reduce = (f32[8], f32[8]) all-reduce(%r, %s), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add, metadata={op_name="norm"}
-  %kernel = bf16[8,16]{1,0} custom-call(%gather), custom_call_target="tpu_custom_call", metadata={op_name="splash"}, backend_config={"custom_call_config": {"body": "TUw", "cost_estimate": {
-"transcendentals": 5,
-"flops": 1000,
-"bytes_accessed": 7
-}
-}}
-  %inner = (s32[], bf16[8,16]{1,0}) while(%init), condition=%inner_condition, body=%inner_body
-  ROOT %t.3 = (s32[], bf16[8,16]{1,0}) tuple(%i.3, %kernel)
-}
-
-%asynchronous (p.4: bf16[8,16]) -> bf16[8,16] {
-  %p.4 = bf16[8,16]{1,0} parameter(0)
-  ROOT %exchange = bf16[8,16]{1,0} all-to-all(%p.4), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}, metadata={op_name="exchange"}
-}
-
-ENTRY %main (arg: bf16[8,16]) -> bf16[8,16] {
-  %arg = bf16[8,16]{1,0} parameter(0)
-  %start = ((bf16[8,16]{1,0}), bf16[8,16]{1,0}, u32[]) async-start(%arg), calls=%asynchronous
-  %outer = (s32[], bf16[8,16]{1,0}) while(%init.2), condition=%outer_condition, body=%outer_body
-  ROOT %mesh = f32[8,16]{1,0} all-gather(%q), replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_1'}, dimensions={1}, metadata={op_name="end"}
-}
-"""
+PROGRAM = Path(__file__).with_name("printed_program.hlo").read_text(encoding="utf-8")
 
 
 def found():

@@ -1,4 +1,4 @@
-"""What must hold for the model that the project is about, counted in its program; and that the formulas say the same."""
+"""What must hold for the model that the project is about, counted in its program; the formulas say the same."""
 
 import dataclasses
 

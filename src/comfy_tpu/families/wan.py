@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.errors import CheckpointError, UnsupportedError
 from comfy_tpu.families.family import Cache, Limits, VideoFamily
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Workload
@@ -202,9 +202,21 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
     return frames, [None if isinstance(entry, str) else entry for entry in slots]
 
 
+_WHOLE_NUMBERS = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "freq_dim", "text_dim")
+_WHOLE_NUMBERS += ("in_channels", "out_channels")
+
+
 def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workload:
+    # What a configuration leaves out is as in the 14B, which is where diffusers has its defaults from.
+    config = {**PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"], **config}
+    for name in _WHOLE_NUMBERS:
+        if not isinstance(config[name], int) or config[name] < 1:
+            raise CheckpointError(
+                f"the config.json of the transformer has {name}={config[name]!r}, expected a whole number; download the "
+                "model again"
+            )
     heads, head_dim, ffn = config["num_attention_heads"], config["attention_head_dim"], config["ffn_dim"]
-    layers, hidden, patch = config["num_layers"], heads * head_dim, config["patch_size"]
+    layers, hidden, patch = config["num_layers"], heads * head_dim, tuple(config["patch_size"])
     frames = (settings.num_frames - 1) // WAN21.temporal_scale + 1
     height, width = (side // WAN21.spatial_scale for side in (settings.height, settings.width))
     square = (hidden, hidden)

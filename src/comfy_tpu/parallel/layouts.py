@@ -223,8 +223,16 @@ def _temporaries(share: _Share) -> int:
     block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
     if share.attention == "ring":
         block += _LIVE_RING * share.head_bytes
-    gathered = max((item.nbytes for item in work.block if item.used), default=0) // share.sizes.tp
-    return round(max(embedding, block) + gathered * (share.sizes.sp > 1))
+    return round(max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(work.block, share)))
+
+
+def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:
+    found = [0]
+    for matrix in matrices:
+        rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, share.sizes)
+        if matrix.used and _ways(rest, share.sizes) > _ways(compute, share.sizes):
+            found.append(matrix.nbytes // _ways(compute, share.sizes))
+    return max(found)
 
 
 def _memory_bytes(share: _Share) -> float:
