@@ -24,6 +24,7 @@ EXPLAINED = [
     (item("all-reduce", "sp", "scaled_dot_product_attention/reduce_sum"), "mean key"),
     (item("all-gather", "sp", "squeeze", shape=(1, 2560, 5120)), "weight gather"),
     (item("all-gather", "sp tp", "constraint", shape=(5120, 16, 1, 2, 2), in_loop=False, times=1), "weight gather"),
+    (item("all-gather", "sp tp", "x/sharding_constraint", shape=(32, 160, 64), in_loop=False), "weight gather"),
     (item("all-gather", "sp", "aten::view/reshape", in_loop=False, times=1), "prediction gather"),
     (item("all-to-all", "dp", "aten::cat/concatenate", in_loop=False, times=1), "guidance branches"),
     (item("collective-permute", "dp", "aten::add.Tensor/slice", in_loop=False, times=1), "guidance branches"),
@@ -40,6 +41,7 @@ def test_explained(collective, cause):
 
 RESHARDINGS = {
     "activations gathered in the loop": item("all-gather", "sp", "while/body/squeeze", shape=(1, 75600, 5120)),
+    "as many values as a weight, elsewhere": item("all-gather", "sp", "linear/reshape", shape=(32, 160, 64)),
     "a weight-shaped gather over dp": item("all-gather", "dp", "squeeze", shape=(1, 2560, 5120)),
     "an exchange over tp": item("all-to-all", "tp", "shard_map/all_to_all"),
     "an exchange that no attention asked for": item("all-to-all", "sp", "linear/transpose"),

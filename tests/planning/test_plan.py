@@ -131,6 +131,17 @@ def test_what_does_not_fit_says_what_would(monkeypatch):
     assert not any(e.fits for e in planning.rank_layouts(work, dataclasses.replace(slice_, chips=slice_.chips // 2)))
 
 
+def test_the_compiler_has_the_last_word_on_memory(wan_plan):
+    assert not dataclasses.replace(wan_plan, compiler_refused="the TPU compiler …: RESOURCE_EXHAUSTED: 33G of 31G").fits
+    assert dataclasses.replace(wan_plan, compiler_refused="the TPU compiler …: no libtpu for this Python").fits
+    said = {f"{part}_size_in_bytes": 0 for part in ("argument", "output", "temp", "generated_code", "alias")}
+    chosen = wan_plan.chosen
+    for temporaries, fits in ((20e9, True), (30e9, False)):
+        counted = dataclasses.replace(chosen.partitioned, memory=said | {"temp_size_in_bytes": int(temporaries)})
+        compiled = dataclasses.replace(chosen, compiled=counted)
+        assert dataclasses.replace(wan_plan, chosen=compiled).fits is fits
+
+
 def test_square_arrays():
     model = find_model(WAN_14B)
     work = model.family.workload(model.config, model.defaults)

@@ -212,8 +212,8 @@ def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workloa
     for name in _WHOLE_NUMBERS:
         if not isinstance(config[name], int) or config[name] < 1:
             raise CheckpointError(
-                f"the config.json of the transformer has {name}={config[name]!r}, expected a whole number; download the "
-                "model again"
+                f"the config.json of the transformer has {name}={config[name]!r}, expected a whole number; "
+                "download the model again"
             )
     heads, head_dim, ffn = config["num_attention_heads"], config["attention_head_dim"], config["ffn_dim"]
     layers, hidden, patch = config["num_layers"], heads * head_dim, tuple(config["patch_size"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection
 
@@ -76,10 +77,17 @@ def _cause(item: Collective, axes: tuple[str, ...], weights: WeightShapes) -> st
             and set(axes) <= line.axes
             and item.in_loop == line.in_loop
             and re.search(line.operation, item.operation)
-            and (not line.weights_only or _squeezed(item.shape) in {_squeezed(shape) for shape in weights})
+            and (not line.weights_only or _is_weight(item, weights))
         ):
             return line.cause
     return UNEXPLAINED
+
+
+def _is_weight(item: Collective, weights: WeightShapes) -> bool:
+    if _squeezed(item.shape) in {_squeezed(shape) for shape in weights}:
+        return True
+    # The TPU compiler may fold a weight before it gathers it ([5120, 64] as [32, 160, 64]), where we asked for the gather.
+    return item.operation.endswith("sharding_constraint") and math.prod(item.shape) in map(math.prod, weights)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

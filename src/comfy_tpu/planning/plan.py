@@ -68,7 +68,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return fits(self.chosen.peak_bytes, self.slice.chip)
+        out_of_memory = "RESOURCE_EXHAUSTED" in (self.compiler_refused or "")
+        return not out_of_memory and fits(self.chosen.peak_bytes, self.slice.chip)
 
     @property
     def share_of_seed(self) -> float | None:
