@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TWINS = [("README.md", "README.zh-CN.md"), ("docs/comfyui.md", "docs/comfyui.zh-CN.md")]
+TWINS = [
+    ("README.md", "README.zh-CN.md"),
+    ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
+    ("docs/plan.md", "docs/plan.zh-CN.md"),
+]
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 

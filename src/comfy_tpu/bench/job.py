@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.wan import PUBLISHED
 
 Peer = Literal["ours", "fp8", "eager", "compile"]
 """fp8: ours, with 8-bit products in the transformer."""
@@ -82,17 +83,7 @@ _WAN = {
 
 FULL = Model(
     name="full",  # Wan 2.1 14B
-    transformer={
-        **_WAN,
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-    },
+    transformer=PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"],
     text_encoder={
         **_T5,
         "vocab_size": 256384,

@@ -41,7 +41,10 @@ OF_THE_TEXT = ("negative_prompt",)
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
-    **{name: f"--{name}" for name in ("dtype", "mesh", "model", "output", "platform", "quantize", "size")},
+    **{
+        name: f"--{name}"
+        for name in ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+    },
     "prompt": "PROMPT",
     "comfyui_dir": "COMFYUI_DIR",
 }

@@ -10,6 +10,7 @@ import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.parallel.workload import Workload
 
 SchedulerFactory = Callable[[float], Any]
 """From flow_shift to a diffusers scheduler."""
@@ -68,6 +69,10 @@ class VideoFamily:
     """(module, latents, timestep) -> velocity; the prompt is in the weights."""
     decode_frame: Callable[..., tuple[torch.Tensor, Cache]]
     """(module, latent frame, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after it."""
+    workload: Callable[[Mapping[str, Any], GenerationSettings], Workload]
+    """The transformer's configuration -> what a step costs, to choose a mesh by and to plan with."""
+    published: Mapping[str, Mapping[str, Any]]
+    """Configurations of transformers by their id on the hub: full-size models can be planned without a download."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:

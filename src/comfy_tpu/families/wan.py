@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +15,10 @@ import torch.nn.functional as F
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.errors import CheckpointError, UnsupportedError
 from comfy_tpu.families.family import Cache, Limits, VideoFamily
 from comfy_tpu.parallel.rules import column, gather, replicate, row
+from comfy_tpu.parallel.workload import Matrix, Workload
 
 
 class WanProcessor:
@@ -202,6 +204,82 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
     return frames, [None if isinstance(entry, str) else entry for entry in slots]
 
 
+_WHOLE_NUMBERS = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "freq_dim", "text_dim")
+_WHOLE_NUMBERS += ("in_channels", "out_channels")
+
+
+def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workload:
+    # What a configuration leaves out is as in the 14B, which is where diffusers has its defaults from.
+    config = {**PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"], **config}
+    for name in _WHOLE_NUMBERS:
+        if not isinstance(config[name], int) or config[name] < 1:
+            raise CheckpointError(
+                f"the config.json of the transformer has {name}={config[name]!r}, expected a whole number; "
+                "download the model again"
+            )
+    heads, head_dim, ffn = config["num_attention_heads"], config["attention_head_dim"], config["ffn_dim"]
+    layers, hidden, patch = config["num_layers"], heads * head_dim, tuple(config["patch_size"])
+    frames = (settings.num_frames - 1) // WAN21.temporal_scale + 1
+    height, width = (side // WAN21.spatial_scale for side in (settings.height, settings.width))
+    square = (hidden, hidden)
+    return Workload(
+        batch=settings.num_videos * (2 if settings.guidance_scale > 1 else 1),
+        tokens=(frames // patch[0]) * (height // patch[1]) * (width // patch[2]),
+        text_tokens=settings.max_sequence_length,
+        layers=layers,
+        heads=heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        block=(
+            Matrix("column", square, count=4),  # q, k, v of the video, q of the text
+            Matrix("column", square, count=2, used=False),  # k, v of the text: in the prompt cache
+            Matrix("row", square, count=2),
+            Matrix("column", (ffn, hidden)),
+            Matrix("row", (hidden, ffn)),
+        ),
+        outer=(
+            Matrix("gather", (hidden, config["freq_dim"]), itemsize=4),
+            Matrix("gather", square, itemsize=4),
+            Matrix("gather", (6 * hidden, hidden)),
+            Matrix("gather", (hidden, config["text_dim"]), used=False),
+            Matrix("gather", square, used=False),
+            Matrix("gather", (hidden, config["in_channels"], *patch)),
+            Matrix("gather", (config["out_channels"] * math.prod(patch), hidden)),
+        ),
+        small_bytes=layers * (2 * (13 * hidden + ffn) + 4 * 8 * hidden),
+        output_features=config["out_channels"] * math.prod(patch),
+        latent_bytes=settings.num_videos * config["in_channels"] * frames * height * width * 4,
+    )
+
+
+_WAN21_T2V: Mapping[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 1024,
+}
+
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": {
+        **_WAN21_T2V,
+        "num_attention_heads": 40,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+    },
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {
+        **_WAN21_T2V,
+        "num_attention_heads": 12,
+        "ffn_dim": 8960,
+        "num_layers": 30,
+    },
+}
+
+
 def _unipc(flow_shift: float) -> Any:
     from diffusers import UniPCMultistepScheduler
 
@@ -250,4 +328,6 @@ WAN21 = VideoFamily(
     prompt_cache=prompt_cache,
     predict=predict,
     decode_frame=decode_frame,
+    workload=workload,
+    published=PUBLISHED,
 )

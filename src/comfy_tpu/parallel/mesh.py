@@ -17,7 +17,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
 from comfy_tpu.errors import MeshError
+from comfy_tpu.parallel.chips import slice_of
+from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +105,19 @@ def chip_name(device: jax.Device) -> str:
     return kind
 
 
-def parse_mesh(mesh: str | MeshSizes, device_count: int) -> MeshSizes:
-    """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1."""
+def parse_mesh(
+    mesh: str | MeshSizes, device_count: int, *, chip: str = "", workload: Workload | None = None
+) -> MeshSizes:
+    """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1.
+
+    "auto" is the best layout by estimate where the workload is given and the chip is a known TPU.
+    """
     if isinstance(mesh, MeshSizes):
         sizes = mesh
     elif not isinstance(mesh, str):
         raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'")
     elif mesh.strip() == "auto":
-        sizes = _auto_sizes(device_count)
+        sizes = _auto_sizes(device_count, chip, workload)
     elif mesh.strip() in NAMED_MESHES:
         sizes = NAMED_MESHES[mesh.strip()]
     else:
@@ -124,9 +132,14 @@ def parse_mesh(mesh: str | MeshSizes, device_count: int) -> MeshSizes:
     return sizes
 
 
-def _auto_sizes(device_count: int) -> MeshSizes:
+def _auto_sizes(device_count: int, chip: str, workload: Workload | None) -> MeshSizes:
+    slice_ = slice_of(chip, device_count)
+    if workload is not None and slice_ is not None:
+        best = rank_layouts(workload, slice_, device_count)[0]
+        logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)
+        return best.sizes
     # A fixed preference that suits video at guidance > 1: the two CFG branches never talk to each other, and the
-    # sequence is the longest dimension. The planner will rank layouts by model, chip and memory instead.
+    # sequence is the longest dimension.
     if device_count % 2 == 0:
         return MeshSizes(dp=2, sp=device_count // 2)
     return MeshSizes(sp=device_count)
@@ -175,9 +188,13 @@ def _check_platform(platform: str, choices: Sequence[str]) -> None:
 
 
 def make_placement(
-    mesh: str | MeshSizes = "auto", *, platform: str = "auto", devices: Sequence[jax.Device] | None = None
+    mesh: str | MeshSizes = "auto",
+    *,
+    platform: str = "auto",
+    devices: Sequence[jax.Device] | None = None,
+    workload: Workload | None = None,
 ) -> Placement:
-    """A mesh over the given devices, or over those of a platform."""
+    """A mesh over the given devices, or over those of a platform; "auto" ranks layouts for the workload."""
     if devices is None:
         devices = find_devices(platform)
     found = sorted({device.platform for device in devices})
@@ -187,7 +204,7 @@ def make_placement(
             f"all of {'one platform' if platform == 'auto' else repr(platform)}; pass devices of one platform"
         )
     _check_platform(found[0], PLATFORMS)
-    sizes = parse_mesh(mesh, len(devices))
+    sizes = parse_mesh(mesh, len(devices), chip=chip_name(devices[0]), workload=workload)
     if sizes.device_count < len(devices):
         logger.info("mesh %s uses the first %d of %d devices", sizes, sizes.device_count, len(devices))
     used = list(devices)[: sizes.device_count]

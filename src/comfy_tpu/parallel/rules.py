@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from comfy_tpu.config import ShardingConfig
+from comfy_tpu.config import MeshSizes, ShardingConfig
 from comfy_tpu.errors import ShardingError, listed
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport, make_report
@@ -136,7 +136,7 @@ def plan_shardings(
     for name, rule in matched.items():
         itemsize = np.dtype(weights[name].dtype).itemsize
         compute = _compute_spec(rule, shapes[name], placement.sizes.tp)
-        storage, could_not_split = _storage_spec(rule, shapes[name], compute, placement, itemsize, config)
+        storage, could_not_split = _storage_spec(rule, shapes[name], compute, placement.sizes, itemsize, config)
         lead = (None,) if name in stacked else ()
         entries[name] = WeightSharding(
             name=name,
@@ -149,8 +149,22 @@ def plan_shardings(
     return ShardingPlan(placement, entries)
 
 
+def axes_of(
+    kind: RuleKind, shape: tuple[int, ...], itemsize: int, sizes: MeshSizes, config: ShardingConfig | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes that split a weight at rest, and while it computes: what a plan would say of a single one."""
+    rule = Rule(kind, "*")
+    compute = _compute_spec(rule, shape, sizes.tp)
+    storage, _ = _storage_spec(rule, shape, compute, sizes, itemsize, config or ShardingConfig())
+    return _axes(storage), _axes(compute)
+
+
 # One entry per dimension of a layer's weight: the mesh axes that split it.
 _Entry = str | tuple[str, ...] | None
+
+
+def _axes(entries: tuple[_Entry, ...]) -> tuple[str, ...]:
+    return tuple(axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry))
 
 
 def _match(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
@@ -218,7 +232,7 @@ def _storage_spec(
     rule: Rule,
     shape: tuple[int, ...],
     compute: tuple[_Entry, ...],
-    placement: Placement,
+    mesh: MeshSizes,
     itemsize: int,
     config: ShardingConfig,
 ) -> tuple[tuple[_Entry, ...], bool]:
@@ -226,7 +240,7 @@ def _storage_spec(
     too_small = len(shape) < 2 or math.prod(shape) * itemsize < config.gather_min_bytes
     if rule.kind == "replicate" or too_small:
         return compute, False
-    sizes = {"sp": placement.sizes.sp, "tp": placement.sizes.tp}
+    sizes = {"sp": mesh.sp, "tp": mesh.tp}
     if rule.kind == "gather":
         # Together on one dimension if possible; else the larger axis alone, which saves more.
         choices = [("sp", "tp"), *sorted((("sp",), ("tp",)), key=lambda axes: -sizes[axes[0]])]

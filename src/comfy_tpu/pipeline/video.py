@@ -88,7 +88,8 @@ class VideoPipeline:
         if dtype not in ("auto", *DTYPES):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
         files = ModelFiles.open(model, name=name)
-        placement = make_placement(mesh, platform=platform)
+        workload = files.family.workload(files.config(files.family.transformer), files.defaults)
+        placement = make_placement(mesh, platform=platform, workload=workload)
         chosen = DTYPES["float32" if placement.platform == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
         return cls(
             files,

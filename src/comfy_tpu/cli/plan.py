@@ -1,0 +1,77 @@
+"""comfy-tpu plan: what a TPU slice would do with a model, before it is rented.
+
+The exit status is 1 if the step does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from comfy_tpu.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from comfy_tpu.planning.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a directory, the id of a known model, or demo")
+    parser.add_argument("--tpu", metavar="SLICE", help="v5e, v5p, v6e or v7x, 1 to 256 chips: v6e-8")
+    parser.add_argument("--size", metavar="SIZE", help="1280x720x81, or 480P, 720P (default: the model's)")
+    parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos from one prompt (1)")
+    parser.add_argument("--no-guidance", action="store_true", help="one branch: no negative prompt")
+    parser.add_argument("--mesh", help="choose this layout instead of the best: dp=2,sp=4, or seed")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="also write the program, to compile it elsewhere")
+    parser.add_argument("--from", dest="from_", type=Path, metavar="FILE", help="plan a program that --export wrote")
+    parser.add_argument("--no-compile", action="store_true", help="do not ask the TPU compiler, also if it is here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.cli.plan_report import as_json, as_text
+
+    plan = _from_file(arguments) if arguments.from_ else _from_model(arguments)
+    print(as_json(plan) if arguments.json else as_text(plan, sys.stdout.encoding))
+    return 0 if plan.fits else 1
+
+
+def _from_file(arguments: argparse.Namespace) -> Plan:
+    given = [name for name in ("model", "tpu", "size", "mesh", "export") if getattr(arguments, name) is not None]
+    if given:
+        raise InvalidValueError(f"from={arguments.from_} brings its own {given[0]}; leave that out")
+    from comfy_tpu.cli.progress import say
+    from comfy_tpu.planning.plan import plan_program
+    from comfy_tpu.planning.program_file import read_program
+
+    return plan_program(read_program(arguments.from_), compile_=not arguments.no_compile, on_progress=say)
+
+
+def _from_model(arguments: argparse.Namespace) -> Plan:
+    if arguments.model is None or arguments.tpu is None:
+        raise InvalidValueError("plan needs a MODEL and --tpu, or --from; try: comfy-tpu plan demo --tpu v6e-8")
+    from comfy_tpu.cli.progress import say
+    from comfy_tpu.parallel.chips import parse_slice
+    from comfy_tpu.planning.models import find_model
+    from comfy_tpu.planning.plan import make_plan, parse_size
+    from comfy_tpu.planning.program_file import check_export, write_program
+
+    slice_ = parse_slice(arguments.tpu)
+    if arguments.export is not None:
+        check_export(arguments.export)
+    model = find_model(arguments.model)
+    size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"
+    chosen = {"num_videos": arguments.num_videos, **({"guidance_scale": 1.0} if arguments.no_guidance else {})}
+    plan, program = make_plan(
+        model,
+        parse_size(size, model, **chosen),
+        slice_,
+        mesh=arguments.mesh or "auto",
+        compile_=not arguments.no_compile,
+        on_progress=say,
+    )
+    if arguments.export is not None:
+        write_program(arguments.export, program)
+        say(f"{arguments.export}: the program of {plan.chosen.sizes}")
+    return plan

@@ -1,0 +1,237 @@
+"""A plan as text and as JSON.
+
+One object. Its keys stay; new ones may be added:
+
+    schema          1
+    model, size     as planned
+    tpu             name, chips, devices, topology, and the figures of one device
+    tokens, batch   of the sequence; videos times branches
+    fits            the chosen layout, with a tenth of the memory to spare
+    chosen          dp, sp, tp
+    layouts         best first: mesh, attention, fits, memory (weights, prompt, latents, temporaries, total), flops,
+                    memory_bytes, sent_bytes, seconds (compute, memory, interconnect, step), bound, traffic (cause,
+                    kind, axes, group, count, nbytes, detail); partitioned and compiled: what was counted, or null
+    seed            mesh of the seed's layout, and share: bytes sent by the chosen one, of its own; or null
+    larger          tpu and mesh that would fit, or null
+    compiler        "libtpu", or null; refused: why it did not compile, or null
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from comfy_tpu.cli.findings import printable
+from comfy_tpu.parallel.layouts import fits
+from comfy_tpu.planning.compilation import Counted, has_tpu_compiler
+from comfy_tpu.planning.plan import LayoutPlan, Plan, refined_seconds
+
+
+def as_json(plan: Plan) -> str:
+    return json.dumps(as_document(plan), indent=2)
+
+
+def as_document(plan: Plan) -> dict[str, Any]:
+    larger = plan.larger and {"tpu": plan.larger[0].name, "mesh": dataclasses.asdict(plan.larger[1])}
+    seed = plan.seed and {"mesh": dataclasses.asdict(plan.seed.sizes), "share": plan.share_of_seed}
+    slice_ = plan.slice
+    layouts = plan.layouts if plan.chosen in plan.layouts else (*plan.layouts, plan.chosen)
+    return {
+        "schema": 1,
+        "model": plan.model,
+        "size": plan.size,
+        "tpu": {
+            "name": slice_.name,
+            "chips": slice_.chips,
+            "devices": slice_.device_count,
+            "topology": slice_.topology,
+            "device": dataclasses.asdict(slice_.chip),
+        },
+        "tokens": plan.work.tokens,
+        "batch": plan.work.batch,
+        "fits": plan.fits,
+        "chosen": dataclasses.asdict(plan.chosen.sizes),
+        "layouts": [_layout_document(layout, plan) for layout in layouts],
+        "seed": seed,
+        "larger": larger,
+        "compiler": "libtpu" if has_tpu_compiler() else None,
+        "refused": plan.compiler_refused,
+    }
+
+
+def _layout_document(layout: LayoutPlan, plan: Plan) -> dict[str, Any]:
+    guess = layout.estimate
+    return {
+        "mesh": dataclasses.asdict(layout.sizes),
+        "attention": guess.attention,
+        "fits": fits(layout.peak_bytes, plan.slice.chip),
+        "memory": {**dataclasses.asdict(guess.memory), "total": guess.memory.total},
+        "flops": guess.flops,
+        "memory_bytes": guess.memory_bytes,
+        "sent_bytes": guess.sent_bytes,
+        "seconds": {
+            "compute": guess.compute_seconds,
+            "memory": guess.memory_seconds,
+            "interconnect": guess.interconnect_seconds,
+            "step": refined_seconds(layout, plan.slice),
+        },
+        "bound": guess.bound,
+        "traffic": [dataclasses.asdict(item) for item in guess.traffic],
+        "partitioned": _counted_document(layout.partitioned, layout),
+        "compiled": _counted_document(layout.compiled, layout),
+    }
+
+
+def _counted_document(counted: Counted | None, layout: LayoutPlan) -> dict[str, Any] | None:
+    if counted is None:
+        return None
+    peak = counted.peak_bytes(layout.facts) if layout.facts else None
+    return {
+        **dataclasses.asdict(counted),
+        "sent_bytes": counted.sent_bytes,
+        "unexplained": len(counted.unexplained),
+        "peak_bytes": peak,
+    }
+
+
+def as_text(plan: Plan, encoding: str | None) -> str:
+    return printable(as_lines(plan), encoding or "ascii")
+
+
+def as_lines(plan: Plan) -> list[str]:
+    chip = plan.slice.chip
+    per = f", {chip.devices_per_chip} devices each" if chip.devices_per_chip > 1 else ""
+    lines = [
+        f"{plan.model}, {plan.size}: {plan.work.tokens:,} tokens × {plan.work.batch}, one step",
+        f"{plan.slice.name}: {plan.slice.chips} chips as {plan.slice.topology}{per}; a device has "
+        f"{_gb(chip.memory_bytes)} GB at {chip.memory_bandwidth / 1e9:,.0f} GB/s, {chip.flops / 1e12:,.0f} TFLOP/s, "
+        f"links of {chip.link_bandwidth / 1e9:.0f} GB/s",
+        "",
+        *_table(_layout_rows(plan)),
+        "",
+        *_chosen_lines(plan),
+        "",
+        *_source_lines(plan),
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def _layout_rows(plan: Plan) -> Iterable[Sequence[str]]:
+    yield (
+        "",
+        "layout",
+        "fits",
+        "GB",
+        "weights",
+        "prompt",
+        "latents",
+        "temp.",
+        "TFLOP",
+        "GB r/w",
+        "GB sent",
+        "s/step",
+        "bound",
+    )
+    for layout in plan.layouts if plan.chosen in plan.layouts else (*plan.layouts, plan.chosen):
+        guess, memory = layout.estimate, layout.estimate.memory
+        counted = "*" if layout.compiled else "+" if layout.partitioned else ""
+        yield (
+            "→" if layout is plan.chosen else "",
+            str(layout.sizes),
+            "yes" if fits(layout.peak_bytes, plan.slice.chip) else "no",
+            _gb(layout.peak_bytes),
+            *(_gb(part) for part in (memory.weights, memory.prompt, memory.latents, memory.temporaries)),
+            _gb(guess.flops / 1e3),
+            _gb(guess.memory_bytes),
+            _gb(layout.sent_bytes) + counted,
+            f"{refined_seconds(layout, plan.slice):.3g}",
+            guess.bound,
+        )
+
+
+def _chosen_lines(plan: Plan) -> Iterable[str]:
+    layout, chip = plan.chosen, plan.slice.chip
+    share = layout.peak_bytes / chip.memory_bytes
+    memory = f"{_gb(layout.peak_bytes)} of {_gb(chip.memory_bytes)} GB"
+    if plan.fits:
+        yield f"{layout.sizes} fits: {memory}, {1 - share:.0%} to spare."
+    else:
+        yield f"{layout.sizes} does not fit: {memory}, and a tenth must stay free."
+        others = [str(other.sizes) for other in plan.layouts if other is not layout and other.estimate.fits]
+        if others:
+            yield f"Another layout does: {'; '.join(others)}."
+        elif plan.larger:
+            yield f"{plan.larger[0].name} would do, as {plan.larger[1]}."
+        else:
+            yield "No slice up to 256 chips would do; choose a smaller size."
+    counted = layout.counted
+    if counted is not None:
+        yield ""
+        yield from _table(_traffic_rows(layout, counted))
+        yield ""
+        yield _attention_line(layout, counted)
+    if plan.seed and plan.share_of_seed is not None and plan.seed is not layout and layout.partitioned:
+        yield (
+            f"Against the seed's {plan.seed.sizes}: {_gb(layout.partitioned.sent_bytes)} GB sent instead of "
+            f"{_gb(plan.seed.sent_bytes)}, {plan.share_of_seed:.0%}."
+        )
+
+
+def _traffic_rows(layout: LayoutPlan, counted: Counted) -> Iterable[Sequence[str]]:
+    guesses: dict[str, int] = {}
+    for item in layout.estimate.traffic:
+        guesses[item.cause] = guesses.get(item.cause, 0) + item.nbytes
+    yield ("", "collective", "over", "times", "GB sent", "why")
+    for item in counted.traffic:
+        why = f"{item.cause} {item.detail}".strip()
+        yield ("", item.kind, ",".join(item.axes), str(item.count), f"{item.nbytes / 1e9:.3f}", why)
+    total = f"{layout.estimate.sent_bytes / 1e9:.3f} by formula"
+    yield ("", "all", "", str(sum(item.count for item in counted.traffic)), f"{counted.sent_bytes / 1e9:.3f}", total)
+
+
+def _attention_line(layout: LayoutPlan, counted: Counted) -> str:
+    kernels = f"{counted.kernels} splash kernels in the program" if counted.kernels else "dense attention"
+    squares = (*counted.square_arrays, *(layout.facts.square_arrays if layout.facts else ()))
+    return f"Attention: {kernels}; " + (
+        f"arrays of tokens × tokens: {', '.join(squares)}." if squares else "no array of tokens × tokens."
+    )
+
+
+def _source_lines(plan: Plan) -> Iterable[str]:
+    compiled = plan.chosen.compiled
+    if compiled is not None and compiled.memory is not None and compiled.cost is not None:
+        memory = {name.removesuffix("_size_in_bytes"): value for name, value in compiled.memory.items()}
+        yield (
+            f"* compiled by libtpu in {compiled.seconds:.0f} s: arguments {_gb(memory['argument'])}, temporaries "
+            f"{_gb(memory['temp'])} GB; {compiled.cost.get('flops', 0) / 1e12:,.1f} TFLOP and "
+            f"{_gb(compiled.cost.get('bytes accessed', 0))} GB with the blocks counted once."
+        )
+    elif plan.compiler_refused:
+        yield plan.compiler_refused
+    else:
+        yield "The TPU compiler was not asked (it is libtpu, x86_64 only): memory is the documented model."
+    yield "+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas (docs/plan.md)."
+    yield "Times are estimates: the share of the peak that a chip reaches is an assumption."
+
+
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    listed = list(rows)
+    widths = [max(len(row[column]) for row in listed) for column in range(len(listed[0]))]
+    numbers = [
+        all(row[column].strip("+*").replace(".", "").replace(",", "").isdigit() for row in listed[1:] if row[column])
+        for column in range(len(widths))
+    ]
+    return [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numbers, strict=True)
+        )
+        for row in listed
+    ]
+
+
+def _gb(nbytes: float) -> str:
+    """Three figures, or one behind the point."""
+    return f"{nbytes / 1e9:,.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.3g}"

@@ -1,0 +1,130 @@
+"""What each TPU generation can do, and which slices of it there are. Sources and assumptions: docs/plan.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from comfy_tpu.errors import MeshError
+
+_LARGEST_SLICE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device. A v5p chip is one; a v7x chip is two, and each is counted with half of the chip."""
+
+    name: str
+    flops: float
+    """Peak, bfloat16, a second."""
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    """Bytes a second of one link in one direction."""
+    matmul_fraction: float
+    """Of the peak that large products reach, and attention: assumptions."""
+    attention_fraction: float
+    devices_per_chip: int = 1
+    counted_per_chip: int = 1
+    """How far a slice's name counts for one chip: v5p-8 is four chips, because it counts cores."""
+    dimensions: int = 2
+    """Of its interconnect."""
+    compiler_name: str = ""
+    """What the compiler calls it, where that is something else."""
+
+
+# Fractions: the profile of Wan 2.1 14B at 720p on v6e-8 (4.60 s a step, 67 % splash, 14 % products; docs/plan.md) gives
+# 0.77 and 0.41. The 256-wide MXU of v6e and v7x is half empty at head_dim 128; the 128-wide one of v5e and v5p is full,
+# but there the exponentials bind: 0.5 is a guess.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50),
+        Chip("v5p", 459e12, 95_000_000_000, 2765e9, 100e9, 0.77, 0.50, counted_per_chip=2, dimensions=3),
+        Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.41),
+        Chip(
+            "v7x",
+            1153.5e12,
+            96_000_000_000,
+            3690e9,
+            50e9,
+            0.77,
+            0.41,
+            devices_per_chip=2,
+            counted_per_chip=2,
+            dimensions=3,
+            compiler_name="tpu7x",
+        ),
+    )
+}
+
+_ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "v5lite": "v5e"}
+
+_TOPOLOGIES = {
+    2: {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
+    3: {
+        1: "1x1x1",
+        2: "1x2x1",
+        4: "2x2x1",
+        8: "2x2x2",
+        16: "2x2x4",
+        32: "2x4x4",
+        64: "4x4x4",
+        128: "4x4x8",
+        256: "4x8x8",
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    chip: Chip
+    chips: int
+
+    @property
+    def name(self) -> str:
+        """As Google Cloud counts: v6e-8 is eight chips, v5p-8 four."""
+        return f"{self.chip.name}-{self.chips * self.chip.counted_per_chip}"
+
+    @property
+    def device_count(self) -> int:
+        return self.chips * self.chip.devices_per_chip
+
+    @property
+    def topology(self) -> str:
+        return _TOPOLOGIES[self.chip.dimensions][self.chips]
+
+    @property
+    def longest_side(self) -> int:
+        return max(map(int, self.topology.split("x")))
+
+    def doubled(self) -> Slice | None:
+        return Slice(self.chip, self.chips * 2) if self.chips < _LARGEST_SLICE else None
+
+
+def parse_slice(text: str) -> Slice:
+    """From "v6e-8" and the like, also as Google Cloud writes them ("v5litepod-8", "tpu7x-8")."""
+    match = re.fullmatch(r"\s*([A-Za-z]+\d*[A-Za-z]*)-(\d{1,9})\s*", text)
+    if match is None:
+        raise MeshError(f"tpu={text!r} is not a slice; write a generation and a number, such as v6e-8")
+    name, counted = match[1].lower(), int(match[2])
+    chip = CHIPS.get(_ALIASES.get(name, name))
+    if chip is None:
+        raise MeshError(f"tpu={text!r}: unknown generation {match[1]!r}; choose from {', '.join(CHIPS)}")
+    chips, rest = divmod(counted, chip.counted_per_chip)
+    sizes = _TOPOLOGIES[chip.dimensions]
+    if rest or chips not in sizes:
+        names = ", ".join(Slice(chip, size).name for size in sizes)
+        counts = f" ({chip.name}-N counts {chip.counted_per_chip} cores a chip)" if chip.counted_per_chip > 1 else ""
+        raise MeshError(f"tpu={text!r} is no slice of 1 to {_LARGEST_SLICE} chips{counts}; choose from {names}")
+    return Slice(chip, chips)
+
+
+def slice_of(chip_name: str, device_count: int) -> Slice | None:
+    """The smallest slice with this many devices, for devices that are attached; None where the chip is not a TPU."""
+    chip = CHIPS.get(chip_name)
+    if chip is None:
+        return None
+    chips = 2 ** math.ceil(math.log2(max(1, -(-device_count // chip.devices_per_chip))))
+    return Slice(chip, min(chips, _LARGEST_SLICE))

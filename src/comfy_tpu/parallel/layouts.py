@@ -1,0 +1,298 @@
+"""Every sensible mesh for a workload on a slice of TPUs, with its cost in closed formulas, best first.
+
+Nothing is traced: choosing a mesh takes a millisecond. What the partitioned program really moves is counted in
+planning/, and tests hold the two together. Formulas and assumptions are explained in docs/plan.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.parallel.chips import Chip, Slice
+from comfy_tpu.parallel.rules import axes_of
+from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, seconds, sent
+from comfy_tpu.parallel.workload import Matrix, Workload
+
+SPARE = 0.10
+"""Share of a chip's memory that must stay free: the estimate's error, the program itself, fragmentation."""
+
+Bound = Literal["compute", "HBM", "interconnect"]
+
+# Live at the worst moment of a block, in arrays of [tokens, hidden] and of [tokens, ffn]: fitted to the TPU compiler's
+# figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4).
+_LIVE_HIDDEN = 5.3
+_LIVE_FFN = 1.2
+# The patch embedding runs on every token of a branch before sp takes its share, and is copied once: 3.53 GB for sp8.
+_LIVE_EMBEDDING = 2.0
+# A ring holds its own keys and values, those that come, and float32 results of two parts.
+_LIVE_RING = 8.0
+# Passes over [tokens, hidden] and [tokens, ffn] in a block: norms, modulation, RoPE, residuals, changes of layout.
+_PASSES_HIDDEN = 40
+_PASSES_FFN = 4
+# Splash's tile, by which lengths are padded: sides of at most this, multiples of these. kernels/tuning.py chooses it.
+_TILE = 2048
+_QUERY_STEP = 128
+_KEY_STEP = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes a device."""
+
+    weights: int
+    prompt: int
+    """Keys and values of the prompt."""
+    latents: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.prompt + self.latents + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """One step on one device."""
+
+    sizes: MeshSizes
+    attention: Literal["ulysses", "ring", "whole"]
+    memory: Memory
+    matmul_flops: float
+    attention_flops: float
+    memory_bytes: float
+    """Read and written."""
+    traffic: tuple[Traffic, ...]
+    compute_seconds: float
+    memory_seconds: float
+    interconnect_seconds: float
+    fits: bool
+    """With SPARE left."""
+
+    @property
+    def flops(self) -> float:
+        return self.matmul_flops + self.attention_flops
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(traffic.nbytes for traffic in self.traffic)
+
+    @property
+    def step_seconds(self) -> float:
+        # Memory is read beside the products; the compiler leaves the large collectives in sequence with both.
+        return max(self.compute_seconds, self.memory_seconds) + self.interconnect_seconds
+
+    @property
+    def bound(self) -> Bound:
+        costs: dict[Bound, float] = {
+            "compute": self.compute_seconds,
+            "HBM": self.memory_seconds,
+            "interconnect": self.interconnect_seconds,
+        }
+        return max(costs, key=lambda name: costs[name])
+
+
+def rank_layouts(work: Workload, slice_: Slice, device_count: int | None = None) -> list[Estimate]:
+    """Those that fit first, then by step time; what does not fit, by the memory it needs."""
+    count = slice_.device_count if device_count is None else device_count
+    estimates = [estimate(work, sizes, slice_) for sizes in sensible_layouts(work, count)]
+    return sorted(estimates, key=lambda e: (not e.fits, e.step_seconds if e.fits else e.memory.total, e.sent_bytes))
+
+
+def sensible_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
+    """All devices in use, dp no larger than the batch, heads and columns divided evenly."""
+    columns = [matrix.shape[0 if matrix.kind == "column" else 1] for matrix in work.block if matrix.kind != "gather"]
+    layouts = []
+    for dp in _divisors(math.gcd(work.batch, device_count)):
+        for tp in _divisors(device_count // dp):
+            if work.heads % tp == 0 and all(size % tp == 0 for size in columns):
+                layouts.append(MeshSizes(dp=dp, sp=device_count // dp // tp, tp=tp))
+    return layouts
+
+
+def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
+    chip, share = slice_.chip, _Share(work, sizes)
+    memory = Memory(
+        weights=_weight_bytes(work, sizes),
+        prompt=2 * work.layers * share.batch * work.text_tokens * work.hidden * work.itemsize // sizes.tp,
+        latents=2 * work.history * work.latent_bytes,
+        temporaries=_temporaries(share),
+    )
+    matmul = work.layers * 2.0 * share.rows * sum(_products(matrix, sizes) for matrix in work.block if matrix.used)
+    attention = work.layers * 4.0 * share.batch * share.heads * work.head_dim * share.score_count
+    memory_bytes = _memory_bytes(share)
+    traffic = tuple(item for item in _traffic(share) if item.nbytes)
+    return Estimate(
+        sizes=sizes,
+        attention=share.attention,
+        memory=memory,
+        matmul_flops=matmul,
+        attention_flops=attention,
+        memory_bytes=memory_bytes,
+        traffic=traffic,
+        compute_seconds=compute_seconds(matmul, attention, chip),
+        memory_seconds=memory_bytes / chip.memory_bandwidth,
+        interconnect_seconds=sum(seconds(item, slice_) for item in traffic),
+        fits=fits(memory.total, chip),
+    )
+
+
+def compute_seconds(matmul_flops: float, attention_flops: float, chip: Chip) -> float:
+    return (matmul_flops / chip.matmul_fraction + attention_flops / chip.attention_fraction) / chip.flops
+
+
+def fits(nbytes: int, chip: Chip) -> bool:
+    return nbytes <= (1 - SPARE) * chip.memory_bytes
+
+
+def padded(length: int, step: int) -> int:
+    """A length as splash computes it: as many tiles as it needs, of equal size."""
+    tiles = -(-length // _TILE)
+    return tiles * -(-length // (tiles * step)) * step
+
+
+class _Share:
+    """What one device has of a workload."""
+
+    def __init__(self, work: Workload, sizes: MeshSizes) -> None:
+        self.work, self.sizes = work, sizes
+        self.batch = work.batch // sizes.dp if work.batch % sizes.dp == 0 else work.batch
+        self.tokens = -(-work.tokens // sizes.sp)
+        self.heads = work.heads // sizes.tp
+        self.attention: Literal["ulysses", "ring", "whole"] = (
+            "whole" if sizes.sp == 1 else "ulysses" if self.heads % sizes.sp == 0 else "ring"
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.tokens
+
+    @property
+    def score_count(self) -> float:
+        """Pairs of query and key for each of the device's heads, as if Ulysses did not divide heads further."""
+        work, sizes = self.work, self.sizes
+        if work.tokens <= work.dense_max_tokens:
+            own: float = self.tokens * work.tokens
+        elif self.attention == "ring":
+            own = sizes.sp * padded(self.tokens, _QUERY_STEP) * padded(self.tokens, _KEY_STEP)
+        else:
+            whole = self.tokens * sizes.sp
+            own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp
+        if self.tokens * work.text_tokens <= work.dense_max_tokens**2:
+            return own + self.tokens * work.text_tokens
+        return own + padded(self.tokens, _QUERY_STEP) * padded(work.text_tokens, _KEY_STEP)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of one array [tokens, hidden]: tp does not split it."""
+        return self.rows * self.work.hidden * self.work.itemsize
+
+    @property
+    def ffn_bytes(self) -> int:
+        return self.rows * self.work.ffn * self.work.itemsize // self.sizes.tp
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the queries, keys or values between attention and the rest: [tokens, own heads]."""
+        return self.hidden_bytes // self.sizes.tp
+
+
+def _ways(axes: tuple[str, ...], sizes: MeshSizes) -> int:
+    return math.prod(getattr(sizes, axis) for axis in axes)
+
+
+def _products(matrix: Matrix, sizes: MeshSizes) -> float:
+    _, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+    return matrix.count * math.prod(matrix.shape) / _ways(compute, sizes)
+
+
+def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
+    total = work.small_bytes
+    for matrices, times in ((work.block, work.layers), (work.outer, 1)):
+        for matrix in matrices:
+            rest, _ = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+            total += times * matrix.count * matrix.nbytes // _ways(rest, sizes)
+    return total
+
+
+def _temporaries(share: _Share) -> int:
+    work = share.work
+    embedding = _LIVE_EMBEDDING * share.batch * work.tokens * work.hidden * work.itemsize
+    block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
+    if share.attention == "ring":
+        block += _LIVE_RING * share.head_bytes
+    return round(max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(work.block, share)))
+
+
+def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:
+    found = [0]
+    for matrix in matrices:
+        rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, share.sizes)
+        if matrix.used and _ways(rest, share.sizes) > _ways(compute, share.sizes):
+            found.append(matrix.nbytes // _ways(compute, share.sizes))
+    return max(found)
+
+
+def _memory_bytes(share: _Share) -> float:
+    work, sizes = share.work, share.sizes
+    weights = sum(item.count * item.nbytes for item in work.block if item.used) / sizes.tp
+    if sizes.sp > 1:
+        weights *= 2  # written by the gather, read by the product
+    activations = _PASSES_HIDDEN * share.hidden_bytes + _PASSES_FFN * share.ffn_bytes
+    queries = work.tokens if share.attention != "ring" else share.tokens
+    heads = share.heads / sizes.sp if share.attention == "ulysses" else share.heads
+    pairs = 2 * share.batch * heads * work.tokens * work.head_dim * work.itemsize
+    return work.layers * (weights + activations + math.ceil(queries / _TILE) * pairs)
+
+
+def _traffic(share: _Share) -> list[Traffic]:
+    work, sizes = share.work, share.sizes
+    found = []
+
+    def add(cause: Cause, kind: Kind, axes: tuple[str, ...], count: int, nbytes: int) -> None:
+        group = _ways(axes, sizes)
+        found.append(Traffic(cause, kind, axes, group, count, count * sent(kind, group, nbytes)))
+
+    if share.attention == "ulysses":
+        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.head_bytes)
+    if share.attention == "ring":
+        count = 2 * (sizes.sp - 1) * work.layers
+        add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
+    if work.tokens > work.dense_max_tokens:
+        means = share.batch * share.heads * work.head_dim * 4
+        add("mean key", "all-reduce", ("sp",), work.layers, means)
+    add("sum over columns (tp)", "all-reduce", ("tp",), work.sums * work.layers, share.hidden_bytes)
+    add("norm over columns (tp)", "all-reduce", ("tp",), work.norms * work.layers, share.rows * 4)
+    for matrices, times in ((work.block, work.layers), (work.outer, 1)):
+        for matrix in matrices:
+            rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+            missing = tuple(axis for axis in rest if axis not in compute)
+            if matrix.used:
+                whole = matrix.nbytes // _ways(compute, sizes)
+                add("weight gather", "all-gather", missing, times * matrix.count, whole)
+    answer = share.batch * share.tokens * sizes.sp * work.output_features * work.itemsize
+    add("prediction gather", "all-gather", ("sp",), 1, answer)
+    # Latents to both branches, and the guided answer back to all: three times a sample.
+    add("guidance branches", "collective-permute", ("dp",), 2, work.latent_bytes)
+    add("guidance branches", "all-reduce", ("dp",), 1, work.latent_bytes)
+    return _merged([item for item in found if item.group > 1])
+
+
+def _merged(items: list[Traffic]) -> list[Traffic]:
+    """One of each cause, kind and axes."""
+    merged: dict[tuple[str, Kind, tuple[str, ...]], Traffic] = {}
+    for item in items:
+        key = (item.cause, item.kind, item.axes)
+        known = merged.get(key)
+        merged[key] = (
+            item
+            if known is None
+            else dataclasses.replace(known, count=known.count + item.count, nbytes=known.nbytes + item.nbytes)
+        )
+    return list(merged.values())
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -1,0 +1,61 @@
+"""What chips send each other, by kind and by cause: the same measure for formulas and for compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from comfy_tpu.parallel.chips import Slice
+
+Kind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Cause = Literal[
+    "sequence exchange (Ulysses)",
+    "keys and values around the ring",
+    "sum over columns (tp)",
+    "norm over columns (tp)",
+    "mean key",
+    "weight gather",
+    "prediction gather",
+    "guidance branches",
+]
+UNEXPLAINED = "unexplained"
+
+# Of the nominal speed of the links; an assumption. A collective also costs this much before its first byte.
+_LINK_FRACTION = 0.8
+_LATENCY = 5e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    cause: str
+    """A Cause, or UNEXPLAINED."""
+    kind: Kind
+    axes: tuple[str, ...]
+    group: int
+    """Devices that take part together."""
+    count: int
+    """In one step."""
+    nbytes: int
+    """Sent by one device in one step."""
+    detail: str = ""
+    """Where the program says it comes from."""
+
+
+def sent(kind: Kind, group: int, nbytes: int) -> int:
+    """Bytes that a device sends: nbytes is a gather's result, else the operand. A ring is taken for granted."""
+    if group == 1:
+        return 0
+    share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}.get(kind, (group - 1) / group)
+    return round(share * nbytes)
+
+
+def seconds(traffic: Traffic, slice_: Slice) -> float:
+    """Over one axis of the interconnect, both directions at once.
+
+    An exchange of everyone with everyone crosses several links: a quarter of the ring's length on average.
+    """
+    hops = max(1.0, min(traffic.group, slice_.longest_side) / 4) if traffic.kind == "all-to-all" else 1.0
+    speed = 2 * slice_.chip.link_bandwidth * _LINK_FRACTION
+    return traffic.nbytes * hops / speed + traffic.count * _LATENCY

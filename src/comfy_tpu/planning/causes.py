@@ -1,0 +1,95 @@
+"""Why a collective is in a program. What no line of the table explains is a resharding that nobody asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.parallel.traffic import UNEXPLAINED, Cause, Kind, Traffic, sent
+from comfy_tpu.planning.hlo import Collective, describe
+
+WeightShapes = Collection[tuple[int, ...]]
+"""One device's share of each weight while it computes, of one layer where they are stacked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    cause: Cause
+    kinds: tuple[Kind, ...]
+    axes: frozenset[str]
+    """The collective's axes are among these."""
+    in_loop: bool
+    operation: str
+    """Found in the traced program's name for the instruction."""
+    weights_only: bool = False
+
+
+def _line(
+    cause: Cause, kinds: tuple[Kind, ...], axes: str, in_loop: bool, operation: str, *, weights_only: bool = False
+) -> _Line:
+    return _Line(cause, kinds, frozenset(axes.split()), in_loop, operation, weights_only)
+
+
+_TABLE = (
+    _line("sequence exchange (Ulysses)", ("all-to-all",), "sp", True, r"all_to_all$"),
+    _line("keys and values around the ring", ("collective-permute",), "sp", True, r"ppermute$"),
+    _line("sum over columns (tp)", ("all-reduce",), "tp", True, r"linear/.*dot_general"),
+    _line("norm over columns (tp)", ("all-reduce",), "tp", True, r"rms_norm/"),
+    _line("mean key", ("all-reduce",), "sp", True, r"scaled_dot_product_attention/reduce_sum"),
+    _line("weight gather", ("all-gather",), "sp tp", True, r"", weights_only=True),
+    _line("weight gather", ("all-gather",), "sp tp", False, r"", weights_only=True),
+    # Behind the last block: the answer is put together, guided and added to the samples, which every device holds.
+    _line("prediction gather", ("all-gather",), "sp", False, r"(view/reshape|convert_element_type|add\.Tensor/add)$"),
+    _line("guidance branches", ("all-to-all", "collective-permute", "all-gather"), "dp", False, r"cat/concatenate$"),
+    _line("guidance branches", ("collective-permute", "all-reduce", "all-gather"), "dp", False, r"(add|sub)\.Tensor/"),
+)
+
+
+def explain(collectives: list[Collective], sizes: MeshSizes, weights: WeightShapes) -> tuple[Traffic, ...]:
+    """By cause, kind and axes, the largest first. Those without a cause stay single, with what is known of them."""
+    merged: dict[tuple[str, ...], Traffic] = {}
+    for item in collectives:
+        axes = item.axes(sizes)
+        cause = _cause(item, axes, weights)
+        detail = f"{describe(item.shape, item.dtype)} {item.operation}" if cause == UNEXPLAINED else ""
+        nbytes = item.times * sent(item.kind, len(item.group), item.nbytes)
+        key = (cause, item.kind, *axes, detail)
+        known = merged.get(key)
+        merged[key] = Traffic(
+            cause=cause,
+            kind=item.kind,
+            axes=axes,
+            group=len(item.group),
+            count=item.times + (known.count if known else 0),
+            nbytes=nbytes + (known.nbytes if known else 0),
+            detail=detail,
+        )
+    return tuple(sorted(merged.values(), key=lambda traffic: -traffic.nbytes))
+
+
+def _cause(item: Collective, axes: tuple[str, ...], weights: WeightShapes) -> str:
+    for line in _TABLE:
+        if (
+            item.kind in line.kinds
+            and set(axes) <= line.axes
+            and item.in_loop == line.in_loop
+            and re.search(line.operation, item.operation)
+            and (not line.weights_only or _is_weight(item, weights))
+        ):
+            return line.cause
+    return UNEXPLAINED
+
+
+def _is_weight(item: Collective, weights: WeightShapes) -> bool:
+    if _squeezed(item.shape) in {_squeezed(shape) for shape in weights}:
+        return True
+    # The TPU compiler may fold a weight before it gathers it ([5120, 64] as [32, 160, 64]), where we asked for the gather.
+    return item.operation.endswith("sharding_constraint") and math.prod(item.shape) in map(math.prod, weights)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without dimensions of one: a layer is cut from its stack with such a dimension in front."""
+    return tuple(size for size in shape if size != 1)

@@ -1,0 +1,142 @@
+"""Runs the worker on a program, and reads what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import comfy_tpu
+from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.parallel.chips import Slice
+from comfy_tpu.parallel.traffic import UNEXPLAINED, Traffic
+from comfy_tpu.planning.causes import explain
+from comfy_tpu.planning.hlo import Module
+from comfy_tpu.planning.program import ProgramFacts, StepProgram, square_arrays
+
+_TIMEOUT = 1800
+_LONGEST_REASON = 1000
+
+Mode = Literal["partition", "compile"]
+
+
+class CompilationError(ComfyTpuError):
+    """A compiler refused a program, or could not be run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What a compiler made of a program: one step on one device."""
+
+    source: Mode
+    traffic: tuple[Traffic, ...]
+    product_flops: float | None
+    """None: the TPU compiler's text has no products left to count."""
+    kernel_flops: float
+    kernels: int
+    square_arrays: tuple[str, ...]
+    seconds: float
+    """That it took."""
+    memory: Mapping[str, int] | None = None
+    """Bytes, by the compiler's own names."""
+    cost: Mapping[str, float] | None = None
+    """As the compiler gives it: the body of a loop counted once."""
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(traffic.nbytes for traffic in self.traffic)
+
+    @property
+    def unexplained(self) -> tuple[Traffic, ...]:
+        return tuple(traffic for traffic in self.traffic if traffic.cause == UNEXPLAINED)
+
+    def peak_bytes(self, facts: ProgramFacts) -> int | None:
+        """With the weights that stay on the device although this program does not read them."""
+        if self.memory is None:
+            return None
+        own = sum(self.memory[f"{part}_size_in_bytes"] for part in ("argument", "output", "temp", "generated_code"))
+        return own - self.memory["alias_size_in_bytes"] + facts.resident_bytes - facts.argument_bytes
+
+
+def has_tpu_compiler() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def count(program: StepProgram, mode: Mode) -> Counted:
+    facts = program.facts
+    with _results(program, mode) as directory:
+        module = Module((directory / "program.hlo").read_text(encoding="utf-8"))
+        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    return Counted(
+        source=mode,
+        traffic=explain(module.collectives(), facts.sizes, facts.weight_shapes),
+        product_flops=module.product_flops() if mode == "partition" else None,
+        kernel_flops=module.kernel_flops(),
+        kernels=module.kernels(),
+        square_arrays=square_arrays(module.shapes(), facts.work, facts.sizes),
+        seconds=report["seconds"],
+        memory=report.get("memory"),
+        cost=report.get("cost"),
+    )
+
+
+@contextlib.contextmanager
+def _results(program: StepProgram, mode: Mode) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="comfy-tpu-plan-") as name:
+        directory = Path(name)
+        (directory / "program").write_bytes(program.serialized)
+        (directory / "request.json").write_text(json.dumps(_request(program.facts, mode, directory)), encoding="utf-8")
+        _run(directory, mode)
+        yield directory
+
+
+def _request(facts: ProgramFacts, mode: Mode, directory: Path) -> Mapping[str, Any]:
+    slice_ = facts.slice
+    return {
+        "mode": mode,
+        "program": str(directory / "program"),
+        "directory": str(directory),
+        "sizes": dataclasses.asdict(facts.sizes),
+        "devices": facts.sizes.device_count,
+        "topology": f"{slice_.chip.compiler_name or slice_.chip.name}:{slice_.topology}",
+        "accelerator": slice_.name,
+        "host_bounds": _host_bounds(slice_),
+    }
+
+
+def _host_bounds(slice_: Slice) -> tuple[int, ...] | None:
+    """libtpu takes a host for 2×2 chips unless told; a slice of one or two is smaller than that."""
+    sides = (*map(int, slice_.topology.split("x")), 1, 1)[:3]
+    return sides if slice_.chips < 4 else None
+
+
+def _run(directory: Path, mode: Mode) -> None:
+    # Where this package was imported from, whatever the caller's directory is.
+    path = os.pathsep.join((str(Path(comfy_tpu.__file__).parents[1]), *filter(None, (os.environ.get("PYTHONPATH"),))))
+    command = [sys.executable, "-m", "comfy_tpu.planning.worker", str(directory / "request.json")]
+    what = "the TPU compiler" if mode == "compile" else "XLA's partitioner"
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CompilationError(f"{what} took more than {_TIMEOUT // 60} minutes and was stopped") from error
+    if done.returncode or not (directory / "report.json").is_file():
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        reason = next((line for line in reversed(said) if "Error" in line), said[-1])
+        raise CompilationError(f"{what} refused the program: {reason[:_LONGEST_REASON]}")

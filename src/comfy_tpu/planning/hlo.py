@@ -1,0 +1,276 @@
+"""A partitioned program as XLA prints it: collectives, products and kernels, each as often as it runs in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from comfy_tpu.config import MESH_AXES, MeshSizes
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.parallel.traffic import KINDS, Kind
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
+_OPERATION = re.compile(r"^(\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+_CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)")
+_ITEM_BITS = {"pred": 8, "bf16": 16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One instruction, on one device."""
+
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    """Of a gather's result, else of the operand; the first of several."""
+    nbytes: int
+    group: tuple[int, ...]
+    """Partition numbers that take part with the first one."""
+    times: int
+    """In a step."""
+    in_loop: bool
+    operation: str
+    """What the traced program calls it."""
+
+    def axes(self, sizes: MeshSizes) -> tuple[str, ...]:
+        """The mesh axes along which the group lies."""
+        places = np.array(np.unravel_index(self.group, (sizes.dp, sizes.sp, sizes.tp)))
+        return tuple(axis for axis, row in zip(MESH_AXES, places, strict=True) if len(set(row.tolist())) > 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    result: str
+    """Its type."""
+    operation: str
+    text: str
+    computation: str
+    is_root: bool
+
+
+class Module:
+    def __init__(self, text: str) -> None:
+        self._instructions: dict[str, list[Instruction]] = defaultdict(list)
+        self._entry = ""
+        self._read(text)
+
+    def _read(self, text: str) -> None:
+        computation, pending = "", ""
+
+        def finish() -> None:
+            match = _INSTRUCTION.match(pending)
+            if match and (operation := _OPERATION.match(match[3])):
+                self._instructions[computation].append(
+                    Instruction(match[2], operation[1], operation[2], match[3], computation, bool(match[1]))
+                )
+
+        for line in text.splitlines():
+            if header := _COMPUTATION.match(line):
+                finish()
+                pending, computation = "", header[2]
+                self._entry = computation if header[1] else self._entry
+            elif _INSTRUCTION.match(line):
+                finish()
+                pending = line
+            else:
+                pending += line  # kernels' configurations run over several lines
+        finish()
+        if not self._entry:
+            raise UnsupportedError(
+                "the compiler's text has no entry computation; this version of XLA prints another form"
+            )
+
+    @functools.cached_property
+    def times(self) -> dict[str, int]:
+        """How often each computation runs in a step."""
+        times: dict[str, int] = defaultdict(int)
+
+        def visit(computation: str, count: int) -> None:
+            times[computation] += count
+            for instruction in self._instructions[computation]:
+                for called in self._called(instruction):
+                    visit(called, count * (self._trips(instruction) if instruction.operation == "while" else 1))
+
+        visit(self._entry, 1)
+        return dict(times)
+
+    @functools.cached_property
+    def in_loop(self) -> set[str]:
+        found: set[str] = set()
+
+        def visit(computation: str) -> None:
+            if computation not in found:
+                found.add(computation)
+                for instruction in self._instructions[computation]:
+                    for called in self._called(instruction):
+                        visit(called)
+
+        for instruction in self.instructions():
+            if instruction.operation == "while":
+                for called in self._called(instruction):
+                    visit(called)
+        return found
+
+    def instructions(self) -> Iterator[Instruction]:
+        for listed in list(self._instructions.values()):
+            yield from listed
+
+    def collectives(self) -> list[Collective]:
+        found = []
+        for instruction in self.instructions():
+            kind = instruction.operation.removesuffix("-start")
+            if kind in KINDS and (times := self.times.get(instruction.computation, 0)):
+                shapes = _collective_shapes(instruction)
+                found.append(
+                    Collective(
+                        kind=kind,
+                        dtype=shapes[0][0],
+                        shape=shapes[0][1],
+                        nbytes=sum(_nbytes(dtype, shape) for dtype, shape in shapes),
+                        group=_group(instruction.text),
+                        times=times,
+                        in_loop=instruction.computation in self.in_loop,
+                        operation=_metadata(instruction.text),
+                    )
+                )
+        return found
+
+    def product_flops(self) -> float:
+        """Of products of matrices, in a step; convolutions (a patch embedding) are left out."""
+        total = 0.0
+        for instruction in self.instructions():
+            times = self.times.get(instruction.computation, 0)
+            if instruction.operation == "dot" and times:
+                left = re.search(r"dot\(%([\w.\-]+)", instruction.text)
+                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
+                if left is None or contracted is None:
+                    raise UnsupportedError(f"the product {instruction.name} is printed in a form that is not known")
+                shape = self._shape_of(instruction.computation, left[1])
+                depth = math.prod(shape[int(dim)] for dim in contracted[1].split(",") if dim)
+                total += 2.0 * times * depth * math.prod(_shapes(instruction.result)[0][1])
+        return total
+
+    def kernel_flops(self) -> float:
+        """Of Pallas kernels, as they say themselves."""
+        total = 0.0
+        for instruction in self.instructions():
+            if instruction.operation == "custom-call" and (times := self.times.get(instruction.computation, 0)):
+                told = re.search(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)', instruction.text)
+                total += times * int(told[1]) if told else 0
+        return total
+
+    def kernels(self) -> int:
+        """Calls of Pallas kernels in the text."""
+        return sum(
+            instruction.operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.text
+            for instruction in self.instructions()
+        )
+
+    def shapes(self) -> set[tuple[int, ...]]:
+        return {shape for instruction in self.instructions() for _, shape in _shapes(instruction.result)}
+
+    def _shape_of(self, computation: str, name: str) -> tuple[int, ...]:
+        for instruction in self._instructions[computation]:
+            if instruction.name == name:
+                return _shapes(instruction.result)[0][1]
+        raise UnsupportedError(f"the compiler's text names {name}, which is not in {computation}")
+
+    def _called(self, instruction: Instruction) -> list[str]:
+        names = [name.strip().lstrip("%") for group in _CALLS.findall(instruction.text) for name in group.split(",")]
+        return [name for name in names if name in self._instructions]
+
+    def _trips(self, loop: Instruction) -> int:
+        """A scan compares a counter that starts at zero with a constant."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+            return int(known[1])
+        condition = re.search(r"condition=%([\w.\-]+)", loop.text)
+        body = self._instructions[condition[1]] if condition else []
+        constants = {
+            instruction.name: int(value[1])
+            for instruction in body
+            if (value := re.match(r"s32\[\]\S* constant\((\d+)\)", instruction.text))
+        }
+        for instruction in body:
+            if instruction.operation == "compare" and "direction=LT" in instruction.text:
+                operands = re.search(r"compare\(%[\w.\-]+, %([\w.\-]+)\)", instruction.text)
+                if operands and operands[1] in constants:
+                    return constants[operands[1]]
+        raise UnsupportedError(
+            f"the loop {loop.name} does not say how often it runs; its collectives cannot be counted"
+        )
+
+
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    text = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)
+    return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _SHAPE.findall(text)]
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    bits = _ITEM_BITS.get(dtype) or int(re.sub(r"^[a-z]+", "", dtype).partition("e")[0].partition("m")[0])
+    return math.prod(shape) * bits // 8
+
+
+def _collective_shapes(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    """Of the result; an asynchronous start of a gather or a permutation returns operands and results, then counters."""
+    shapes = _shapes(instruction.result)
+    if instruction.operation in ("all-gather-start", "collective-permute-start"):
+        arrays = [shape for shape in shapes if shape[1]]
+        return arrays[len(arrays) // 2 :]
+    if instruction.operation == "reduce-scatter":
+        raise UnsupportedError(f"{instruction.name}: reduce-scatter is not counted yet; the programs here have none")
+    return shapes
+
+
+def _metadata(text: str) -> str:
+    found = re.search(r'op_name="([^"]*)"', text)
+    return found[1] if found else ""
+
+
+def _group(text: str) -> tuple[int, ...]:
+    """The first group. XLA prints groups as lists, as a folded range, or as axes of a mesh of its own."""
+    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
+        return tuple(sorted({int(pairs[1]), int(pairs[2])}))
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return tuple(int(number) for number in listed[1].split(","))
+    if folded := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        devices = _range(folded[2], folded[3])
+        return tuple(devices.reshape(_numbers(folded[1]))[0].tolist())
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))? \{([^}]*)\}", text):
+        axes = {name: int(size) for name, size in re.findall(r"'([\w]+)'=(\d+)", mesh[1])}
+        named = re.findall(r"'(\w+)'", mesh[3])
+        order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", mesh[2] or "")
+        total = str(math.prod(axes.values()))
+        devices = _range(order[1], order[2]) if order else _range(total, None)
+        first = tuple(slice(None) if name in named else 0 for name in axes)
+        return tuple(devices.reshape(tuple(axes.values()))[first].ravel().tolist())
+    raise UnsupportedError(f"XLA names the devices of a collective in a form that is not known: {text[:200]}")
+
+
+def _range(shape: str, order: str | None) -> np.ndarray:
+    numbers = _numbers(shape)
+    devices = np.arange(math.prod(numbers)).reshape(numbers)
+    return devices.transpose(_numbers(order)) if order else devices
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def stablehlo_shapes(text: str) -> set[tuple[int, ...]]:
+    """Of every array type in a program before it is compiled."""
+    found = set(re.findall(r"tensor<((?:\d+x)+)\w+>", text))
+    return {tuple(int(size) for size in shape.split("x")[:-1]) for shape in found}
+
+
+def describe(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}{json.dumps(list(shape)).replace(' ', '')}"

@@ -1,0 +1,41 @@
+"""Which model is planned: its family and the configuration of its transformer, without its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.config import DEMO_MODEL, GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.family import VideoFamily
+from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.pipeline.model_files import ModelFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedModel:
+    name: str
+    family: VideoFamily
+    config: Mapping[str, Any]
+    """Of its transformer."""
+    defaults: GenerationSettings
+
+
+def find_model(model: str) -> PlannedModel:
+    """ "demo", a directory, or a model whose configuration is built in, by its id on the hub or the last part of it.
+
+    Nothing is downloaded.
+    """
+    if model == DEMO_MODEL or Path(model).is_dir():
+        files = ModelFiles.open(model)
+        return PlannedModel(files.name, files.family, files.config(files.family.transformer), files.defaults)
+    known = {name: family for family in FAMILIES for name in family.published}
+    for name, family in known.items():
+        if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):
+            return PlannedModel(name, family, family.published[name], family.defaults)
+    raise InvalidValueError(
+        f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "
+        f"diffusers' layout, {DEMO_MODEL}, or one of {', '.join(known)}"
+    )

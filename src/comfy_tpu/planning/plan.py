@@ -1,0 +1,198 @@
+"""The plan: every layout by formula, the best few counted in the partitioned program, the chosen one compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from comfy_tpu.config import GenerationSettings, MeshSizes
+from comfy_tpu.errors import InvalidValueError, MeshError
+from comfy_tpu.parallel.chips import Slice
+from comfy_tpu.parallel.layouts import Estimate, compute_seconds, estimate, fits, rank_layouts, sensible_layouts
+from comfy_tpu.parallel.mesh import parse_mesh
+from comfy_tpu.parallel.traffic import seconds
+from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.settings import make_settings
+from comfy_tpu.planning.compilation import CompilationError, Counted, count, has_tpu_compiler
+from comfy_tpu.planning.models import PlannedModel
+from comfy_tpu.planning.program import ProgramFacts, StepProgram, lower_step
+
+COUNTED = 3
+"""Layouts whose partitioned program is counted, from the best; each takes seconds."""
+
+Listener = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutPlan:
+    estimate: Estimate
+    facts: ProgramFacts | None = None
+    partitioned: Counted | None = None
+    compiled: Counted | None = None
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return self.estimate.sizes
+
+    @property
+    def counted(self) -> Counted | None:
+        """By the TPU compiler, else by the partitioner."""
+        return self.compiled or self.partitioned
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.counted.sent_bytes if self.counted else self.estimate.sent_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        compiled = self.compiled.peak_bytes(self.facts) if self.compiled and self.facts else None
+        return self.estimate.memory.total if compiled is None else compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    model: str
+    size: str
+    slice: Slice
+    work: Workload
+    layouts: tuple[LayoutPlan, ...]
+    """Best first."""
+    chosen: LayoutPlan
+    seed: LayoutPlan | None
+    """The two branches times columns, as the first published node pack had it; None where the slice has no such."""
+    larger: tuple[Slice, MeshSizes] | None
+    """What would fit where the chosen layout does not."""
+    compiler_refused: str | None
+
+    @property
+    def fits(self) -> bool:
+        out_of_memory = "RESOURCE_EXHAUSTED" in (self.compiler_refused or "")
+        return not out_of_memory and fits(self.chosen.peak_bytes, self.slice.chip)
+
+    @property
+    def share_of_seed(self) -> float | None:
+        """Bytes sent, of those of the seed's layout, both counted in the same way."""
+        ours, seed = self.chosen.partitioned, self.seed and self.seed.partitioned
+        return ours.sent_bytes / seed.sent_bytes if ours and seed and seed.sent_bytes else None
+
+
+def parse_size(text: str, model: PlannedModel, **chosen: Any) -> GenerationSettings:
+    """From "1280x720x81", "1280x720", or a size's name such as "720P"; the rest are the model's defaults."""
+    match = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?", text.strip().lower())
+    if match is not None:
+        values: Mapping[str, Any] = {
+            "width": int(match[1]),
+            "height": int(match[2]),
+            "num_frames": None if match[3] is None else int(match[3]),
+        }
+    elif text.upper() in model.family.presets:
+        values = model.family.presets[text.upper()]
+    else:
+        names = ", ".join(sorted(model.family.presets))
+        raise InvalidValueError(f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}")
+    try:
+        return make_settings(model.defaults, {**values, **chosen}, model.family.limits)
+    except InvalidValueError as error:
+        if not str(error).startswith(("height=", "width=", "num_frames=")):
+            raise
+        raise InvalidValueError(f"size={text}: {error}") from error
+
+
+def make_plan(
+    model: PlannedModel,
+    settings: GenerationSettings,
+    slice_: Slice,
+    *,
+    mesh: str = "auto",
+    compile_: bool = True,
+    on_progress: Listener = lambda text: None,
+) -> tuple[Plan, StepProgram]:
+    """The plan, and the program of the chosen layout."""
+    work = model.family.workload(model.config, settings)
+    ranking = rank_layouts(work, slice_)
+    chosen = ranking[0] if mesh.strip() == "auto" else _asked_for(mesh, work, slice_)
+    seed = next((e for e in ranking if e.sizes == _seed_layout(slice_.device_count)), None)
+    wanted = [chosen.sizes, *(e.sizes for e in ranking[: COUNTED if mesh.strip() == "auto" else 0])]
+    wanted += [seed.sizes] if seed else []
+    programs: dict[MeshSizes, StepProgram] = {}
+    plans = {e.sizes: LayoutPlan(e) for e in (*ranking, chosen)}
+    for sizes in dict.fromkeys(wanted):
+        on_progress(f"counting {sizes}")
+        program = lower_step(model, settings, work, slice_, sizes)
+        if sizes == chosen.sizes:
+            programs[sizes] = program
+        plans[sizes] = dataclasses.replace(plans[sizes], facts=program.facts, partitioned=count(program, "partition"))
+    program = programs[chosen.sizes]
+    plans[chosen.sizes], refused = _compiled(plans[chosen.sizes], program, compile_, on_progress)
+    plan = Plan(
+        model=model.name,
+        size=program.facts.size,
+        slice=slice_,
+        work=work,
+        layouts=tuple(plans[e.sizes] for e in ranking),
+        chosen=plans[chosen.sizes],
+        seed=plans[seed.sizes] if seed else None,
+        larger=None,
+        compiler_refused=refused,
+    )
+    return (plan if plan.fits else dataclasses.replace(plan, larger=_larger(work, slice_))), program
+
+
+def plan_program(program: StepProgram, *, compile_: bool = True, on_progress: Listener = lambda text: None) -> Plan:
+    """The same for one program that was exported, maybe on another machine."""
+    facts = program.facts
+    layout = LayoutPlan(estimate(facts.work, facts.sizes, facts.slice), facts)
+    on_progress(f"counting {facts.sizes}")
+    layout = dataclasses.replace(layout, partitioned=count(program, "partition"))
+    layout, refused = _compiled(layout, program, compile_, on_progress)
+    plan = Plan(facts.model, facts.size, facts.slice, facts.work, (layout,), layout, None, None, refused)
+    return plan if plan.fits else dataclasses.replace(plan, larger=_larger(facts.work, facts.slice))
+
+
+def refined_seconds(layout: LayoutPlan, slice_: Slice) -> float:
+    """The step by what was counted, where it was."""
+    counted, guess = layout.counted, layout.estimate
+    if counted is None:
+        return guess.step_seconds
+    products = layout.partitioned.product_flops if layout.partitioned else None
+    matmul = guess.matmul_flops if products is None else products
+    compute = compute_seconds(matmul, counted.kernel_flops or guess.attention_flops, slice_.chip)
+    return max(compute, guess.memory_seconds) + sum(seconds(item, slice_) for item in counted.traffic)
+
+
+def _compiled(
+    layout: LayoutPlan, program: StepProgram, compile_: bool, on_progress: Listener
+) -> tuple[LayoutPlan, str | None]:
+    if not compile_ or not has_tpu_compiler():
+        return layout, None
+    on_progress(f"compiling {layout.sizes} for {program.facts.slice_name} with libtpu, about a minute")
+    try:
+        return dataclasses.replace(layout, compiled=count(program, "compile")), None
+    except CompilationError as error:
+        return layout, str(error)
+
+
+def _asked_for(mesh: str, work: Workload, slice_: Slice) -> Estimate:
+    sizes = parse_mesh(mesh, slice_.device_count)
+    possible = sensible_layouts(work, slice_.device_count)
+    if sizes not in possible:
+        raise MeshError(
+            f"mesh {sizes} does not suit {slice_.name} and this model; choose from {'; '.join(map(str, possible))}"
+        )
+    return estimate(work, sizes, slice_)
+
+
+def _seed_layout(device_count: int) -> MeshSizes:
+    return MeshSizes(dp=2, tp=device_count // 2) if device_count > 1 else MeshSizes()
+
+
+def _larger(work: Workload, slice_: Slice) -> tuple[Slice, MeshSizes] | None:
+    candidate = slice_
+    while (larger := candidate.doubled()) is not None:
+        best = rank_layouts(work, larger)[0]
+        if best.fits:
+            return larger, best.sizes
+        candidate = larger
+    return None

@@ -1,0 +1,191 @@
+"""The program of one step, lowered for TPUs that are not attached, with what must be known to read it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+import torch
+
+from comfy_tpu.compiler.component import Component
+from comfy_tpu.config import GenerationSettings, MeshSizes
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.parallel.chips import Slice, parse_slice
+from comfy_tpu.parallel.mesh import abstract_placement
+from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.denoise import make_step
+from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.planning.hlo import stablehlo_shapes
+from comfy_tpu.planning.models import PlannedModel
+
+_LARGEST_BLOCK = 2048
+"""Of the splash kernel: lengths are padded to multiples of at most this."""
+
+
+@contextlib.contextmanager
+def host_only() -> Iterator[None]:
+    """Nothing is run, so nothing but the CPU is started: chips that are here may be in use by somebody else."""
+    before = getattr(jax.config, "jax_platforms")  # noqa: B009 -- an option that its type does not know
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFacts:
+    """What a compiled program does not say of itself."""
+
+    model: str
+    size: str
+    slice_name: str
+    sizes: MeshSizes
+    work: Workload
+    weight_shapes: tuple[tuple[int, ...], ...]
+    """As in causes.explain."""
+    resident_bytes: int
+    """Weights, prompt and latents of one device, also those that this program does not read."""
+    argument_bytes: int
+    """Of those, what it reads."""
+    kernels: int
+    """Calls of splash in the text: a scanned block has two."""
+    square_arrays: tuple[str, ...]
+    """Types that hold a score for every pair of tokens of one device."""
+
+    @property
+    def slice(self) -> Slice:
+        return parse_slice(self.slice_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    facts: ProgramFacts
+    serialized: bytes
+    """As jax.export writes it."""
+
+
+def lower_step(
+    model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
+) -> StepProgram:
+    with host_only():
+        return _lower_step(model, settings, work, slice_, sizes)
+
+
+def _lower_step(
+    model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
+) -> StepProgram:
+    family = model.family
+    placement = abstract_placement(sizes, platform="tpu", chip=slice_.chip.name)
+    component = Component(family.transformer, model.config, placement, dtype=torch.bfloat16)
+    # The prompt's keys and values are outputs of another program: its abstract evaluation has their names and shapes.
+    text = jax.ShapeDtypeStruct((work.batch, work.text_tokens, model.config["text_dim"]), np.dtype("bfloat16"))
+    weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
+    prepare = component.program(
+        family.prompt_cache, input_axes={"text": ("dp",)}, output_axes=(None, "dp", None, "tp")
+    ).export("tpu", weights, text=text)
+    prompt = placement.sharding(None, "dp" if work.batch % sizes.dp == 0 else None, None, "tp")
+    outputs = jax.tree.unflatten(prepare.out_tree, prepare.out_avals)
+    weights |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=prompt) for name, x in outputs.items()}
+
+    scale = family.spatial_scale
+    frames = (settings.num_frames - 1) // family.temporal_scale + 1
+    shape = (
+        settings.num_videos,
+        model.config["in_channels"],
+        frames,
+        settings.height // scale,
+        settings.width // scale,
+    )
+    float32 = np.dtype("float32")
+    latent = jax.ShapeDtypeStruct(shape, float32)
+    step = component.program(
+        make_step(family.predict), static=("guided",), donate=("samples", "outputs"), input_axes={}, output_axes=()
+    )
+    exported = step.export(
+        "tpu",
+        weights,
+        samples=[latent] * HISTORY,
+        outputs=[latent] * HISTORY,
+        coefficients=jax.ShapeDtypeStruct((2 * HISTORY,), float32),
+        timestep=jax.ShapeDtypeStruct((1,), float32),
+        guidance_scale=jax.ShapeDtypeStruct((), float32),
+        guided=settings.guidance_scale > 1,
+    )
+    resident = sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
+    resident += sum(math.prod(prompt.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
+    facts = ProgramFacts(
+        model=model.name,
+        size=f"{settings.width}x{settings.height}x{settings.num_frames}",
+        slice_name=slice_.name,
+        sizes=sizes,
+        work=work,
+        weight_shapes=_weight_shapes(component),
+        resident_bytes=resident,
+        argument_bytes=_argument_bytes(exported, placement.mesh),
+        kernels=exported.mlir_module().count("tpu_custom_call"),
+        square_arrays=square_arrays(stablehlo_shapes(exported.mlir_module()), work, sizes),
+    )
+    return StepProgram(facts, bytes(serialize(exported)))
+
+
+def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes) -> tuple[str, ...]:
+    """Types with two dimensions as long as the sequence, or one device's part of it: scores of tokens by tokens.
+
+    Short sequences may have them: dense attention is faster there.
+    """
+    if work.tokens <= work.dense_max_tokens:
+        return ()
+    features = {size // way for size in _features(work) for way in (1, sizes.tp, sizes.sp, sizes.sp * sizes.tp)}
+    found = [shape for shape in shapes if sum(_is_sequence(size, work, sizes, features) for size in shape) > 1]
+    return tuple("×".join(map(str, shape)) for shape in sorted(found))
+
+
+def _features(work: Workload) -> set[int]:
+    return {work.ffn, work.text_tokens, *(size for matrix in (*work.block, *work.outer) for size in matrix.shape)}
+
+
+def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]) -> bool:
+    """Padded to a kernel's blocks or not. A size that weights have is a feature dimension."""
+    lengths = (work.tokens, -(-work.tokens // sizes.sp))
+    return size not in features and any(
+        length <= size <= -(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in lengths
+    )
+
+
+def _weight_shapes(component: Component) -> tuple[tuple[int, ...], ...]:
+    """Of one layer, as one device computes with them."""
+    sizes = dict(component.placement.mesh.shape)
+    shapes = set()
+    for slot in component.slots:
+        spec = component.plan.compute(slot.name).spec
+        ways = [
+            math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+            for entry in (*spec, *(None,) * (len(slot.shape) - len(spec)))
+        ]
+        local = tuple(size // way for size, way in zip(slot.shape, ways, strict=True))
+        shapes.add(local if slot.sources == (slot.name,) else local[1:])
+    return tuple(sorted(shape for shape in shapes if len(shape) > 1))
+
+
+def _argument_bytes(exported: jax.export.Exported, mesh: Any) -> int:
+    """Of one device. Arguments that the program does not read are not passed to it."""
+    total = 0
+    for index, (aval, sharding) in enumerate(zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)):
+        if index in exported.module_kept_var_idx:
+            shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
+            total += math.prod(shape) * aval.dtype.itemsize
+    return total
+
+
+def serialize(exported: jax.export.Exported) -> bytearray:
+    try:
+        return exported.serialize()
+    except ImportError as error:
+        raise UnsupportedError(f"jax cannot write programs here ({error}); pip install flatbuffers") from error

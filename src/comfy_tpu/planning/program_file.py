@@ -1,0 +1,89 @@
+"""A program in a file, to be compiled on another machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax.export
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.planning.program import ProgramFacts, StepProgram
+
+_FORMAT = "comfy-tpu program 1"
+_HEADER, _PROGRAM = "plan.json", "program.jax-export"
+
+
+def write_program(path: Path, program: StepProgram) -> None:
+    """A zip file: what to know as JSON, and the program as `jax.export` writes it, for any other tool."""
+    header = {"format": _FORMAT, **dataclasses.asdict(program.facts)}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_HEADER, json.dumps(header, indent=2))
+        archive.writestr(_PROGRAM, program.serialized)
+    with replacing(path) as partial, explained(path):
+        partial.write_bytes(buffer.getvalue())
+
+
+def check_export(path: Path) -> None:
+    try:
+        check_place(path)
+    except InvalidValueError as error:
+        raise InvalidValueError(str(error).replace("output=", "export=", 1)) from error
+
+
+def read_program(path: Path) -> StepProgram:
+    if not path.is_file():
+        raise InvalidValueError(f"from={path} is not a file; give one that `comfy-tpu plan --export` wrote")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            header = json.loads(archive.read(_HEADER))
+            serialized = archive.read(_PROGRAM)
+        found = header.pop("format")
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:
+        raise CheckpointError(
+            f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again"
+        ) from error
+    if found != _FORMAT:
+        raise CheckpointError(f"from={path} is a {found!r}, expected {_FORMAT!r}; export it again with this version")
+    try:
+        facts = ProgramFacts(
+            **{
+                **header,
+                "sizes": MeshSizes(**header["sizes"]),
+                "work": _workload(header["work"]),
+                "weight_shapes": tuple(tuple(shape) for shape in header["weight_shapes"]),
+                "square_arrays": tuple(header["square_arrays"]),
+            }
+        )
+        exported = jax.export.deserialize(bytearray(serialized))
+    except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"from={path} is damaged ({reason}); export it again") from error
+    parse_slice(facts.slice_name)
+    if "tpu" not in exported.platforms:
+        raise CheckpointError(
+            f"from={path} holds a program for {', '.join(exported.platforms)}, expected one for tpu; export it again"
+        )
+    if exported.nr_devices != facts.sizes.device_count:
+        raise CheckpointError(
+            f"from={path} holds a program for {exported.nr_devices} devices, but names mesh {facts.sizes}; "
+            "export it again"
+        )
+    return StepProgram(facts, serialized)
+
+
+def _workload(values: dict[str, Any]) -> Workload:
+    matrices = {
+        part: tuple(Matrix(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values[part])
+        for part in ("block", "outer")
+    }
+    return Workload(**{**values, **matrices})

@@ -1,0 +1,138 @@
+import json
+import zipfile
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+from comfy_tpu.cli import main as cli
+
+
+def plan(capsys, *arguments):
+    status = cli.main(["plan", "--no-compile", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "demo.plan"
+    argv = ["plan", "demo", "--tpu", "v6e-4", "--mesh", "dp=2,sp=2", "--no-compile", "--export", str(path)]
+    assert cli.main(argv) == 0
+    return path
+
+
+def test_text(capsys, exported):
+    status, out, err = plan(capsys, "--from", exported)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "demo, 64x64x17: 80 tokens × 2, one step"
+    assert lines[1].startswith("v6e-4: 4 chips as 2x2; a device has 32.0 GB at 1,638 GB/s, 918 TFLOP/s")
+    assert any(line.startswith("→  dp=2,sp=2,tp=1  yes") for line in lines)
+    assert "sequence exchange (Ulysses)" in out
+    assert "weight gather" in out
+    assert "unexplained" not in out
+    assert "Times are estimates" in lines[-1]
+    assert "counting dp=2,sp=2,tp=1" in err
+
+
+def test_json(capsys, exported):
+    status, out, _ = plan(capsys, "--from", exported, "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert document["schema"] == 1
+    assert document["fits"] is True
+    assert document["tpu"]["device"]["memory_bytes"] == 32_000_000_000
+    (layout,) = document["layouts"]
+    assert layout["mesh"] == document["chosen"] == {"dp": 2, "sp": 2, "tp": 1}
+    assert layout["compiled"] is None
+    assert layout["partitioned"]["unexplained"] == 0
+    assert layout["partitioned"]["sent_bytes"] == sum(item["nbytes"] for item in layout["partitioned"]["traffic"]) > 0
+    assert layout["seconds"]["step"] > 0
+
+
+def test_the_export_is_a_program_that_jax_reads(exported):
+    with zipfile.ZipFile(exported) as archive:
+        program = jax.export.deserialize(bytearray(archive.read("program.jax-export")))
+    assert program.platforms == ("tpu",)
+    assert program.nr_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--tpu", "v9-8"], "--tpu 'v9-8': unknown generation 'v9'; choose from v5e, v5p, v6e, v7x"),
+        (["demo", "--tpu", "v6e-0"], "--tpu 'v6e-0' is no slice of 1 to 256 chips; choose from v6e-1, v6e-2"),
+        (["demo", "--tpu", "v6e-3"], "--tpu 'v6e-3' is no slice of 1 to 256 chips"),
+        (["demo", "--tpu", "v6e-512"], "--tpu 'v6e-512' is no slice of 1 to 256 chips"),
+        (["demo"], "plan needs a MODEL and --tpu, or --from"),
+        (["--tpu", "v6e-8"], "plan needs a MODEL and --tpu, or --from"),
+        (["demo", "--tpu", "v6e-8", "--size", "100x100x5"], "--size 100x100x5: height=100 is not divisible by 16"),
+        (["demo", "--tpu", "v6e-8", "--size", "big"], "--size big is no size; write width×height×frames"),
+        (["demo", "--tpu", "v6e-8", "--num-videos", "0"], "--num-videos 0 is not allowed"),
+        (["owner/none", "--tpu", "v6e-8"], "MODEL owner/none is neither a directory nor a model"),
+        (["demo", "--tpu", "v6e-8", "--mesh", "dp=5"], "--mesh dp=5,sp=1,tp=1 does not suit v6e-8 and this model"),
+        (["demo", "--tpu", "v6e-8", "--mesh", "dp=2,sp=8"], "--mesh dp=2,sp=8,tp=1 needs 16 devices but there are 8"),
+        (["demo", "--tpu", "v6e-8", "--export", "/no/such/place"], "--export /no/such/place is in /no/such"),
+        (["--from", "/no/such/file"], "--from /no/such/file is not a file; give one that `comfy-tpu plan --export`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(capsys, arguments, message):
+    status, out, err = plan(capsys, *arguments)
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith(f"comfy-tpu: {message}")
+
+
+def test_a_file_brings_its_own(capsys, exported):
+    status, _, err = plan(capsys, "demo", "--from", exported)
+    assert (status, err) == (1, f"comfy-tpu: --from {exported} brings its own model; leave that out\n")
+
+
+def test_files_that_are_none_of_ours(capsys, tmp_path, exported):
+    path = tmp_path / "program"
+
+    def refused(reason):
+        status, out, err = plan(capsys, "--from", path)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"comfy-tpu: --from {path} {reason}")
+        assert err.endswith("\n")
+
+    path.write_text("not a program")
+    refused("is not a program that `comfy-tpu plan --export` wrote (File is not a zip file); export it again")
+    path.write_bytes(exported.read_bytes()[:5000])
+    refused("is not a program that `comfy-tpu plan --export` wrote")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("something", "else")
+    refused("is not a program that `comfy-tpu plan --export` wrote")
+    changed(exported, path, header=lambda header: header | {"format": "comfy-tpu program 9"})
+    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 1'")
+    changed(exported, path, header=lambda header: header | {"unknown": 1})
+    refused("is damaged")
+    changed(exported, path, header=lambda header: header | {"sizes": {"dp": 1, "sp": 2, "tp": 1}})
+    refused("holds a program for 4 devices, but names mesh dp=1,sp=2,tp=1")
+    changed(exported, path, program=lambda program: program[:1000])
+    refused("is damaged")
+    own = jax.export.export(jax.jit(jnp.sin))(jax.ShapeDtypeStruct((4,), "float32")).serialize()
+    changed(exported, path, program=lambda program: bytes(own))
+    refused("holds a program for cpu, expected one for tpu")
+    path.write_bytes(own)
+    refused("is not a program that `comfy-tpu plan --export` wrote")
+
+
+def changed(source, target, *, header=lambda header: header, program=lambda program: program):
+    with zipfile.ZipFile(source) as archive:
+        old_header = json.loads(archive.read("plan.json"))
+        old_program = archive.read("program.jax-export")
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("plan.json", json.dumps(header(old_header)))
+        archive.writestr("program.jax-export", program(old_program))
+
+
+def test_what_does_not_fit_is_said_and_is_the_exit_status(capsys):
+    status, out, _ = plan(capsys, "wan2.1-t2v-14b-diffusers", "--tpu", "v6e-1")
+    assert status == 1
+    assert "dp=1,sp=1,tp=1 does not fit: 42.8 of 32.0 GB, and a tenth must stay free." in out
+    assert "v6e-2 would do, as " in out

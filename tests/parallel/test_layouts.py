@@ -1,0 +1,109 @@
+"""Layouts by formula. That the formulas say what programs do is in tests/planning."""
+
+import dataclasses
+import time
+
+import pytest
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.families.wan import PUBLISHED, WAN21
+from comfy_tpu.kernels.tuning import block_sizes
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import SPARE, estimate, padded, rank_layouts, sensible_layouts
+from comfy_tpu.parallel.mesh import parse_mesh
+from comfy_tpu.parallel.traffic import Traffic, seconds, sent
+from comfy_tpu.pipeline.schedule import HISTORY
+
+V6E_8 = parse_slice("v6e-8")
+
+
+def wan(name="14B", **settings):
+    config = PUBLISHED[f"Wan-AI/Wan2.1-T2V-{name}-Diffusers"]
+    return WAN21.workload(config, dataclasses.replace(WAN21.defaults, **settings))
+
+
+def test_wan_14b_at_720p():
+    work = wan()
+    assert (work.batch, work.tokens, work.hidden) == (2, 75_600, 5120)
+    best = rank_layouts(work, V6E_8)[0]
+    assert best.sizes == MeshSizes(dp=2, sp=4)
+    assert best.attention == "ulysses"
+    assert best.fits
+    assert best.memory.total < (1 - SPARE) * 32e9
+    # The anchor: 13.0 PFLOP a step, 72 % of them attention.
+    assert best.flops * 8 == pytest.approx(13.0e15, rel=0.01)
+    assert best.attention_flops / best.flops == pytest.approx(0.72, abs=0.01)
+    seed = estimate(work, MeshSizes(dp=2, tp=4), V6E_8)
+    assert best.sent_bytes <= 0.4 * seed.sent_bytes
+    # Measured by the seed's authors on that layout: 4.60 s, and 1.37 s at 480P.
+    assert seed.step_seconds == pytest.approx(4.60, rel=0.05)
+    at_480p = estimate(wan(width=848, height=480), MeshSizes(dp=2, tp=4), V6E_8)
+    assert at_480p.step_seconds == pytest.approx(1.37, rel=0.10)
+
+
+def test_what_does_not_fit_comes_last():
+    ranking = rank_layouts(wan(), parse_slice("v5e-4"))
+    fitting = [item.fits for item in ranking]
+    assert fitting == sorted(fitting, reverse=True)
+    assert not rank_layouts(wan(), parse_slice("v6e-1"))[0].fits
+
+
+def test_layouts_use_every_device_and_divide():
+    layouts = sensible_layouts(wan(), 8)
+    assert len(set(layouts)) == len(layouts) == 7
+    assert all(sizes.device_count == 8 and sizes.dp <= 2 for sizes in layouts)
+    assert all(sizes.dp == 1 for sizes in sensible_layouts(wan(guidance_scale=1.0), 8)), "one branch"
+    assert {sizes.tp for sizes in sensible_layouts(wan("1.3B"), 64)} == {1, 2, 4}, "twelve heads"
+    assert sensible_layouts(wan(), 3) == [MeshSizes(sp=3)]
+
+
+@pytest.mark.parametrize("chips", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+def test_every_size_has_a_ranking(generation, chips):
+    ranking = rank_layouts(wan(), parse_slice(f"{generation}-{chips}"))
+    assert ranking
+    assert all(item.step_seconds > 0 and item.sizes.device_count == chips for item in ranking)
+
+
+def test_auto_takes_the_best_where_the_chip_is_known():
+    work = wan()
+    assert parse_mesh("auto", 8, chip="v6e", workload=work) == MeshSizes(dp=2, sp=4)
+    # Five heads a device at dp2×sp8 would go around a ring; columns take a part.
+    sixteen = parse_mesh("auto", 16, chip="v6e", workload=work)
+    assert sixteen == rank_layouts(work, parse_slice("v6e-16"))[0].sizes
+    assert parse_mesh("auto", 8, chip="v6e", workload=wan(guidance_scale=1.0)).dp == 1, "no second branch to divide"
+    assert parse_mesh("auto", 8, chip="cpu", workload=work) == MeshSizes(dp=2, sp=4), "the fixed preference"
+    assert parse_mesh("auto", 8) == MeshSizes(dp=2, sp=4)
+    assert parse_mesh("dp=1,tp=8", 8, chip="v6e", workload=work) == MeshSizes(tp=8), "what is asked for is taken"
+
+
+def test_choosing_is_quick():
+    work, begin = wan(), time.process_time()
+    parse_mesh("auto", 256, chip="v6e", workload=work)
+    assert time.process_time() - begin < 0.5
+
+
+def test_what_a_device_sends():
+    assert sent("all-gather", 4, 400) == 300
+    assert sent("all-reduce", 4, 400) == 600
+    assert sent("all-to-all", 4, 400) == 300
+    assert sent("reduce-scatter", 4, 400) == 300
+    assert sent("collective-permute", 4, 400) == 400
+    assert sent("all-reduce", 1, 400) == 0
+
+
+def test_an_exchange_on_a_long_ring_takes_longer():
+    short = Traffic("x", "all-to-all", ("sp",), 4, 1, 10**9)
+    long = dataclasses.replace(short, group=16)
+    assert seconds(long, parse_slice("v6e-256")) > 3 * seconds(short, parse_slice("v6e-256"))
+
+
+@pytest.mark.parametrize("length", [4097, 4725, 9450, 18_900, 33_390, 75_600, 512])
+def test_lengths_are_padded_as_the_kernel_pads_them(length):
+    tile = block_sizes("v6e", length, length, 128, None)
+    assert padded(length, 128) == -(-length // tile.query) * tile.query
+    assert padded(length, 256) == -(-length // tile.key) * tile.key
+
+
+def test_the_solver_keeps_as_much_as_the_pipeline():
+    assert wan().history == HISTORY

@@ -1,0 +1,74 @@
+"""Programs as XLA prints them, in all the forms that were met."""
+
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.planning.hlo import Module
+
+PROGRAM = Path(__file__).with_name("printed_program.hlo").read_text(encoding="utf-8")
+
+
+def found():
+    return {item.operation.rpartition("/")[2]: item for item in Module(PROGRAM).collectives()}
+
+
+def test_every_collective_as_often_as_it_runs():
+    times = {name: (item.kind, item.times, item.in_loop) for name, item in found().items()}
+    assert times == {
+        "ppermute": ("collective-permute", 120, True),
+        "weights": ("all-gather", 40, True),
+        "norm": ("all-reduce", 40, True),
+        "exchange": ("all-to-all", 1, False),
+        "end": ("all-gather", 1, False),
+    }
+
+
+def test_bytes():
+    assert {name: item.nbytes for name, item in found().items()} == {
+        "ppermute": 8 * 16 * 2,
+        "weights": 8 * 16 * 2,
+        "norm": 2 * 8 * 4,
+        "exchange": 8 * 16 * 2,
+        "end": 8 * 16 * 4,
+    }
+
+
+def test_groups_lie_along_mesh_axes():
+    sizes = MeshSizes(dp=2, sp=4)
+    assert {name: item.axes(sizes) for name, item in found().items()} == {
+        "ppermute": ("sp",),
+        "weights": ("sp",),
+        "norm": ("dp",),
+        "exchange": ("sp",),
+        "end": ("sp",),
+    }
+    assert found()["weights"].axes(MeshSizes(dp=2, sp=2, tp=2)) == ("sp", "tp")
+
+
+def test_work():
+    module = Module(PROGRAM)
+    assert module.product_flops() == 40 * 2 * 8 * 4 * 16
+    assert module.kernel_flops() == 40 * 1000
+    assert module.kernels() == 1
+
+
+def test_a_known_trip_count_goes_first():
+    told = PROGRAM.replace("body=%outer_body", 'body=%outer_body, backend_config={"known_trip_count":{"n":"7"}}')
+    assert {item.times for item in Module(told).collectives()} == {1, 7, 21}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("constant(40)", "parameter(0)", "the loop outer does not say how often it runs"),
+        ("[2,4]<=[8]", "all", "names the devices of a collective in a form that is not known"),
+        ("ENTRY %main", "%main", "has no entry computation"),
+    ],
+)
+def test_what_is_not_understood_is_not_counted_as_nothing(before, after, message):
+    assert before in PROGRAM
+    with pytest.raises(UnsupportedError, match=message):
+        Module(PROGRAM.replace(before, after)).collectives()
