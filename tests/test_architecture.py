@@ -30,20 +30,8 @@ def test_tool_is_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-LAYERS = [
-    "comfy",
-    "cli",
-    "bench",
-    "diagnosis",
-    "installation",
-    "planning",
-    "pipeline",
-    "families",
-    "compiler",
-    "bridge",
-    "kernels",
-]
-LAYERS += ["parallel"]
+LAYERS = ["comfy", "cli", "bench", "diagnosis", "installation", "planning", "pipeline", "families", "compiler"]
+LAYERS += ["bridge", "kernels", "parallel"]
 
 VIOLATIONS = {
     "a lower layer imports a higher one": ("compiler/x.py", "import comfy_tpu.families", "Imports go downwards"),

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from comfy_tpu.config import MeshSizes
+from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.wan import PUBLISHED, WAN21
 from comfy_tpu.kernels.tuning import block_sizes
 from comfy_tpu.parallel.chips import parse_slice
@@ -107,3 +108,11 @@ def test_lengths_are_padded_as_the_kernel_pads_them(length):
 
 def test_the_solver_keeps_as_much_as_the_pipeline():
     assert wan().history == HISTORY
+
+
+def test_a_configuration_that_is_short_or_damaged():
+    config = dict(PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"])
+    del config["patch_size"]
+    assert WAN21.workload(config, WAN21.defaults) == wan(), "diffusers' defaults are those of the 14B"
+    with pytest.raises(CheckpointError, match=r"has ffn_dim='many', expected a whole number; download the model again"):
+        WAN21.workload(config | {"ffn_dim": "many"}, WAN21.defaults)

@@ -39,12 +39,11 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
+_SAME_AS_FIELD = ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
-    **{
-        name: f"--{name}"
-        for name in ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
-    },
+    **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "prompt": "PROMPT",
     "comfyui_dir": "COMFYUI_DIR",
 }

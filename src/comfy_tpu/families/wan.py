@@ -204,8 +204,16 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
     return frames, [None if isinstance(entry, str) else entry for entry in slots]
 
 
-_WHOLE_NUMBERS = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "freq_dim", "text_dim")
-_WHOLE_NUMBERS += ("in_channels", "out_channels")
+_WHOLE_NUMBERS = (
+    "num_attention_heads",
+    "attention_head_dim",
+    "num_layers",
+    "ffn_dim",
+    "freq_dim",
+    "text_dim",
+    "in_channels",
+    "out_channels",
+)
 
 
 def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workload:

@@ -86,7 +86,7 @@ def _cause(item: Collective, axes: tuple[str, ...], weights: WeightShapes) -> st
 def _is_weight(item: Collective, weights: WeightShapes) -> bool:
     if _squeezed(item.shape) in {_squeezed(shape) for shape in weights}:
         return True
-    # The TPU compiler may fold a weight before it gathers it ([5120, 64] as [32, 160, 64]), where we asked for the gather.
+    # The TPU compiler may fold a weight before the gather that we asked for: [5120, 64] as [32, 160, 64].
     return item.operation.endswith("sharding_constraint") and math.prod(item.shape) in map(math.prod, weights)
 
 
