@@ -44,7 +44,13 @@ _TABLE = (
     # Behind the last block: the answer is put together, guided and added to the samples, which every device holds.
     _line("prediction gather", ("all-gather",), "sp", False, r"(view/reshape|convert_element_type|add\.Tensor/add)$"),
     _line("guidance branches", ("all-to-all", "collective-permute", "all-gather"), "dp", False, r"cat/concatenate$"),
-    _line("guidance branches", ("collective-permute", "all-reduce", "all-gather"), "dp", False, r"(add|sub)\.Tensor/"),
+    _line(
+        "guidance branches",
+        ("collective-permute", "all-reduce", "all-gather"),
+        "dp",
+        False,
+        r"((add|sub)\.Tensor/|chunk/slice)",
+    ),
 )
 
 
