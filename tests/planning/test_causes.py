@@ -26,6 +26,9 @@ EXPLAINED = [
     (item("all-gather", "sp tp", "constraint", shape=(5120, 16, 1, 2, 2), in_loop=False, times=1), "weight gather"),
     (item("all-gather", "sp tp", "x/sharding_constraint", shape=(32, 160, 64), in_loop=False), "weight gather"),
     (item("all-gather", "sp", "aten::view/reshape", in_loop=False, times=1), "prediction gather"),
+    (item("all-to-all", "sp", "jit(transformer_denoise_step)/reshape", in_loop=False, times=1), "patch embedding"),
+    (item("all-gather", "sp", "linear/add", in_loop=False, times=1), "prediction gather"),
+    (item("all-to-all", "dp", "convert.11", in_loop=False, times=1), "guidance branches"),
     (item("all-to-all", "dp", "aten::cat/concatenate", in_loop=False, times=1), "guidance branches"),
     (item("collective-permute", "dp", "aten::add.Tensor/slice", in_loop=False, times=1), "guidance branches"),
 ]
@@ -45,6 +48,7 @@ RESHARDINGS = {
     "a weight-shaped gather over dp": item("all-gather", "dp", "squeeze", shape=(1, 2560, 5120)),
     "an exchange over tp": item("all-to-all", "tp", "shard_map/all_to_all"),
     "an exchange that no attention asked for": item("all-to-all", "sp", "linear/transpose"),
+    "tokens exchanged behind a view": item("all-to-all", "sp", "aten::view/reshape", in_loop=False),
     "a sum over sp": item("all-reduce", "sp", "linear/dot_general"),
     "a permutation in the loop": item("collective-permute", "dp", "aten::add.Tensor/slice"),
     "the answer gathered over tp": item("all-gather", "tp", "aten::view/reshape", in_loop=False),

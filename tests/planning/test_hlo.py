@@ -20,16 +20,23 @@ def test_every_collective_as_often_as_it_runs():
     assert times == {
         "ppermute": ("collective-permute", 120, True),
         "weights": ("all-gather", 40, True),
+        "beside": ("all-gather", 40, True),
         "norm": ("all-reduce", 40, True),
         "exchange": ("all-to-all", 1, False),
         "end": ("all-gather", 1, False),
     }
 
 
+def test_a_collective_that_runs_beside_other_work_is_counted_once():
+    assert PROGRAM.count('chain_id="0"') == 2
+    assert [item.operation for item in Module(PROGRAM).collectives()].count("beside") == 1
+
+
 def test_bytes():
     assert {name: item.nbytes for name, item in found().items()} == {
         "ppermute": 8 * 16 * 2,
         "weights": 8 * 16 * 2,
+        "beside": 8 * 16 * 2,
         "norm": 2 * 8 * 4,
         "exchange": 8 * 16 * 2,
         "end": 8 * 16 * 4,
@@ -41,6 +48,7 @@ def test_groups_lie_along_mesh_axes():
     assert {name: item.axes(sizes) for name, item in found().items()} == {
         "ppermute": ("sp",),
         "weights": ("sp",),
+        "beside": ("sp",),
         "norm": ("dp",),
         "exchange": ("sp",),
         "end": ("sp",),

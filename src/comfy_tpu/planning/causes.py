@@ -41,9 +41,23 @@ _TABLE = (
     _line("mean key", ("all-reduce",), "sp", True, r"scaled_dot_product_attention/reduce_sum"),
     _line("weight gather", ("all-gather",), "sp tp", True, r"", weights_only=True),
     _line("weight gather", ("all-gather",), "sp tp", False, r"", weights_only=True),
+    # The compiler for v7x embeds patches split by features, and hands each device its tokens afterwards.
+    _line("patch embedding", ("all-to-all",), "sp", False, r"(_step\)/reshape|conv3d/[\w/]*)$"),
     # Behind the last block: the answer is put together, guided and added to the samples, which every device holds.
-    _line("prediction gather", ("all-gather",), "sp", False, r"(view/reshape|convert_element_type|add\.Tensor/add)$"),
-    _line("guidance branches", ("all-to-all", "collective-permute", "all-gather"), "dp", False, r"cat/concatenate$"),
+    _line(
+        "prediction gather",
+        ("all-gather",),
+        "sp",
+        False,
+        r"(view/reshape|convert_element_type|add\.Tensor/add|linear/add)$",
+    ),
+    _line(
+        "guidance branches",
+        ("all-to-all", "collective-permute", "all-gather"),
+        "dp",
+        False,
+        r"(cat/concatenate|^convert\.\d+)$",
+    ),
     _line(
         "guidance branches",
         ("collective-permute", "all-reduce", "all-gather"),

@@ -126,10 +126,15 @@ class Module:
             yield from listed
 
     def collectives(self) -> list[Collective]:
-        found = []
+        found, chains = [], set()
         for instruction in self.instructions():
             kind = instruction.operation.removesuffix("-start")
             if kind in KINDS and (times := self.times.get(instruction.computation, 0)):
+                # A collective that runs beside other work is printed once in each of the fusions it accompanies.
+                if (chain := _chain(instruction.text)) is not None:
+                    if chain in chains:
+                        continue
+                    chains.add(chain)
                 shapes = _collective_shapes(instruction)
                 found.append(
                     Collective(
@@ -234,6 +239,12 @@ def _collective_shapes(instruction: Instruction) -> list[tuple[str, tuple[int, .
 def _metadata(text: str) -> str:
     found = re.search(r'op_name="([^"]*)"', text)
     return found[1] if found else ""
+
+
+def _chain(text: str) -> tuple[str, str] | None:
+    chain = re.search(r'frontend_attributes=\{[^}]*chain_id="(\d+)"', text)
+    channel = re.search(r"channel_id=(\d+)", text)
+    return (chain[1], channel[1]) if chain and channel else None
 
 
 def _group(text: str) -> tuple[int, ...]:
