@@ -23,8 +23,10 @@ class AnyLength:
 
     names: tuple[str, ...]
     """Its arguments with texts, in the order in which they lie beside each other in its joint attention."""
-    last: bool
+    last: Callable[[Any], bool]
     """Whether they come after the picture there. Attention over fewer tokens is that of the last text alone."""
+    before: str = ""
+    """The argument whose tokens lie before the texts."""
     mean: str = ""
     """The module that is given the mean of the last text's tokens."""
     optional: tuple[tuple[str, str], ...] = ()
@@ -32,10 +34,15 @@ class AnyLength:
 
 
 ANY_LENGTH = {
-    "QwenImageTransformer2DModel": AnyLength(("context",), last=False),
+    "QwenImageTransformer2DModel": AnyLength(("context",), last=lambda model: False),
     # Also HunyuanVideo-1.5 and HunyuanImage.
     "HunyuanVideo": AnyLength(
-        ("txt_byt5", "context"), last=True, mean="txt_in.c_embedder", optional=(("txt_byt5", "byt5_in.fc1"),)
+        ("txt_byt5", "context"),
+        # Until ComfyUI 0.30; then the picture comes last.
+        last=lambda model: getattr(model.double_blocks[0], "flipped_img_txt", False),
+        before="clip_fea",
+        mean="txt_in.c_embedder",
+        optional=(("txt_byt5", "byt5_in.fc1"),),
     ),
 }
 
@@ -48,16 +55,19 @@ class FilledTexts:
     lengths: tuple[int, ...]
     counts: tuple[torch.Tensor, ...]
     """[batch] for each text: how many of its tokens are real."""
+    last: bool
+    before: int
+    """How many tokens lie before the texts, if the picture is last."""
 
     def is_real(self, keys: int) -> torch.Tensor:
         """[batch, 1, 1, keys]"""
         parts = [_places(length, count) for length, count in zip(self.lengths, self.counts, strict=True)]
         real = torch.cat(parts, 1)
         if keys < real.shape[1]:
-            real = real[:, -keys:]
-        picture = torch.ones(real.shape[0], keys - real.shape[1], dtype=torch.bool, device=real.device)
-        real = torch.cat([picture, real] if self.texts.last else [real, picture], 1)
-        return real[:, None, None]
+            return real[:, -keys:][:, None, None]
+        others = torch.ones(real.shape[0], keys - real.shape[1], dtype=torch.bool, device=real.device)
+        before = others.shape[1] if self.last else self.before
+        return torch.cat([others[:, :before], real, others[:, before:]], 1)[:, None, None]
 
     @contextlib.contextmanager
     def means(self, module: torch.nn.Module) -> Iterator[None]:
@@ -114,7 +124,9 @@ def filled_texts(
         return None
     texts = ANY_LENGTH[type(module).__name__]
     lengths = tuple(arguments[name].shape[1] for name in texts.names if arguments.get(name) is not None)
-    return FilledTexts(texts, lengths, counts)
+    others = arguments.get(texts.before)
+    # A stack of equal blocks stands for the list: its first block answers as they all do.
+    return FilledTexts(texts, lengths, counts, texts.last(module), 0 if others is None else others.shape[1])
 
 
 def in_prompts(
