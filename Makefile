@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all native-table test-comfyui lint clean
+.PHONY: demo bench performance test test-all native-table test-comfyui lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -14,6 +14,18 @@ demo: .venv/.installed
 	@mkdir -p outputs
 	$(BIN)/comfy-tpu generate "$(PROMPT)" --output outputs/demo.mp4 --contact-sheet outputs/demo.png
 	@echo 'the same frames side by side: outputs/demo.png'
+
+# Beside diffusers on this machine: a small model on a CPU, the 14B on a GPU. Results worth keeping go to
+# benchmarks/results/, by the name of the device.
+RESULTS ?= outputs/bench.json
+
+bench: .venv/.installed-dev
+	@mkdir -p $(dir $(RESULTS))
+	$(BIN)/comfy-tpu bench --json $(RESULTS)
+
+# The page is made of the results that are kept, and of nothing else.
+performance: .venv/.installed-dev
+	$(BIN)/comfy-tpu bench report benchmarks/results/*.json --output docs/performance.md
 
 # ruff, mypy and the layer contracts run inside, from tests/test_architecture.py.
 test: .venv/.installed-dev

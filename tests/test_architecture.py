@@ -30,7 +30,7 @@ def test_tool_is_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-LAYERS = ["comfy", "cli", "diagnosis", "installation", "pipeline", "families", "compiler", "bridge", "kernels"]
+LAYERS = ["comfy", "cli", "bench", "diagnosis", "installation", "pipeline", "families", "compiler", "bridge", "kernels"]
 LAYERS += ["parallel"]
 
 VIOLATIONS = {

@@ -18,6 +18,7 @@ PICTURES = {
     "wan21_tpu_full_pipeline": ("a blue square growing on a white background", "Full_Pipeline* Video"),
     "wan21_tpu_videohelpersuite": ("a cyan star moving down on a black background", "Encoder* Sampler* Decoder* VHS"),
     "wan21_tpu_native_vae": ("a green triangle moving up on a gray background", "Encoder* Sampler* VAE_Decode Video"),
+    "wan21_native_tpu_model": ("a yellow star moving left on a black background", "Loaders Compile* KSampler Video"),
     "wan21_native_tpu_vae": ("a purple square moving left on a gray background", "CLIP KSampler Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14

@@ -14,6 +14,9 @@ DEMO_MODEL = "demo"
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
+Quantization = Literal["none", "fp8", "int8"]
+"""What the large matrix products of a transformer are computed in. Anything but none changes the result a little."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshSizes:
@@ -47,7 +50,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    implementation: Literal["auto", "splash", "cudnn", "chunked"] = "auto"
+    implementation: Literal["auto", "splash", "hopper", "cudnn", "chunked"] = "auto"
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
     smooth_keys: bool = True
     """Subtract the mean key before the splash kernel: the softmax is the same, its exponents smaller."""

@@ -31,7 +31,7 @@ FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 CHOICES = [
     ("mesh", "COMBO", {"default": "auto", "options": ["auto", "single", "seed"]}),
     ("precision", "COMBO", {"default": "auto", "options": ["auto", "bfloat16", "float32"]}),
-    ("attention", "COMBO", {"default": "auto", "options": ["auto", "splash", "cudnn", "chunked"]}),
+    ("attention", "COMBO", {"default": "auto", "options": ["auto", "splash", "hopper", "cudnn", "chunked"]}),
 ]
 
 # id: shown as, category, inputs, outputs

@@ -51,6 +51,7 @@ def test_the_examples_that_the_readme_names_are_there() -> None:
         "wan21_tpu_videohelpersuite.json",
         "wan21_tpu_native_vae.json",
         "wan21_native_tpu_vae.json",
+        "wan21_native_tpu_model.json",
     } <= set(NAMES)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from comfy_tpu.config import AttentionConfig, BlockSizes, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
-from comfy_tpu.kernels import attention, cudnn
+from comfy_tpu.kernels import attention, cudnn, hopper
 from comfy_tpu.kernels.choice import Call, choose_implementation, choose_strategy
 from comfy_tpu.kernels.masking import Band
 from comfy_tpu.kernels.tuning import DEFAULT, TABLE, block_sizes
@@ -21,6 +21,12 @@ AUTO = AttentionConfig()
 @pytest.fixture
 def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "is_installed", lambda: True)
+    monkeypatch.setattr(hopper, "is_installed", lambda: False)
+
+
+@pytest.fixture
+def with_pallas(with_cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "is_installed", lambda: True)
 
 
 def choice(call: Call, platform: Platform, chip: str, config: AttentionConfig = AUTO, sharded: Any = None) -> str:
@@ -67,6 +73,40 @@ def test_what_cudnn_takes(with_cudnn: None, change: dict[str, Any], expected: st
     assert choice(dataclasses.replace(LONG, **change), "gpu", "h200") == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "hopper"),
+        ({"dtype": jnp.float16}, "hopper"),
+        ({"head_dim": 64, "value_dim": 64}, "hopper"),
+        ({"queries": 4096, "keys": 4096}, "hopper"),
+        ({"keys": 4095}, "cudnn"),
+        ({"head_dim": 256, "value_dim": 256}, "cudnn"),
+        ({"head_dim": 96, "value_dim": 96}, "cudnn"),
+        ({"band": Band(None, 0)}, "cudnn"),
+        ({"key_mask": "bool"}, "cudnn"),
+        ({"has_lengths": True}, "cudnn"),
+        ({"dtype": jnp.float32}, "chunked"),
+    ],
+)
+def test_what_our_hopper_kernel_takes(with_pallas: None, change: dict[str, Any], expected: str) -> None:
+    assert choice(dataclasses.replace(LONG, **change), "gpu", "h200") == expected
+
+
+def test_our_hopper_kernel_depends_on_chip_and_strategy(with_pallas: None) -> None:
+    assert choice(LONG, "gpu", "h100", sharded="whole_keys") == "hopper"
+    assert choice(LONG, "gpu", "b200") == "cudnn"
+    assert choice(LONG, "gpu", "a100") == "cudnn"
+    assert choice(LONG, "gpu", "h200", sharded="ring") == "chunked"
+    assert choice(LONG, "gpu", "h200", AttentionConfig(implementation="cudnn")) == "cudnn"
+
+
+def test_our_hopper_kernel_needs_pallas_for_gpus(with_cudnn: None) -> None:
+    assert choice(LONG, "gpu", "h200") == "cudnn"
+    with pytest.raises(UnsupportedError, match=r"needs JAX's CUDA plugin and absl-py; install comfy-tpu\[cuda\]"):
+        choice(LONG, "gpu", "h200", AttentionConfig(implementation="hopper"))
+
+
 def test_cudnn_depends_on_chip_strategy_and_plugin(with_cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(dataclasses.replace(LONG, head_dim=256, value_dim=256), "gpu", "a100") == "chunked"
     assert choice(LONG, "gpu", "h200", sharded="ring") == "chunked"
@@ -95,6 +135,7 @@ def test_what_splash_takes(change: dict[str, Any], expected: str) -> None:
         ),
         (LONG, "tpu", "cudnn", "it runs on NVIDIA GPUs and the placement is tpu; choose auto or chunked"),
         (LONG, "cpu", "cudnn", "the placement is cpu"),
+        (LONG, "tpu", "hopper", "it runs on h100, h200, gh200 and the placement is v6e; choose auto or cudnn"),
         (
             dataclasses.replace(LONG, dense_mask=True),
             "tpu",

@@ -1,10 +1,11 @@
-"""cuDNN attention on a real GPU against torch on the CPU."""
+"""Attention on a real GPU against torch on the CPU: cuDNN, our Hopper kernel, and what neither takes."""
 
 import jax.numpy as jnp
 import pytest
 
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.errors import MeshError
+from comfy_tpu.kernels.choice import Call, hopper_refusal
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from tests.kernels.attention_reference import Case, relative_error, run
@@ -42,3 +43,23 @@ def placement() -> Placement:
 )
 def test_matches_torch(placement: Placement, name: str, dtype: object, tolerance: float) -> None:
     assert relative_error(*run(CASES[name], AttentionConfig(), placement, dtype=dtype)) <= tolerance
+
+
+HOPPER = {
+    "tiles": Case(head_dim=128, value_dim=128, queries=384, keys=384),
+    "ragged": Case(head_dim=128, value_dim=128, queries=1000, keys=777),
+    "one tile of few keys": Case(head_dim=128, value_dim=128, queries=3, keys=5),
+    "heads of 64": Case(head_dim=64, value_dim=64, queries=257, keys=4099),
+    "gqa": Case(heads=8, kv_heads=2, head_dim=128, value_dim=128, queries=130, keys=200),
+    "scores that need a maximum": Case(head_dim=128, value_dim=128, queries=300, keys=300, scale=8.0),
+    "a scale below zero": Case(head_dim=128, value_dim=128, queries=300, keys=300, scale=-0.1),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
+def test_our_hopper_kernel_matches_torch(placement: Placement, name: str, dtype: object, tolerance: float) -> None:
+    if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
+        pytest.skip(f"a kernel for Hopper, and this is {placement.chip}")
+    config = AttentionConfig(implementation="hopper")
+    assert relative_error(*run(HOPPER[name], config, placement, dtype=dtype)) <= tolerance

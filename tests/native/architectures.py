@@ -34,6 +34,8 @@ class Architecture:
     text: Text
     tokens: tuple[int, int] = (20, 27)
     """A prompt, and one of another length."""
+    longer: tuple[int, ...] = ()
+    """Two lengths that exceed the one to which its tokenizer fills up texts."""
     from_file: bool = False
     any_length: bool = False
     """Its tokenizer does not fill up texts, so that every prompt has a length of its own."""
@@ -183,6 +185,8 @@ ARCHITECTURES = (
         },
         ((16, 8, 10), (16, 12, 6)),
         _pooled(64, 48),
+        tokens=(256, 300),
+        longer=(270, 411),
     ),
     Architecture(
         "Flux.2",
@@ -212,6 +216,8 @@ ARCHITECTURES = (
         },
         ((128, 8, 10), (128, 6, 4)),
         _pooled(64, 48),
+        tokens=(512, 600),
+        longer=(530, 700),
     ),
     Architecture(
         "HunyuanVideo-1.5",
@@ -265,6 +271,8 @@ ARCHITECTURES = (
         },
         ((16, 8, 8), (16, 6, 10)),
         _pooled(64, 2048),
+        tokens=(154, 231),
+        longer=(200, 254),
         from_file=True,
     ),
     Architecture(
@@ -294,6 +302,7 @@ ARCHITECTURES = (
         ((4, 16, 16), (4, 12, 20)),
         _SDXL_TEXT,
         tokens=(77, 154),
+        longer=(154, 231),
     ),
     Architecture(
         "Qwen-Image",

@@ -178,6 +178,85 @@ def test_compilations(small, watch, cell):
 
 
 @every_text
+def test_long_prompts_are_one_program(small, watch):
+    compiled = compile_clip(small.build(seed=4))
+    words = ", ".join([PROMPT] * 14)
+    encode(compiled, words)
+    watch.compiled.clear()
+    encode(compiled, f"{words}, at night")
+    assert watch.compiled == []
+    assert not watch.warnings
+
+
+def some_texts(*names):
+    chosen = [each for each in TEXTS if each.name in names]
+    assert len(chosen) == len(names)
+    return pytest.mark.parametrize("small", chosen, ids=lambda each: each.name.replace(" ", "_"))
+
+
+@some_texts("SD 1.5", "Wan 2.1, Wan 2.2")
+@pytest.mark.parametrize("scheduled", [False, True], ids=["at once", "scheduled"])
+def test_hooked_weights(small, scheduled, comfyui, watch):
+    """Set CLIP Hooks: ComfyUI writes into the weights and back again, in a way that leaves no trace."""
+    import comfy.hooks
+    import comfy.utils
+    from comfy_extras.nodes_hooks import SetClipHooks
+
+    from tests.native.loras import write_text_lora
+
+    plain = clips(small).plain
+    path = comfyui / "models" / "loras" / "hooked text.safetensors"
+    write_text_lora(plain, path, seed=8)
+    hooks = comfy.hooks.create_hook_lora(comfy.utils.load_torch_file(str(path)), 0.0, 1.0)
+    path.unlink()
+    compiled = compile_clip(plain)
+    bare = encode(compiled)
+    watch.clear()
+    hooked = [SetClipHooks().apply_hooks(clip, scheduled, False, hooks)[0] for clip in (plain, compiled)]
+    expected = encode(hooked[0])
+    assert apart(bare, expected) > 1e-2
+    assert error(expected, encode(hooked[1])) < TOLERANCE
+    assert "runs without the TPU" in watch.warnings[0]
+    assert "hooked" in watch.warnings[0]
+    assert error(bare, encode(compiled)) < 1e-6
+    assert watch.calls
+
+
+@some_texts("SD 1.5", "Qwen-Image")
+def test_a_replaced_method(small, watch):
+    plain = clips(small).plain
+    compiled = compile_clip(plain)
+    part = next(part for name, part in plain.cond_stage_model.named_modules() if name.endswith("mlp"))
+    part.forward = lambda x: type(part).forward(part, x) * 0.5
+    try:
+        expected, got = encode(plain), encode(compiled)
+    finally:
+        del part.forward
+    assert apart(expected, encode(compiled)) > 1e-2
+    assert error(expected, got) < TOLERANCE
+    assert "replaced" in watch.warnings[0]
+
+
+@some_texts("Qwen-Image")
+def test_a_prompt_with_a_picture(small, watch):
+    """Qwen Image Edit: positions depend on the picture. The prompts after it go to the devices as before."""
+    from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit
+
+    both = clips(small)
+    compiled = compile_clip(both.plain)
+    picture = torch.rand(1, 56, 56, 3, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected, got = (
+            TextEncodeQwenImageEdit.execute(clip, "make it blue", image=picture).args[0][0][0]
+            for clip in (both.plain, compiled)
+        )
+    assert float((expected - got).abs().max() / expected.abs().max()) < TOLERANCE
+    watch.clear()
+    assert error(encode(both.plain), encode(compiled)) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_text
 def test_without_the_node_again(small):
     clip = small.build(seed=2)
     before, patches = encode(clip), dict(clip.patcher.object_patches)
@@ -187,3 +266,20 @@ def test_without_the_node_again(small):
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert compiled is not clip
     assert clip.patcher.object_patches == patches
+
+
+@some_texts("Wan 2.1, Wan 2.2")
+def test_a_known_text_encoder_is_split_by_its_familys_table(small, watch):
+    import jax
+
+    from comfy_tpu.comfy.native.hosting import _hosts
+    from comfy_tpu.families.wan import TEXT_ENCODER
+
+    if len(jax.devices()) < 8:
+        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
+    plain = clips(small).plain
+    assert error(encode(plain), encode(compile_clip(plain, mesh="seed"))) < TOLERANCE
+    (module,) = [part for part in plain.cond_stage_model.modules() if type(part).__name__ == "T5"]
+    tables = {choices.mesh: host._hosted._component.spec.rules for choices, host in _hosts[module].items()}
+    assert tables["seed"] == TEXT_ENCODER.rules
+    watch.assert_on_devices()

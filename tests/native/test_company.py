@@ -1,5 +1,6 @@
 """What other nodes do to a MODEL: taken along to the devices, or left to ComfyUI with one warning that says why."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -303,6 +304,123 @@ def test_a_replaced_part_of_the_model(architecture, watch, cell):
 
     assert compare(architecture, changed(change), cell, "object patches") > 10 * TOLERANCE
     assert_one_warning(watch, "diffusion_model.time_embedding")
+
+
+@some_architectures("Wan 2.1 T2V", "SDXL")
+def test_injected_code(architecture, watch, cell):
+    """As AnimateDiff does: a block is changed while the model is sampled, and put back afterwards."""
+    from comfy.patcher_extension import PatcherInjection
+
+    def inject(patcher):
+        part = patcher.model.diffusion_model.get_submodule(FIRST_BLOCK[architecture.name])
+        part.forward = lambda *args, **kwargs: type(part).forward(part, *args, **kwargs) * 0.5
+
+    def eject(patcher):
+        del patcher.model.diffusion_model.get_submodule(FIRST_BLOCK[architecture.name]).forward
+
+    change = changed(lambda model: model.set_injections("mine", [PatcherInjection(inject, eject)]))
+    assert compare(architecture, change, cell, "injections") > 10 * TOLERANCE
+    assert_one_warning(watch, "injects code", "mine")
+
+
+FIRST_BLOCK = {"Wan 2.1 T2V": "blocks.0", "SDXL": "middle_block.0"}
+
+
+@contextlib.contextmanager
+def forward_replaced(part):
+    part.forward = lambda *args, **kwargs: type(part).forward(part, *args, **kwargs) * 0.5
+    yield
+    del part.forward
+
+
+@contextlib.contextmanager
+def hook(part):
+    handle = part.register_forward_hook(lambda module, inputs, out: out * 0.5)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def hook_before(part):
+    handle = part.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5, *inputs[1:]))
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def another_class(part):
+    kind = type(part)
+    part.__class__ = type("Halved", (kind,), {"forward": lambda self, *a, **k: kind.forward(self, *a, **k) * 0.5})
+    yield
+    part.__class__ = kind
+
+
+@some_architectures("Wan 2.1 T2V", "SDXL")
+@pytest.mark.parametrize(
+    ("deed", "word"),
+    [
+        (forward_replaced, "replaced"),
+        (hook, "hook"),
+        (hook_before, "hook"),
+        (another_class, "exchanged parts"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_code_put_on_the_module_itself(architecture, watch, cell, deed, word):
+    """What some custom nodes do, with no word to ComfyUI; and the model goes back to the devices afterwards."""
+    from tests.native.sampling import relative_error, sample
+
+    cell.at(TABLE, "monkey patches", architecture.name)
+    plain = models(architecture).plain
+    compiled = compile_model(plain)
+    before = sample(compiled, architecture)
+    watch.clear()
+    with deed(plain.model.diffusion_model.get_submodule(FIRST_BLOCK[architecture.name])):
+        expected = sample(plain, architecture)
+        got = sample(compiled, architecture)
+    assert relative_error(before, expected) > 10 * TOLERANCE
+    assert cell.error(relative_error(expected, got)) < TOLERANCE
+    assert_one_warning(watch, word)
+    assert torch.equal(sample(compiled, architecture), before)
+    assert watch.calls
+
+
+@some_architectures("Wan 2.1 T2V", "SDXL")
+def test_weights_that_are_computed_while_the_model_runs(architecture, watch, cell):
+    def change(model):
+        key = next(key for key in model.model_state_dict() if key.endswith(".weight") and "norm" not in key)
+        model.add_weight_wrapper(key, lambda weight: weight * 0.3)
+
+    assert compare(architecture, changed(change), cell, "weight wrappers") > TOLERANCE
+    assert_one_warning(watch, "computes the weights of")
+
+
+@some_architectures("Wan 2.1 T2V", "SDXL")
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_torch_compile(architecture, watch, cell, order):
+    """ComfyUI's Torch Compile node beside ours has nothing left to compile."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    cell.at(TABLE, "Torch Compile", architecture.name)
+    compiling = changed(lambda model: set_torch_compile_wrapper(model, backend="eager"))
+    plain = models(architecture).plain
+    both = compile_model(compiling(plain)) if order == "before" else compiling(compile_model(plain))
+    from tests.native.sampling import relative_error, sample
+
+    assert cell.error(relative_error(sample(plain, architecture), sample(both, architecture))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@some_architectures("Wan 2.1 T2V")
+def test_context_windows(architecture, watch, cell):
+    """A long video in pieces that overlap: the sampler cuts it, the model sees one piece after the other."""
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
+
+    def change(model):
+        return WanContextWindowsManualNode.execute(model, 5, 0, "standard_static", 1, False, "pyramid", False).args[0]
+
+    compare(architecture, change, cell, "context windows")
+    watch.assert_on_devices()
 
 
 @some_architectures("HunyuanVideo-1.5")

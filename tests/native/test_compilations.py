@@ -1,8 +1,10 @@
 """A program for each model, resolution and batch; none for a seed, a prompt, a sampler or a LoRA."""
 
+import dataclasses
+
 import pytest
 
-from tests.native.models import TABLE, compile_model, every_architecture
+from tests.native.models import TABLE, TOLERANCE, compile_model, every_architecture, some_architectures
 
 pytestmark = pytest.mark.comfyui
 
@@ -53,6 +55,40 @@ def test_compilations(architecture, comfyui, watch, cell):
     watch.assert_on_devices()
 
 
+@some_architectures("Flux.1", "Flux.2", "SD3.5", "SDXL")
+def test_long_prompts(architecture, watch, cell):
+    """Longer than what a tokenizer fills up to: one more program, for all of them."""
+    from tests.native.sampling import relative_error, sample
+
+    cell.at(TABLE, architecture.name, "long prompts")
+    one, other = architecture.longer
+    plain = architecture.build(seed=15)
+    compiled = compile_model(plain)
+    lengths = [{"tokens": one, "negative_tokens": one}, {"tokens": other, "negative_tokens": other}]
+    for each in lengths:
+        expected = sample(plain, architecture, steps=2, **each)
+        assert cell.error(relative_error(expected, sample(compiled, architecture, steps=2, **each))) < TOLERANCE
+    assert len(watch.compiled) == 1
+    mixed = {"tokens": other, "negative_tokens": architecture.tokens[0]}
+    expected = sample(plain, architecture, steps=2, **mixed)
+    assert cell.error(relative_error(expected, sample(compiled, architecture, steps=2, **mixed))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@some_architectures("SDXL")
+def test_a_text_that_might_be_a_picture(architecture, watch):
+    """As many tokens as a level of the network has pixels: filled up further."""
+    from tests.native.sampling import relative_error, sample
+
+    wide = dataclasses.replace(architecture, latents=((4, 14, 88), (4, 44, 28)))  # 308 = 7 × 44, 14 × 22
+    plain = wide.build(seed=16)
+    compiled = compile_model(plain)
+    for size in (0, 1):
+        expected = sample(plain, wide, steps=1, size=size, tokens=154)
+        assert relative_error(expected, sample(compiled, wide, steps=1, size=size, tokens=154)) < TOLERANCE
+    watch.assert_on_devices()
+
+
 @every_architecture
 def test_blocks_are_scanned(architecture, monkeypatch):
     """Or a program grows with the number of blocks: 14B in 15 s instead of 3."""
@@ -75,7 +111,7 @@ def test_blocks_are_scanned(architecture, monkeypatch):
 @every_architecture
 def test_two_models_of_one_kind(architecture, watch):
     """As Wan 2.2's pair: each has its own weights."""
-    from tests.native.models import TOLERANCE, models
+    from tests.native.models import models
     from tests.native.sampling import relative_error, sample
 
     one, other = models(architecture), architecture.build(seed=13)

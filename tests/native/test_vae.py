@@ -1,5 +1,6 @@
 """VAE: the same pictures and latents with TPU Compile VAE in the graph and without it."""
 
+import dataclasses
 import functools
 import logging
 import types
@@ -92,6 +93,46 @@ def test_a_batch(small, watch):
 
 
 @every_vae
+def test_another_size(small, watch, cell):
+    from tests.native.sampling import relative_error
+
+    cell.at(TABLE, small.name, "second resolution")
+    wide = dataclasses.replace(small, latent=(*small.latent[:-2], 6, 10))
+    both = vaes(small)
+    for run in (decode, encode):
+        assert cell.error(relative_error(run(both.plain, wide), run(both.compiled, wide))) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@every_vae
+def test_several_pictures(small, watch):
+    """A batch for a VAE of pictures, a video for the others."""
+    from tests.native.sampling import relative_error
+
+    several = small if small.frames > 1 else dataclasses.replace(small, frames=2)
+    both = vaes(small)
+    assert relative_error(encode(both.plain, several), encode(both.compiled, several)) < TOLERANCE
+    watch.assert_on_devices()
+
+
+@pytest.mark.parametrize("small", [VAES[0], VAES[3]], ids=["Wan_2.1", "SDXL"])
+def test_a_replaced_method(small, watch):
+    from tests.native.sampling import relative_error
+
+    plain = vaes(small).plain
+    compiled = compile_vae(plain)
+    part = next(part for part in plain.first_stage_model.decoder.modules() if type(part).__name__.startswith("Res"))
+    part.forward = lambda *args, **kwargs: type(part).forward(part, *args, **kwargs) * 0.5
+    try:
+        expected, got = decode(plain, small), decode(compiled, small)
+    finally:
+        del part.forward
+    assert relative_error(expected, decode(compiled, small)) > 10 * TOLERANCE
+    assert relative_error(expected, got) < TOLERANCE
+    assert "replaced" in watch.warnings[0]
+
+
+@every_vae
 def test_bfloat16(small, watch, cell):
     from tests.native.sampling import psnr
 
@@ -133,6 +174,9 @@ def test_compilations(small, watch, cell):
     decode(compiled, small)
     assert watch.compiled == []
     decode_tiled(compiled, small)
+    # Borders of a tile are seen all over it, so that only tiles of one size are one program. ComfyUI goes over a
+    # picture three times, with tiles of three shapes, and has smaller ones at two borders; over a video once.
+    assert len(watch.compiled) <= (3 * 4 if frames > 1 else 3) * (1 if small.is_video else 4)
     watch.compiled.clear()
     decode_tiled(compiled, small)
     assert watch.compiled == []

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from comfy_tpu.config import MeshSizes, ShardingConfig
 from comfy_tpu.errors import ShardingError
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
-from comfy_tpu.parallel.rules import column, gather, plan_shardings, replicate, row
+from comfy_tpu.parallel.rules import column, covers, gather, plan_shardings, replicate, row
 
 
 def struct(*shape, dtype=jnp.bfloat16):
@@ -225,3 +225,19 @@ def test_stacked_and_plan_names_must_exist():
         plan("tp=2", stacked=["nope"])
     with pytest.raises(ShardingError, match="no weight 'nope' in this plan; it has blocks"):
         plan("tp=2").storage("nope")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tp", "covered"),
+    [
+        ({"blocks.*.q.weight": (8, 6), "norm.weight": (6,)}, 4, True),
+        ({"blocks.*.q.weight": (8, 6), "norm.weight": (6,)}, 3, False),  # eight columns
+        ({"blocks.*.q.weight": (8, 6), "norm.bias": (6,)}, 1, False),  # nobody's
+        ({"blocks.*.q.weight": (8, 6), "blocks.*.q.weight_scale": (8,)}, 2, True),
+        ({"blocks.*.both.weight": (8, 6)}, 1, False),  # two rules'
+    ],
+)
+def test_which_tables_cover_a_model(shapes, tp, covered):
+    rules = (column("blocks.*.q.*"), row("blocks.*.both.*"), replicate("norm.weight"), replicate("*both.weight"))
+    weights = {name: struct(*shape) for name, shape in shapes.items()}
+    assert covers(rules, weights, tp) is covered

@@ -106,6 +106,7 @@ def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]
             mesh=arguments.mesh,
             platform=arguments.platform,
             dtype=arguments.dtype,
+            quantize=arguments.quantize,
             cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
         )

@@ -11,7 +11,7 @@ from comfy_api.latest import io
 CATEGORY = "TPU"
 PRECISIONS = ["auto", "bfloat16", "float32"]
 MESHES = ["auto", "single", "seed"]
-ATTENTIONS = ["auto", "splash", "cudnn", "chunked"]
+ATTENTIONS = ["auto", "splash", "hopper", "cudnn", "chunked"]
 
 
 def _choices() -> list[io.Input]:
@@ -20,7 +20,8 @@ def _choices() -> list[io.Input]:
             "mesh",
             options=MESHES,
             default="auto",
-            tooltip="How the work is split over the chips. auto chooses; single uses one; seed is dp=2 × tp=4.",
+            tooltip="How the work is split over the chips. auto chooses; single uses one; seed is dp=2 × tp=4, "
+            "for 8 chips.",
         ),
         io.Combo.Input(
             "precision",
@@ -32,7 +33,8 @@ def _choices() -> list[io.Input]:
             "attention",
             options=ATTENTIONS,
             default="auto",
-            tooltip="The attention kernel. auto: splash on TPU for long sequences, cuDNN on GPU, chunked otherwise.",
+            tooltip="The attention kernel. auto: splash on TPU for long sequences, hopper or cuDNN on GPU, chunked "
+            "otherwise.",
         ),
     ]
 

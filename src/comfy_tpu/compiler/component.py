@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,14 @@ from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.program import Program, method_name
+from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
 from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
-from comfy_tpu.config import AttentionConfig, CacheConfig, ShardingConfig
+from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
-from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings
+from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings, replicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class ComponentSpec:
     stacks: tuple[LayerStack, ...] = ()
     float32: tuple[str, ...] = ()
     """Globs of weights that stay float32 whatever the model's dtype is."""
+    quantized: tuple[str, ...] = ()
+    """Globs of linear layers that compute in 8 bits where that is asked for."""
 
 
 class Component:
@@ -56,6 +59,7 @@ class Component:
         attention: AttentionConfig = AttentionConfig(),
         cache: CacheConfig = CacheConfig(),
         sharding: ShardingConfig = ShardingConfig(),
+        quantize: Quantization = "none",
         scan: bool = True,
     ) -> None:
         if not dtype.is_floating_point:
@@ -67,12 +71,15 @@ class Component:
         self.spec = spec
         self.placement = placement
         self._cache = cache
+        self._quantize = quantize
         self.module = build_skeleton(lambda: _build(spec, config))
+        quantize_layers(self.module, spec.quantized, quantize)
         if scan:
             stack_layers(self.module, spec.stacks)
         shapes, sources = self._shapes(dtype)
         stacked = [name for name, names in sources.items() if names != (name,)]
-        self.plan: ShardingPlan = plan_shardings(spec.rules, shapes, placement, stacked, config=sharding)
+        rules = (*spec.rules, *_rules_for_scales(spec.rules, shapes))
+        self.plan: ShardingPlan = plan_shardings(rules, shapes, placement, stacked, config=sharding)
         self.slots = tuple(
             WeightSlot(name, sources[name], shape.shape, shape.dtype, self.plan.storage(name))
             for name, shape in shapes.items()
@@ -93,9 +100,10 @@ class Component:
         return shapes, sources
 
     def _dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> np.dtype:
-        if not tensor.dtype.is_floating_point:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             return numpy_dtype(tensor.dtype)
-        keeps_float32 = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.spec.float32)
+        patterns = (*self.spec.float32, f"*{SCALE}")
+        keeps_float32 = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         return numpy_dtype(torch.float32 if keeps_float32 else dtype)
 
     def _axes_of_one_layer(self, name: str, stacked: bool) -> PartitionSpec:
@@ -106,6 +114,10 @@ class Component:
         self, checkpoint: WeightSource, on_progress: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
+        if self._quantize != "none":
+            scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
+            weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
+            checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
         return load_weights(checkpoint, self.slots, on_progress=on_progress)
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -115,6 +127,12 @@ class Component:
         """A program over this component's weights; `options` are those of `Program`."""
         name = f"{self.spec.name}.{method_name(method)}"
         return Program(self.module, context=self.context, method=method, name=name, cache=self._cache, **options)
+
+
+def _rules_for_scales(rules: tuple[Rule, ...], names: Iterable[str]) -> list[Rule]:
+    """Scales lie along the outputs, as a bias does: where no rule takes them along with it, they are whole."""
+    scales = [name for name in names if name.endswith(SCALE)]
+    return [replicate(name) for name in scales if not any(fnmatch.fnmatchcase(name, rule.pattern) for rule in rules)]
 
 
 def _build(spec: ComponentSpec, config: Mapping[str, Any]) -> torch.nn.Module:

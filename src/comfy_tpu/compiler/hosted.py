@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,10 +31,10 @@ from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import run_watched, stack_uniform
 from comfy_tpu.compiler.weights import update_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
-from comfy_tpu.errors import ComfyTpuError, StackingError, TraceError, UnsupportedError
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, StackingError, TraceError, UnsupportedError
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
-from comfy_tpu.parallel.rules import Rule, column, gather, replicate, row
+from comfy_tpu.parallel.rules import Rule, column, covers, gather, replicate, row
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,15 @@ class HostedModule:
         attention: AttentionConfig,
         residency: Residency,
         cache: CacheConfig = CacheConfig(),
+        tables: Sequence[tuple[Rule, ...]] = (),
         prepare: Callable[[torch.nn.Module], None] = lambda skeleton: None,
         varying: frozenset[str] = frozenset(),
         on_event: Callable[[ProgramEvent], None] = lambda event: None,
         on_load: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`prepare` may change the skeleton, which nobody else sees, before it is traced.
+        """`tables` are sharding rules of models that are known: the first that covers this one is used.
+
+        `prepare` may change the skeleton, which nobody else sees, before it is traced.
 
         `varying` names entries of dictionaries that differ from block to block though no block reads them.
         """
@@ -74,6 +77,7 @@ class HostedModule:
         self._lock = threading.RLock()
         self._watch = WeightWatch()
         self._programs: dict[Hashable, Program] = {}
+        self._tables = tables
         self._prepare = prepare
         self._varying = varying
         self._placement = placement
@@ -90,9 +94,16 @@ class HostedModule:
             name=self.name,
             classes=(type(module).__name__,),
             build=lambda config: skeleton,
-            rules=tuple(_rule(*weight, self._placement.sizes.tp) for weight in weight_shapes(skeleton).items()),
+            rules=self._rules(weight_shapes(skeleton)),
         )
         return self._make_component(spec)
+
+    def _rules(self, weights: Mapping[str, torch.Tensor]) -> tuple[Rule, ...]:
+        tp = self._placement.sizes.tp
+        for table in self._tables:
+            if covers(table, weights, tp):
+                return table
+        return tuple(_rule(name, tensor, tp) for name, tensor in weights.items())
 
     def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), fetch: bool = True, **kwargs: Any) -> Any:
         """Host tensors in and out; `axes` say how the tensors among the arguments are split over the mesh.
@@ -178,6 +189,8 @@ def _somebody_elses_code(name: str) -> Iterator[None]:
     """Runs only while it is traced: whatever it raises then, it may be right where its inputs have values."""
     try:
         yield
+    except InvalidValueError as error:  # of an operator, about what the module gave it
+        raise TraceError(f"{name} gives an operator what it does not take{raising_line(error)}: {error}") from error
     except (ComfyTpuError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         raise  # known, or known to whoever traces
     except Exception as error:

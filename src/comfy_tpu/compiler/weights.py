@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -141,8 +142,11 @@ def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot])
 
 
 def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
-    """A host tensor on its devices. keep: the array outlives the mapped file that the tensor is a view of."""
+    """A tensor on its devices. keep: the array outlives the mapped file that the tensor is a view of."""
     target = getattr(torch, np.dtype(dtype).name)
+    if tensor.is_cuda and sharding.num_devices == 1 and sharding.mesh.devices.flat[0].platform == "gpu":
+        return adopt(tensor.to(target), sharding)
+    tensor = tensor.cpu()
     if keep and sharding.mesh.devices.flat[0].platform == "cpu":
         # CPU devices take over host memory that is aligned to 64 bytes instead of copying it, so an array could turn
         # out to be the mapped file. torch aligns: its one copy per shard is taken over, not copied again.
@@ -155,6 +159,12 @@ def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep
             return whole[index]
 
     return jax.make_array_from_callback(tuple(tensor.shape), sharding, piece)
+
+
+def adopt(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
+    """A tensor that torch has on the one device of `sharding`, as an array over the same memory: nothing is copied."""
+    array = jax.dlpack.from_dlpack(tensor.detach().contiguous())
+    return jax.make_array_from_single_device_arrays(tuple(tensor.shape), sharding, [array])
 
 
 def _write_layer(stack: jax.Array, slot: WeightSlot, tensor: torch.Tensor, position: int) -> jax.Array:

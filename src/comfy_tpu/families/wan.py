@@ -106,6 +106,8 @@ TRANSFORMER = ComponentSpec(
     build=_build_transformer,
     stacks=(LayerStack("blocks"),),
     float32=("*time_embedder*", "*scale_shift_table", "*.norm[123].*"),
+    # Not the keys and values of the prompt: they are computed once.
+    quantized=("blocks.*.attn1.to_*", "blocks.*.attn2.to_q", "blocks.*.attn2.to_out.0", "blocks.*.ffn.net.*"),
     rules=(
         column("blocks.*.attn[12].to_[qkv].*"),
         column("blocks.*.attn[12].norm_[qk].weight"),  # over all heads at once, so it follows the columns

@@ -13,17 +13,19 @@ from jax.typing import DTypeLike
 
 from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
-from comfy_tpu.kernels import cudnn
+from comfy_tpu.kernels import cudnn, hopper
 from comfy_tpu.kernels.masking import FULL, Band
 from comfy_tpu.parallel.mesh import check_heads, divisors
 
-Implementation = Literal["splash", "cudnn", "chunked", "dense"]
+Implementation = Literal["splash", "hopper", "cudnn", "chunked", "dense"]
 Strategy = Literal["ulysses", "ring", "whole_keys"]
 """How a sequence axis larger than one is used. whole_keys: every device holds all keys and a share of the queries."""
 
+_HOPPER_TOKENS = 4096
 _CUDNN_HEAD_DIM = 128
 _CUDNN_HEAD_DIM_HOPPER = 256
-_HOPPER_AND_LATER = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300")
+_HOPPER = ("h100", "h200", "gh200")
+_HOPPER_AND_LATER = (*_HOPPER, "b200", "gb200", "b300", "gb300")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Call:
     band: Band = FULL
     key_mask: Literal["none", "bool", "float"] = "none"
     dense_mask: bool = False
+    has_lengths: bool = False
 
 
 def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
@@ -70,18 +73,23 @@ def choose_implementation(
     call: Call, platform: Platform, chip: str, config: AttentionConfig, *, sharded: Strategy | None
 ) -> Implementation:
     """`sharded`: the strategy where sp > 1, None where every device sees whole sequences."""
-    _check_name("implementation", config.implementation, ("auto", "splash", "cudnn", "chunked"))
+    _check_name("implementation", config.implementation, ("auto", "splash", "hopper", "cudnn", "chunked"))
     fallback: Implementation = "dense" if _is_short(call, config) else "chunked"
     if config.implementation == "chunked":
         return fallback
     if config.implementation == "splash":
         _refuse("splash", splash_refusal(call, platform))
         return "splash"
+    if config.implementation == "hopper":
+        _refuse("hopper", hopper_refusal(call, platform, chip, sharded))
+        return "hopper"
     if config.implementation == "cudnn":
         _refuse("cudnn", cudnn_refusal(call, platform, chip, sharded))
         return "cudnn"
     if platform == "tpu" and fallback == "chunked" and splash_refusal(call, platform) is None:
         return "splash"
+    if min(call.queries, call.keys) >= _HOPPER_TOKENS and hopper_refusal(call, platform, chip, sharded) is None:
+        return "hopper"
     if platform == "gpu" and cudnn_refusal(call, platform, chip, sharded) is None:
         return "cudnn"
     return fallback
@@ -95,6 +103,23 @@ def splash_refusal(call: Call, platform: Platform) -> str | None:
         return "the mask differs by query or head; pass a mask of shape [B, 1, 1, Lk], kv_lengths, is_causal or window"
     if jnp.dtype(call.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float32"
+    return None
+
+
+def hopper_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy | None) -> str | None:
+    """Why this call cannot be given to our Hopper kernel; None: it can."""
+    if platform != "gpu" or chip.lower() not in _HOPPER:
+        return f"it runs on {', '.join(_HOPPER)} and the placement is {chip}; choose auto or cudnn"
+    if not hopper.is_installed():
+        return "Pallas for GPUs needs JAX's CUDA plugin and absl-py; install comfy-tpu[cuda], or choose auto or cudnn"
+    if jnp.dtype(call.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float16"
+    if call.head_dim != call.value_dim or call.head_dim not in (64, 128):
+        return f"head_dim is {call.head_dim} (values {call.value_dim}); expected 64 or 128 for both"
+    if call.dense_mask or call.key_mask != "none" or call.has_lengths or not call.band.is_full:
+        return "it sees every key: masks, lengths and windows are for cudnn"
+    if sharded == "ring":
+        return 'it gives no log-sum-exps, which a ring needs; choose sequence_parallel="ulysses"'
     return None
 
 

@@ -14,6 +14,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.kernels.choice import Call, Implementation, choose_implementation, choose_strategy
 from comfy_tpu.kernels.chunked import chunked
 from comfy_tpu.kernels.cudnn import cudnn
+from comfy_tpu.kernels.hopper import hopper
 from comfy_tpu.kernels.masking import Masking, band_of, smooth, split_mask
 from comfy_tpu.kernels.sharded import over_mesh
 from comfy_tpu.kernels.splash import splash
@@ -70,6 +71,7 @@ def attention(
         band=masking.band,
         key_mask="none" if key_mask is None else "bool" if key_mask.dtype == jnp.bool_ else "float",
         dense_mask=dense_mask is not None,
+        has_lengths=lengths is not None,
     )
     strategy = choose_strategy(call, platform, sizes, config)
     shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
@@ -117,7 +119,9 @@ def _local(
             interpret=platform == "cpu",
             partial=partial,
         )
-    if implementation == "cudnn":
+    if implementation == "hopper" and scale > 0:  # it hides keys before it scales
+        return hopper(query, key, value, scale=scale), None
+    if implementation in ("hopper", "cudnn"):
         return cudnn(query, key, value, masking, scale=scale), None
     out, logsumexp = chunked(query, key, value, masking, scale=scale, whole=implementation == "dense")
     return (out, logsumexp) if partial else (out.astype(query.dtype), None)

@@ -61,6 +61,18 @@ def replicate(pattern: str) -> Rule:
     return Rule("replicate", pattern)
 
 
+def covers(rules: Sequence[Rule], weights: Mapping[str, ShapeDtype], tp: int) -> bool:
+    """Whether every weight, of one layer each, has its one rule, and tp divides what the rule splits."""
+    for name, weight in weights.items():
+        matching = [rule for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
+        if len(matching) != 1:
+            return False
+        dimension = _TP_DIMENSION.get(matching[0].kind)
+        if dimension is not None and (dimension >= len(weight.shape) or weight.shape[dimension] % tp):
+            return False
+    return True
+
+
 class ShapeDtype(Protocol):
     """An array, or a jax.ShapeDtypeStruct."""
 

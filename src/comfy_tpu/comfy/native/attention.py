@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from comfy_tpu.comfy.native.texts import FilledTexts
+from comfy_tpu.errors import UnsupportedError
+
+HINTS = frozenset({"transformer_options", "small_input", "low_precision_attention", "_inside_attn_wrapper"})
+"""What a model says beside its attention, of which the result does not depend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +32,30 @@ class Attention:
         attn_precision: torch.dtype | None = None,
         skip_reshape: bool = False,
         skip_output_reshape: bool = False,
-        **_: Any,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
     ) -> torch.Tensor:
         """[batch, length, heads * dim], unless it was reshaped before."""
+        if unknown := set(others) - HINTS:
+            raise UnsupportedError(f"the model's attention is given {', '.join(sorted(unknown))}, which is not known")
         if not skip_reshape:
-            batch, _length, width = q.shape
+            batch, _, width = q.shape
+            dim = width // heads
+            key_heads = k.shape[-1] // dim if enable_gqa else heads
             # Some models have split the heads of one of the three already.
-            q, k, v = (x.reshape(batch, -1, heads, width // heads).transpose(1, 2) for x in (q, k, v))
+            q = q.reshape(batch, -1, heads, dim).transpose(1, 2)
+            k, v = (x.reshape(batch, -1, key_heads, dim).transpose(1, 2) for x in (k, v))
         if mask is not None and mask.ndim == 2:
             mask = mask.unsqueeze(0)
         if mask is not None and mask.ndim == 3:
             mask = mask.unsqueeze(1)
         if self.texts is not None and mask is None:
             mask = self.texts.is_real(k.shape[2])
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 

@@ -5,7 +5,7 @@ Tokens, embeddings, weights of words and everything around them stay ComfyUI's.
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import comfy.clip_model
@@ -14,7 +14,8 @@ import comfy.text_encoders.t5
 import torch
 from comfy.sd1_clip import SDClipModel
 
-from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+from comfy_tpu.comfy.native.hosting import Choices
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement
 from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
@@ -23,46 +24,45 @@ if TYPE_CHECKING:
 BUCKET = 256
 """Lengths of texts that no tokenizer fills up are rounded up to a multiple of this, each of which is a program.
 Templates of 30 to 130 tokens and a prompt of a few sentences fit into the first, so that a session compiles once."""
+USUAL = (77, 128, 256, 512)
+"""Up to which ComfyUI's tokenizers for a T5 fill up: left alone, and without a mask where ComfyUI has none."""
 
 
 def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
     """A clone whose text models compute on the devices."""
     compiled = clip.clone()
+    found = False
     for path, part in compiled.cond_stage_model.named_modules():
         if isinstance(part, SDClipModel):
             name = f"{path}.transformer" if path else "transformer"
-            compiled.patcher.add_object_patch(f"{name}.forward", DeviceText(part.transformer, choices))
+            text = DeviceText(compiled.cond_stage_model, part.transformer, "forward", choices)
+            compiled.patcher.add_object_patch(f"{name}.forward", text)
+            found = True
+    if not found:
+        Fallback(type(compiled.cond_stage_model).__name__).explain("there is no text model of ComfyUI's in it")
     return compiled
 
 
-class DeviceText:
+class DeviceText(Replacement):
     """Stands for the forward of a text model."""
 
-    def __init__(self, module: torch.nn.Module, choices: Choices) -> None:
-        self._reference = weakref.ref(module)
-        self._choices = choices
-        self._fallback = Fallback(type(module).__name__)
+    part = "text_encoder"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceText:
-        return self  # a skeleton is copied while we are on the module, and does not use us
+    def _reason_against(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> str:
+        if options.get("embeds") is None:
+            return "it is given tokens instead of their embeddings"
+        return super()._reason_against()
 
-    def __call__(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
-        module = self._reference()
-        assert module is not None  # it is the one that calls us
-        if options.get("embeds") is not None:
-            kind = frozenset(name for name, value in options.items() if value is not None)
-            traced, result = self._fallback.attempt(
-                kind, lambda: self._on_devices(module, attention_mask, dict(options))
-            )
-            if traced:
-                return result
-        return type(module).forward(module, tokens, attention_mask, **options)
+    def _kind(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Hashable:
+        return frozenset(name for name, value in _plain(options).items() if value is not None)
 
-    def _on_devices(self, module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> Any:
-        host = host_of(module, self._choices)
+    def _on_devices(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        module, mask, host = self._module, attention_mask, self._host()
         embeds = options.pop("embeds")
         length = embeds.shape[1]
-        fill = -length % BUCKET if _can_be_filled_up(module, mask) else 0
+        fill = -length % BUCKET if _can_be_filled_up(module, mask, length) else 0
+        if fill and mask is None and isinstance(module, comfy.text_encoders.t5.T5):
+            mask = torch.ones(embeds.shape[:2])
         embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, fill))
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, fill))
@@ -100,11 +100,11 @@ def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options:
     return last, others[0], module.text_projection(pooled), pooled
 
 
-def _can_be_filled_up(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
+def _can_be_filled_up(module: torch.nn.Module, mask: torch.Tensor | None, length: int) -> bool:
     """What is put behind a text changes nothing of it: nobody looks ahead, or a mask hides it."""
-    if isinstance(module, comfy.text_encoders.llama.BaseLlama):
-        return True
-    return isinstance(module, comfy.text_encoders.t5.T5) and mask is not None
+    if isinstance(module, comfy.text_encoders.t5.T5):
+        return mask is not None or length not in USUAL
+    return isinstance(module, comfy.text_encoders.llama.BaseLlama)
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

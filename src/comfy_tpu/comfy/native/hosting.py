@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
+from comfy_tpu.comfy.native.company import structure
 from comfy_tpu.comfy.run import NodeReport, start
 from comfy_tpu.comfy.unloading import stand_in_line
 from comfy_tpu.pipeline.progress import Progress
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from comfy_tpu.compiler.hosted import HostedModule
     from comfy_tpu.compiler.program import ProgramEvent
 
-logger = logging.getLogger(__name__)
+Part = Literal["transformer", "text_encoder", "vae"]
+"""What a module is in a model, as our families call it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,13 @@ class Choices:
 class Host:
     """A module on the devices, for the node that runs now."""
 
-    def __init__(self, module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]
+    ) -> None:
         from comfy_tpu.compiler.hosted import HostedModule
         from comfy_tpu.compiler.residency import shared_residency
         from comfy_tpu.config import AttentionConfig
+        from comfy_tpu.families.registry import FAMILIES
         from comfy_tpu.parallel.mesh import make_placement
 
         placement = make_placement(choices.mesh)
@@ -49,6 +53,7 @@ class Host:
         self.size = ""
         """What is being computed, for the line that says so."""
         self._name = type(module).__name__
+        self._structure = structure(module)
         self._report: NodeReport | None = None
         self._step: int | None = None
         self._hosted: HostedModule = HostedModule(
@@ -58,6 +63,7 @@ class Host:
             dtype=self.dtype,
             attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
             residency=shared_residency(),
+            tables=[getattr(family, part).rules for family in FAMILIES],
             prepare=lambda skeleton: _prepare(skeleton, prepare),
             varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
             on_event=self._on_event,
@@ -77,6 +83,10 @@ class Host:
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether the module is still made of what it was made of when its programs were."""
+        return self._structure == structure(module)
 
     @staticmethod
     def fetch(results: Any) -> Any:
@@ -115,14 +125,12 @@ _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakre
 _lock = threading.RLock()
 
 
-def host_of(
-    module: torch.nn.Module, choices: Choices, prepare: Callable[[torch.nn.Module], None] | None = None
-) -> Host:
+def host_of(module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]) -> Host:
     """The same for every clone of a model: they share the module, its programs and its place on the devices."""
     with _lock:
         hosts = _hosts.setdefault(module, {})
         if choices not in hosts:
-            hosts[choices] = Host(module, choices, prepare or (lambda skeleton: None))
+            hosts[choices] = Host(module, choices, part, prepare)
         return hosts[choices]
 
 
@@ -136,30 +144,3 @@ def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None])
         if hasattr(part, "_full_precision_mm"):
             part._full_precision_mm = True  # with 8-bit weights: what they multiply stays as it is
     more(skeleton)
-
-
-class Fallback:
-    """Remembers what cannot be traced, and says so, once for each reason."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said: set[str] = set()
-        self._refused: set[Hashable] = set()
-
-    def explain(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("%s runs without the TPU: %s", self._what, reason)
-
-    def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether it could be traced, and its result. What failed once is not traced again."""
-        from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
-
-        if kind in self._refused:
-            return False, None
-        try:
-            return True, run()
-        except (TraceError, UnsupportedError, MissingOperatorError, StackingError) as error:
-            self._refused.add(kind)
-            self.explain(str(error))
-            return False, None

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention
-from comfy_tpu.comfy.native.hosting import Choices, Fallback, host_of
+from comfy_tpu.comfy.native.company import loaded_patcher
+from comfy_tpu.comfy.native.hosting import Choices
+from comfy_tpu.comfy.native.replacement import Replacement
 from comfy_tpu.comfy.native.texts import fill_texts, filled_texts, in_prompts
 from comfy_tpu.comfy.run import at_rest
+from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-HARMLESS = frozenset(
-    {
-        # Read by samplers, wrappers and patches, never by a model's forward.
-        "cond_or_uncond",
-        "uuids",
-        "sigmas",
-        "sample_sigmas",
-        "wrappers",
-        "callbacks",
-        "easycache",
-        # Written by the forward itself.
-        "total_blocks",
-        "block_type",
-        "block_index",
-        "block",
-        "transformer_index",
-        "original_shape",
-    }
+OF_THE_SAMPLER = frozenset(
+    {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "easycache", "context_window"}
 )
+"""Read by samplers, wrappers and patches."""
+OF_THE_FORWARD = frozenset(
+    {"total_blocks", "block_type", "block_index", "block", "transformer_index", "original_shape", "activations_shape"}
+    | {"grid_sizes", "img_slice", "reference_image_num_tokens"}
+)
+"""Written by the forward itself."""
 PASSED_ON = frozenset({"rope_options"})
 """Numbers that a forward reads."""
 
@@ -55,52 +48,34 @@ def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     return clone
 
 
-class DeviceForward:
-    """Stands for `module._forward`."""
+class DeviceForward(Replacement):
+    """Stands for `diffusion_model._forward`."""
 
-    def __init__(self, model: torch.nn.Module, module: torch.nn.Module, name: str, choices: Choices) -> None:
-        # Weakly: we are an attribute of the module ourselves, and ComfyUI takes a cycle for a leak.
-        self._model = weakref.ref(model)
-        self._reference = weakref.ref(module)
-        self._name = name
-        self._choices = choices
-        self._signature = inspect.signature(getattr(type(module), name))
-        self._fallback = Fallback(type(module).__name__)
-
-    @property
-    def _module(self) -> torch.nn.Module:
-        module = self._reference()
-        assert module is not None  # it is the one that calls us
-        return module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceForward:
-        return self  # a skeleton is copied while we are on the module, and does not use us
+    part = "transformer"
 
     def around_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """However the sampler ends: nothing is computed afterwards."""
         try:
             return executor(*args, **kwargs)
         finally:
-            host_of(self._module, self._choices).end_steps()
+            self._host().end_steps()
             at_rest()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self._signature.bind(self._module, *args, **kwargs)
-        if reason := self._reason_against(bound.arguments.get("transformer_options") or {}):
-            self._fallback.explain(reason)
-        else:
-            given = frozenset(name for name, value in bound.arguments.items() if value is not None)
-            traced, result = self._fallback.attempt(given, lambda: self._on_devices(bound))
-            if traced:
-                return result
-        return getattr(type(self._module), self._name)(self._module, *args, **kwargs)
+    def _bound(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The call's arguments by their names, without the module."""
+        bound = inspect.signature(self._own_method).bind(self._module, *args, **kwargs)
+        _, *names = bound.arguments
+        arguments = {name: bound.arguments[name] for name in names}
+        rest = arguments.pop("kwargs", {})  # what the model takes beyond its named parameters
+        return {**arguments, **rest}
 
-    def _on_devices(self, bound: inspect.BoundArguments) -> torch.Tensor:
-        host = host_of(self._module, self._choices)
-        arguments = dict(bound.arguments)
-        module_name, sample_name, time_name, *_ = arguments
-        del arguments[module_name]
+    def _kind(self, *args: Any, **kwargs: Any) -> Hashable:
+        return frozenset(name for name, value in self._bound(*args, **kwargs).items() if value is not None)
+
+    def _on_devices(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        host, arguments = self._host(), self._bound(*args, **kwargs)
         options = arguments.pop("transformer_options", None) or {}
+        sample_name, time_name, *_ = arguments
         sample = arguments[sample_name]
         times = arguments.pop(time_name)
         arguments = {**_cast(arguments, host.dtype), time_name: times}
@@ -109,30 +84,55 @@ class DeviceForward:
         host.begin_step(*_step(options))
 
         def run(part: dict[str, Any]) -> torch.Tensor:
-            return host(_functions[self._name], *fill_texts(self._module, part), passed)
+            return host(_functions[self._method], *fill_texts(self._module, part), passed)
 
         prompts = len(options.get("cond_or_uncond", ()))
         return in_prompts(self._module, arguments, prompts, run).to(sample.dtype)
 
-    def _reason_against(self, options: dict[str, Any]) -> str:
-        """Why this call cannot be traced, or nothing."""
-        for name, value in options.items():
-            if name in HARMLESS or name in PASSED_ON:
-                continue
-            if name in ("patches", "patches_replace"):
-                value = {kind: inner for kind, inner in value.items() if inner}
-            if value:
-                inside = f" ({', '.join(map(str, value))})" if isinstance(value, dict) else ""
-                return f"transformer_options hold {name}{inside}, which is code that cannot be compiled with the model"
-        patcher = getattr(self._model(), "current_patcher", None)
-        if patcher is not None:
-            own = f"diffusion_model.{self._name}"
-            others = [name for name in patcher.object_patches if name.startswith("diffusion_model") and name != own]
-            if others:
-                return f"another node replaced {', '.join(others)}"
-            if patcher.current_hooks is not None:
-                return "weights are hooked to the prompt or the step, and change while the sampler runs"
-        return ""
+    def _reason_against(self, *args: Any, **kwargs: Any) -> str:
+        options = self._bound(*args, **kwargs).get("transformer_options") or {}
+        return _reason_in_the_options(options) or self._replaced_parts() or super()._reason_against()
+
+    def _replaced_parts(self) -> str:
+        patcher = loaded_patcher(self._owner())
+        own = f"diffusion_model.{self._method}"
+        patches = [] if patcher is None else patcher.object_patches
+        others = [name for name in patches if name.startswith("diffusion_model") and name != own]
+        return f"another node replaced {', '.join(others)}" if others else ""
+
+
+def _reason_in_the_options(options: dict[str, Any]) -> str:
+    for name, value in options.items():
+        if name in OF_THE_SAMPLER or name in OF_THE_FORWARD or name in PASSED_ON:
+            continue
+        if name in ("patches", "patches_replace"):
+            value = {kind: inner for kind, inner in value.items() if inner}
+        if value:
+            inside = f" ({', '.join(map(str, value))})" if isinstance(value, dict) else ""
+            return f"transformer_options hold {name}{inside}, which cannot be compiled with the model"
+    return ""
+
+
+class Options(dict[str, Any]):
+    """`transformer_options` for a trace: without what only the sampler knows, which a forward must not look for."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(_checked(name))
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(_checked(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(_checked(name), default)
+
+    def copy(self) -> Options:
+        return Options(self)
+
+
+def _checked(name: Any) -> Any:
+    if name in OF_THE_SAMPLER:
+        raise UnsupportedError(f"the model reads {name} among transformer_options, which changes from step to step")
+    return name
 
 
 def _forward(module: Any, *inputs: Any) -> torch.Tensor:
@@ -151,12 +151,10 @@ def _call(
 ) -> torch.Tensor:
     # The class's own: the skeleton may have our replacement on it.
     function = getattr(type(module), name)
-    keywords = dict(arguments)
-    rest = keywords.pop("kwargs", {})  # what the model takes beyond its named parameters
     texts = filled_texts(module, arguments, counts)
-    options = {**options, "optimized_attention_override": Attention(texts)}
+    options = Options(options, optimized_attention_override=Attention(texts))
     with texts.means(module) if texts else contextlib.nullcontext():
-        return function(module, **keywords, **rest, transformer_options=options)
+        return function(module, **arguments, transformer_options=options)
 
 
 def _step(options: dict[str, Any]) -> tuple[int, int]:

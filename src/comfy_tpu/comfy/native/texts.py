@@ -1,20 +1,24 @@
 """Texts of any length, filled up to lengths that are compiled, so that a new prompt is not a new program.
 
-Most text encoders fill up what they give. The models below are given as many tokens as a prompt has. Their attention
-does not see the filling, and nothing else in them looks at more than one token, means excepted.
+Most text encoders fill up what they give, to a length that a longer prompt exceeds; some give as many tokens as a
+prompt has. Attention in the models below does not see our filling, and nothing else in them looks at more than one
+token, means excepted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 BUCKET = 256
 """Texts are filled up to a multiple of this: a few sentences fit into the first, and it is little beside a picture."""
+SECTION = 77
+"""Tokens that a CLIP sees at once. It sees a longer prompt in several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,27 +27,45 @@ class AnyLength:
 
     names: tuple[str, ...]
     """Its arguments with texts, in the order in which they lie beside each other in its joint attention."""
-    last: Callable[[Any], bool]
-    """Whether they come after the picture there. Attention over fewer tokens is that of the last text alone."""
-    before: str = ""
-    """The argument whose tokens lie before the texts."""
+    place: Literal["before", "behind", "apart"]
+    """Of the texts beside the picture in joint attention. Apart: the picture attends to the text by itself."""
+    flipped: str = ""
+    """Blocks that say by `flipped_img_txt` whether texts are behind the picture; else they are before it."""
+    others: str = ""
+    """The argument whose tokens lie in front of the texts."""
+    usual: tuple[int, ...] = ()
+    """Lengths up to which the encoder itself fills up: these are left alone, and need no mask."""
+    bucket: int = BUCKET
+    multiple: int = 1
+    """Of which a length must be, or it is not a text."""
     mean: str = ""
     """The module that is given the mean of the last text's tokens."""
     optional: tuple[tuple[str, str], ...] = ()
     """(text that some prompts have and others do not, the layer that reads it)"""
+    patch: str = ""
+    """The attribute with the side of a patch, where pictures also attend to nothing but themselves."""
+
+    def filling(self, length: int, pictures: frozenset[int]) -> int:
+        """How many tokens to add. Never so many that a text would be taken for a picture."""
+        fill = max(-length % self.bucket, 0 if length else self.bucket)
+        return fill if length + fill not in pictures else fill + self.bucket
 
 
 ANY_LENGTH = {
-    "QwenImageTransformer2DModel": AnyLength(("context",), last=lambda model: False),
-    # Also HunyuanVideo-1.5 and HunyuanImage.
+    "QwenImageTransformer2DModel": AnyLength(("context",), "before"),
+    # Also HunyuanVideo-1.5 and HunyuanImage. Attention over fewer tokens than the texts have is that of the last alone.
+    # Texts are behind the picture until ComfyUI 0.30, and before it then.
     "HunyuanVideo": AnyLength(
         ("txt_byt5", "context"),
-        # Until ComfyUI 0.30; then the picture comes last.
-        last=lambda model: getattr(model.double_blocks[0], "flipped_img_txt", False),
-        before="clip_fea",
+        "behind",
+        flipped="double_blocks",
+        others="clip_fea",
         mean="txt_in.c_embedder",
         optional=(("txt_byt5", "byt5_in.fc1"),),
     ),
+    "Flux": AnyLength(("context",), "before", usual=(256, 512)),  # Flux.1 and Flux.2
+    "OpenAISignatureMMDITWrapper": AnyLength(("context",), "before", usual=(2 * SECTION,), patch="patch_size"),  # SD3
+    "UNetModel": AnyLength(("context",), "apart", usual=(SECTION,), bucket=4 * SECTION, multiple=SECTION),  # SD, SDXL
 }
 
 
@@ -55,18 +77,22 @@ class FilledTexts:
     lengths: tuple[int, ...]
     counts: tuple[torch.Tensor, ...]
     """[batch] for each text: how many of its tokens are real."""
-    last: bool
+    picture: int | None
+    """Tokens of a picture that also attends to itself alone."""
+    behind: bool
     before: int
-    """How many tokens lie before the texts, if the picture is last."""
+    """How many tokens lie before texts that are not behind the picture."""
 
-    def is_real(self, keys: int) -> torch.Tensor:
-        """[batch, 1, 1, keys]"""
+    def is_real(self, keys: int) -> torch.Tensor | None:
+        """[batch, 1, 1, keys], for an attention over so many; None: all of them are."""
         parts = [_places(length, count) for length, count in zip(self.lengths, self.counts, strict=True)]
         real = torch.cat(parts, 1)
+        if keys == self.picture or (self.texts.place == "apart" and keys != real.shape[1]):
+            return None
         if keys < real.shape[1]:
             return real[:, -keys:][:, None, None]
         others = torch.ones(real.shape[0], keys - real.shape[1], dtype=torch.bool, device=real.device)
-        before = others.shape[1] if self.last else self.before
+        before = others.shape[1] if self.behind else self.before
         return torch.cat([others[:, :before], real, others[:, before:]], 1)[:, None, None]
 
     @contextlib.contextmanager
@@ -94,8 +120,11 @@ def fill_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict
     texts = ANY_LENGTH.get(type(module).__name__)
     if texts is None or arguments.get("attention_mask") is not None:
         return arguments, ()
+    last = arguments[texts.names[-1]]
+    if last is None or last.shape[1] in texts.usual or last.shape[1] % texts.multiple:
+        return arguments, ()
+    pictures = _sizes_of_pictures(arguments["x"]) if texts.place == "apart" else frozenset()
     filled, counts = dict(arguments), []
-    batch, _, _ = arguments[texts.names[-1]].shape
     absent = dict(texts.optional)
     for name in texts.names:
         text = arguments.get(name)
@@ -103,11 +132,16 @@ def fill_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict
             layer: Any = _find(module, absent[name])
             if layer is None:
                 continue
-            text = arguments[texts.names[-1]].new_zeros(batch, 0, layer.in_features)
+            text = last.new_zeros(len(last), 0, layer.in_features)
         length = text.shape[1]
-        filled[name] = torch.nn.functional.pad(text, (0, 0, 0, max(-length % BUCKET, 0 if length else BUCKET)))
-        counts.append(torch.full((batch,), length))
+        filled[name] = torch.nn.functional.pad(text, (0, 0, 0, texts.filling(length, pictures)))
+        counts.append(torch.full((len(last),), length))
     return filled, tuple(counts)
+
+
+def _sizes_of_pictures(sample: torch.Tensor) -> frozenset[int]:
+    """Tokens of a picture at every level of a network that halves it."""
+    return frozenset(math.prod(-(-side // 2**level) for side in sample.shape[2:]) for level in range(8))
 
 
 def _find(module: Any, path: str) -> Any:
@@ -124,17 +158,24 @@ def filled_texts(
         return None
     texts = ANY_LENGTH[type(module).__name__]
     lengths = tuple(arguments[name].shape[1] for name in texts.names if arguments.get(name) is not None)
-    others = arguments.get(texts.before)
-    # A stack of equal blocks stands for the list: its first block answers as they all do.
-    return FilledTexts(texts, lengths, counts, texts.last(module), 0 if others is None else others.shape[1])
+    picture = None
+    if texts.patch:
+        patch = getattr(module, texts.patch)
+        picture = math.prod(-(-side // patch) for side in arguments["x"].shape[2:])
+    behind = texts.place == "behind"
+    if texts.flipped:  # a list of blocks, or what stands for one: its first answers as they all do
+        behind = getattr(getattr(module, texts.flipped)[0], "flipped_img_txt", False)
+    others = arguments.get(texts.others)
+    return FilledTexts(texts, lengths, counts, picture, behind, 0 if others is None else others.shape[1])
 
 
 def in_prompts(
     module: torch.nn.Module, arguments: dict[str, Any], prompts: int, run: Callable[[dict[str, Any]], torch.Tensor]
 ) -> torch.Tensor:
-    """`run` for each prompt by itself, if texts have any length: the prompt and the negative prompt come in one batch
-    only where they happen to be equally long, and that batch would be another program."""
-    if prompts < 2 or type(module).__name__ not in ANY_LENGTH:
+    """`run` for each prompt by itself, if no length is usual: the prompt and the negative prompt come in one batch only
+    where they happen to be equally long, and that batch would be another program."""
+    texts = ANY_LENGTH.get(type(module).__name__)
+    if prompts < 2 or texts is None or texts.usual:
         return run(arguments)
     batch = next(len(value) for value in arguments.values() if isinstance(value, torch.Tensor))
     size = batch // prompts

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from comfy_tpu.comfy.native.attention import picture_attention
-from comfy_tpu.comfy.native.hosting import Choices, Fallback, Host, host_of
+from comfy_tpu.comfy.native.hosting import Choices, Host
+from comfy_tpu.comfy.native.replacement import Replacement
 from comfy_tpu.comfy.run import at_rest
 
 if TYPE_CHECKING:
@@ -24,41 +24,38 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
     """A copy whose decode and encode compute on the devices. Tiling and everything else stay ComfyUI's."""
     compiled = copy.copy(vae)
     compiled.patcher = vae.patcher.clone()
+    module = vae.first_stage_model
     for name in ("decode", "encode"):
-        compiled.patcher.add_object_patch(name, DeviceMethod(vae.first_stage_model, name, choices))
+        compiled.patcher.add_object_patch(name, DeviceMethod(module, module, name, choices))
     # ComfyUI cuts a batch where the host has no memory free for it. It takes none there, and every cut would be a
     # program of its own.
     compiled.memory_used_decode = compiled.memory_used_encode = lambda shape, dtype: 1
     return compiled
 
 
-class DeviceMethod:
+class DeviceMethod(Replacement):
     """Stands for `first_stage_model.decode` or `.encode`."""
 
-    def __init__(self, module: torch.nn.Module, name: str, choices: Choices) -> None:
-        self._reference = weakref.ref(module)
-        self._name = name
-        self._choices = choices
-        self._fallback = Fallback(f"{type(module).__name__}.{name}")
+    part = "vae"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMethod:
-        return self  # a skeleton is copied while we are on the module, and does not use us
+    @staticmethod
+    def _prepare(skeleton: torch.nn.Module) -> None:
+        part: Any
+        for part in skeleton.modules():
+            if hasattr(part, "optimized_attention"):
+                part.optimized_attention = picture_attention
 
-    def __call__(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        module = self._reference()
-        assert module is not None  # it is the one that calls us
-        kind = (x.ndim, frozenset(options))
-        traced, result = self._fallback.attempt(kind, lambda: self._on_devices(module, x, options))
-        return result if traced else getattr(type(module), self._name)(module, x, **options)
+    def _kind(self, x: torch.Tensor, **options: Any) -> Hashable:
+        return x.ndim, frozenset(options)
 
-    def _on_devices(self, module: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        host = host_of(module, self._choices, _prepare)
+    def _on_devices(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        host = self._host()
         host.size = "×".join(str(side) for side in reversed(x.shape[2:]))
         values = x.to(host.dtype)
-        if _is_causal(module):
-            result = _by_frames(host, module, self._name, values)
+        if _is_causal(self._module):
+            result = _by_frames(host, self._module, self._method, values)
         else:
-            result = host(_METHODS[self._name], values, options, axes=_axes(values))
+            result = host(_METHODS[self._method], values, options, axes=_axes(values))
         at_rest()
         return result.to(x.dtype)
 
@@ -77,13 +74,6 @@ _METHODS = {"decode": _decode, "encode": _encode}
 def _axes(x: torch.Tensor) -> tuple[Any, ...]:
     """Pictures are split by columns over the whole mesh."""
     return (*(None,) * (x.ndim - 1), WHOLE_MESH)
-
-
-def _prepare(skeleton: torch.nn.Module) -> None:
-    part: Any
-    for part in skeleton.modules():
-        if hasattr(part, "optimized_attention"):
-            part.optimized_attention = picture_attention
 
 
 # Wan's VAEs go through a video a few frames at a time and remember the frames before. ComfyUI's loop over them would

@@ -44,7 +44,7 @@ class NativeDemoModel:
 
 
 class NativeDemoText:
-    """The demo's text encoder on ordinary PyTorch, as transformers has it, behind the two methods of a CLIP."""
+    """The demo's text encoder on ordinary PyTorch, as transformers has it, behind the methods of a CLIP."""
 
     CATEGORY = "test"
     FUNCTION = "load"
@@ -64,6 +64,13 @@ class DemoText:
 
         self.tokenizer = AutoTokenizer.from_pretrained(f"{directory}/tokenizer")
         self.model = UMT5EncoderModel.from_pretrained(f"{directory}/text_encoder", dtype=torch.float32)
+
+    @property
+    def cond_stage_model(self):
+        return self.model
+
+    def clone(self):
+        return self
 
     def tokenize(self, text):
         return self.tokenizer(

@@ -1,0 +1,121 @@
+"""A run as Markdown tables. Everything in them comes from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from comfy_tpu.bench.results import Row, Run
+
+TITLES = {
+    "transformer": "Transformer, one forward",
+    "accuracy": "Error of the transformer against float32",
+    "ceilings": "What the device can do at best, in the same run",
+    "vae": "VAE",
+    "text": "Text encoder",
+    "compile": "From nothing to a program, and from the cache in a new process",
+    "end-to-end": "End to end",
+    "scaling": "Cost against tokens and devices",
+}
+PEER_NAMES = {
+    "ours": "**comfy-tpu**",
+    "fp8": "comfy-tpu, fp8 (lossy)",
+    "eager": "diffusers eager",
+    "compile": "diffusers + torch.compile",
+}
+
+Cell = Callable[[Run, Row], str]
+
+
+def table_of(found: Sequence[tuple[Run, Row]]) -> str:
+    """Rows, each with the run that it is compared within; columns that nothing fills are left out."""
+    cells = {title: [cell(run, row) for run, row in found] for title, cell in _COLUMNS.items()}
+    shown = {title: column for title, column in cells.items() if any(column)}
+    return render([*shown], [list(line) for line in zip(*shown.values(), strict=True)])
+
+
+def render(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---" if index < 3 else "---:" for index in range(len(titles))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [titles, rule, *lines])
+
+
+def seconds(value: float) -> str:
+    """Three or four digits that matter, in a unit that suits."""
+    if value >= 100:
+        return f"{value:.0f} s"
+    if value >= 0.1:
+        return f"{value:.3g} s" if value < 1 else f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-4 else f"{value * 1e6:.3g} µs"
+
+
+def floor_seconds(run: Run, row: Row) -> float | None:
+    """A forward whose products and whose attention each run at the best that was measured beside it."""
+    best: dict[str, float] = {}
+    for ceiling in run.find("ceilings", size=row.size):
+        kind = ceiling.what.split()[0]
+        best[kind] = max(best.get(kind, 0.0), ceiling.tflops or 0.0)
+    attention = row.facts.get("attention_flops")
+    if row.flops is None or attention is None or not best.get("matmul") or not best.get("attention"):
+        return None
+    return ((row.flops - attention) / best["matmul"] + attention / best["attention"]) / 1e12
+
+
+def speedup(run: Run, row: Row) -> float | None:
+    """How many times faster than this peer ours is, in this run."""
+    ours = next((other for other in run.find(row.part, what=row.what, size=row.size) if other.peer == "ours"), None)
+    if ours is None or ours.median_s is None or row.median_s is None or row.peer == "ours":
+        return None
+    return row.median_s / ours.median_s
+
+
+def _spread(run: Run, row: Row) -> str:
+    return f"{seconds(row.spread_s[0])} – {seconds(row.spread_s[1])}" if row.spread_s and len(row.samples) > 1 else ""
+
+
+def _floor(run: Run, row: Row) -> str:
+    floor = floor_seconds(run, row)
+    return f"{floor / row.median_s:.0%}" if floor and row.median_s else ""
+
+
+def _fact(name: str, write: Callable[[Any], str]) -> Cell:
+    def cell(run: Run, row: Row) -> str:
+        value = row.facts.get(name)
+        return "" if value is None else write(value)
+
+    return cell
+
+
+def _tflops(run: Run, row: Row) -> str:
+    return f"{row.tflops:.0f}" if row.tflops and row.tflops >= 10 else f"{row.tflops:.2g}" if row.tflops else ""
+
+
+def _optional(value: float | None, write: Callable[[float], str]) -> str:
+    return "" if value is None else write(value)
+
+
+_COLUMNS: dict[str, Cell] = {
+    "what": lambda run, row: row.what,
+    "size": lambda run, row: row.size,
+    "by": lambda run, row: PEER_NAMES.get(row.peer, row.peer),
+    "tokens": _fact("tokens", lambda value: f"{value:,}"),
+    "devices": _fact("devices", str),
+    "median": lambda run, row: _optional(row.median_s, seconds),
+    "min – max": _spread,
+    "n": lambda run, row: str(len(row.samples)) if row.samples else "",
+    "TFLOP/s": _tflops,
+    "of the floor": _floor,
+    "ours is faster": lambda run, row: _optional(speedup(run, row), lambda value: f"{value:.2f}×"),
+    "error": lambda run, row: _optional(row.error, lambda value: f"{value:.2e}"),
+    "first call": lambda run, row: _optional(row.first_s, seconds),
+    "import": _fact("import_s", seconds),
+    "build": _fact("build_s", seconds),
+    "trace": _fact("trace_s", seconds),
+    "lower": _fact("lower_s", seconds),
+    "compile": _fact("compile_s", seconds),
+    "programs": _fact("programs", str),
+    "from the cache": _fact("from_cache", lambda value: "yes" if value else "no"),
+    "FLOPs a device": _fact("flops_per_device", lambda value: f"{value:.3g}"),
+    "steps": _fact("steps", str),
+    "attention by": _fact("sdpa", lambda value: value.lower().removesuffix("_attention")),
+    "not measured": lambda run, row: (row.failure or "").replace("|", "\\|")[:160],
+}

@@ -1,0 +1,122 @@
+"""What a benchmark leaves behind: rows of raw samples, a run with its machine, a JSON file of runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline.atomic import replacing
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing, done by one peer. A row that failed says why, and has no samples."""
+
+    part: str
+    what: str
+    peer: str
+    size: str = ""
+    """width x height x frames; empty where there is none."""
+    samples: tuple[float, ...] = ()
+    """Seconds, warm-up excluded, as they were measured."""
+    first_s: float | None = None
+    """Seconds of the first call, with everything that is compiled or chosen in it."""
+    flops: float | None = None
+    """Operations of one call, by the formulas of `flops`."""
+    error: float | None = None
+    """Of the output against float32: norm of the difference over norm of the reference."""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    failure: str | None = None
+    traceback: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return (self.part, self.what, self.peer, self.size)
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    @property
+    def spread_s(self) -> tuple[float, float] | None:
+        return (min(self.samples), max(self.samples)) if self.samples else None
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s at the median."""
+        return self.flops / self.median_s / 1e12 if self.flops and self.median_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        """With the median and the spread beside the samples they come from, for whoever reads the file."""
+        return {**dataclasses.asdict(self), "median_s": self.median_s, "spread_s": self.spread_s, "tflops": self.tflops}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Row:
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {name: value for name, value in entry.items() if name in known}
+        return cls(**{**values, "samples": tuple(values.get("samples", ()))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Rows measured together: only they are compared with each other."""
+
+    date: str
+    """ISO 8601, UTC."""
+    command: str
+    model: str
+    """ "full" or "small"."""
+    dtype: str
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    rows: tuple[Row, ...] = ()
+
+    def with_row(self, row: Row) -> Run:
+        """A later row of the same key takes the place of an earlier one, which was a first impression."""
+        kept = [old for old in self.rows if old.key != row.key]
+        return dataclasses.replace(self, rows=(*kept, row))
+
+    def find(self, part: str, *, what: str | None = None, size: str | None = None) -> list[Row]:
+        return [
+            row
+            for row in self.rows
+            if row.part == part and (what is None or row.what == what) and (size is None or row.size == size)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rows"}
+        return {**own, "rows": [row.to_json() for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Run:
+        names = [field.name for field in dataclasses.fields(cls)]
+        rows = tuple(Row.from_json(row) for row in entry["rows"])
+        return cls(**{**{name: entry[name] for name in names}, "rows": rows})
+
+
+def read_runs(path: Path) -> list[Run]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] != SCHEMA:
+            raise InvalidValueError(
+                f"{path} has schema {document['schema']}, expected {SCHEMA}; measure again with this version"
+            )
+        return [Run.from_json(entry) for entry in document["runs"]]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidValueError(
+            f"{path} is not a file of benchmark results ({reason}); give one that `comfy-tpu bench --json` wrote"
+        ) from error
+
+
+def write_runs(path: Path, runs: Iterable[Run]) -> None:
+    document = {"schema": SCHEMA, "runs": [run.to_json() for run in runs]}
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""comfy-tpu bench: speed and error beside diffusers, in one run; `bench report` makes the page of the figures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TypeVar
+
+from comfy_tpu.bench.job import PARTS, PEERS, Choices, VideoSize
+from comfy_tpu.cli.progress import say
+from comfy_tpu.errors import InvalidValueError
+
+Name = TypeVar("Name", bound=str)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = Choices()
+    parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (all)")
+    parser.add_argument("--size", nargs="+", default=[], metavar="WxHxF", help="832x480x81 … (480p and 720p)")
+    parser.add_argument("--peers", help=f"of {','.join(PEERS)} (all; the small model: ours,eager)")
+    parser.add_argument("--model", default="auto", choices=("auto", "full", "small"), help="full: Wan 2.1 14B")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument("--repeats", type=int, default=defaults.repeats, metavar="N", help=f"({defaults.repeats})")
+    parser.add_argument("--steps", type=int, default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})")
+    parser.add_argument("--compile-regional", action="store_true", help="torch.compile of every block by itself")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="raw samples; a file that is there gets one more run")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="tables of this run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="bars of this run, x.svg")
+    commands = parser.add_subparsers(metavar="report", title="from results")
+    report = commands.add_parser("report", help="a page from JSON files", description="a page from JSON files")
+    report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
+    report.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE", help="x.md; plots go beside it")
+    report.set_defaults(bench=run_report)
+    parser.set_defaults(bench=run_measurements)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status: int = arguments.bench(arguments)
+    return status
+
+
+def run_measurements(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.bench import outputs, runner
+
+    choices = Choices(
+        parts=_names(arguments.what, PARTS, "--what"),
+        sizes=tuple(VideoSize.parse(size) for size in arguments.size),
+        peers=_names(arguments.peers, PEERS, "--peers") if arguments.peers else (),
+        model=arguments.model,
+        dtype=arguments.dtype,
+        repeats=arguments.repeats,
+        steps=arguments.steps,
+        regional=arguments.compile_regional,
+    )
+    places = outputs.Places.check(json=arguments.json, markdown=arguments.markdown, plot=arguments.plot)
+    run = runner.run_bench(choices, say=say, keep=places.keep)
+    places.finish(run)
+    print(outputs.tables(run))
+    return 0
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.bench import report
+
+    for path in report.write_page(arguments.files, arguments.output):
+        print(path)
+    return 0
+
+
+def _names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidValueError(f"{flag} names {unknown[0]!r}; choose from {', '.join(known)}")
+    if not names:
+        raise InvalidValueError(f"{flag} is empty; choose from {', '.join(known)}")
+    return tuple(name for name in known if name in names)

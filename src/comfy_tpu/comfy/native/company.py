@@ -1,0 +1,58 @@
+"""What other nodes did to a model that a trace of it would not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_management
+import torch
+
+OURS = "of_comfy_tpu"
+"""An attribute of what we put on a module ourselves."""
+
+
+def loaded_patcher(owner: torch.nn.Module | None) -> Any:
+    """The one of a model's clones whose patches are on it now, or None."""
+    for loaded in comfy.model_management.current_loaded_models:
+        if loaded.model is not None and loaded.model.model is owner:
+            return loaded.model
+    return None
+
+
+def reason_in_the_patcher(owner: torch.nn.Module | None) -> str:
+    """Why the model cannot be traced as it is patched now, or nothing."""
+    patcher = loaded_patcher(owner)
+    if patcher is None:
+        return ""
+    if patcher.current_hooks is not None:
+        return "weights are hooked to the prompt or the step, and change while the sampler runs"
+    injected = [str(key) for key, injections in patcher.injections.items() if injections]
+    if injected:
+        return f"another node injects code into the model ({', '.join(injected)})"
+    return ""
+
+
+def reason_in_the_module(module: torch.nn.Module) -> str:
+    """Why its own code is not what its classes say, or nothing."""
+    part: Any
+    for name, part in module.named_modules():
+        where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+        if part._forward_hooks or part._forward_pre_hooks:
+            return f"another node put a hook on {where}"
+        for attribute in ("weight_function", "bias_function"):
+            if getattr(part, attribute, None):
+                return f"another node computes the weights of {where} while the model runs"
+        replaced = [each for each, value in vars(part).items() if _shadows(type(part), each, value)]
+        if replaced:
+            return f"another node replaced {where}.{replaced[0]}"
+    return ""
+
+
+def _shadows(kind: type, name: str, value: Any) -> bool:
+    """Whether an attribute of an object hides a method of its class."""
+    return callable(value) and callable(getattr(kind, name, None)) and not hasattr(value, OURS)
+
+
+def structure(module: torch.nn.Module) -> tuple[tuple[str, type], ...]:
+    """What a model is made of. A program is of one structure."""
+    return tuple((name, type(part)) for name, part in module.named_modules())

@@ -1,0 +1,264 @@
+"""NVIDIA Hopper: flash attention in Pallas (Mosaic GPU), for long sequences without masks.
+
+The plan is FlashAttention-3's. A block of threads owns some query rows. One warpgroup fetches keys and values into a
+ring in shared memory; two others compute, each on its own rows, and take turns: while one is at the softmax, the other
+has the tensor cores.
+
+JAX has such a kernel (jax.experimental.pallas.ops.gpu.attention_mgpu), for float16 in effect (its buffers are, whatever
+the inputs), lengths that divide by its tiles, and scores that are scaled before. This one takes bfloat16, any length
+and a scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from comfy_tpu.kernels import cudnn
+
+COMPUTING = 2
+"""Warpgroups that compute. One more fetches."""
+_REGISTERS = {"computing": 232, "fetching": 40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    queries: int = 64
+    """Rows of each computing warpgroup: a wgmma has 64."""
+    keys: int = 192
+    stages: int = 2
+    """Tiles of keys and of values that are in shared memory at a time."""
+
+
+TILE = Tile()
+"""32,760 tokens and 40 heads of 128 on an H200, in TFLOP/s, without and with a running maximum: 192 keys 700 and 649,
+128 keys 692 and 616; cuDNN 569. Tiles of 160 and 176 keys are not for Pallas, 256 do not fit into shared memory."""
+SAFE_EXPONENT = 80.0
+"""Scores below this, in powers of two, need no running maximum: bfloat16 has the exponents of float32, so that a share
+of 2⁻⁸⁰ is as exact as one of 1, and 10⁶ shares of 2⁸⁰ are still a number. The softmax then has no maxima to find and
+nothing to scale anew, which are a third of its work."""
+
+
+def is_installed() -> bool:
+    """Whether Pallas can build a kernel for GPUs here. Its import wants absl, which jax does not bring."""
+    return cudnn.is_installed() and importlib.util.find_spec("absl") is not None
+
+
+def hopper(query: Array, key: Array, value: Array, *, scale: float, tile: Tile = TILE) -> Array:
+    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]; what it takes is decided in choice.py."""
+    queries, keys = query.shape[2], key.shape[2]
+    q, k, v = (_whole_rows(array.swapaxes(1, 2)) for array in (query, key, value))
+    attend = functools.partial(_attention, keys=keys, scale=scale * math.log2(math.e), tile=tile)
+    if query.dtype == jnp.bfloat16:
+        small = _largest_score(q, k) * abs(scale) * math.log2(math.e) < SAFE_EXPONENT
+        out = lax.cond(
+            small, functools.partial(attend, shifted=False), functools.partial(attend, shifted=True), q, k, v
+        )
+    else:
+        out = attend(q, k, v, shifted=True)
+    return out[:, :queries].swapaxes(1, 2)
+
+
+def _largest_score(q: Array, k: Array) -> Array:
+    """An upper bound of every |query · key|: the product of the longest of each (Cauchy and Schwarz)."""
+
+    def longest(x: Array) -> Array:
+        return jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
+
+    return jnp.sqrt(longest(q) * longest(k))
+
+
+def _whole_rows(array: Array) -> Array:
+    """[B, L, H, D] with L a multiple of 8, which copies into tiled shared memory want."""
+    fill = -array.shape[1] % 8
+    return jnp.pad(array, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else array
+
+
+@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "shifted"))
+def _attention(q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: Tile, shifted: bool) -> Array:
+    """[B, L, H, D] all over. `scale` is that of base-2 exponents; `shifted`: scores may be of any size."""
+    pl, plgpu = _pallas()
+    batch, queries, heads, dim = q.shape
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, keys=keys, scale=scale, tile=tile, shifted=shifted),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
+        grid=(heads, pl.cdiv(queries, COMPUTING * tile.queries), batch),
+        grid_names=("head", "rows", "batch"),
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        scratch_types=_scratch(plgpu, dim, q.dtype, tile),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return kernel(q, k, v)
+
+
+def _pallas() -> tuple[Any, Any]:
+    """Imported when a kernel is built: not every machine can."""
+    return importlib.import_module("jax.experimental.pallas"), importlib.import_module(
+        "jax.experimental.pallas.mosaic_gpu"
+    )
+
+
+def _scratch(plgpu: Any, dim: int, dtype: Any, tile: Tile) -> dict[str, Any]:
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def tiles(count: int, rows: int) -> Any:
+        return plgpu.SMEM((count, rows, dim), dtype, transforms=transforms)
+
+    def arrived(count: int) -> Any:
+        return plgpu.Barrier(num_barriers=count)
+
+    def used(count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=count)
+
+    return {
+        "q_tiles": tiles(COMPUTING, tile.queries),
+        "k_tiles": tiles(tile.stages, tile.keys),
+        "v_tiles": tiles(tile.stages, tile.keys),
+        "q_here": arrived(COMPUTING),
+        "k_here": arrived(tile.stages),
+        "v_here": arrived(tile.stages),
+        "k_used": used(tile.stages),
+        "v_used": used(tile.stages),
+        "turn": plgpu.Barrier(num_arrivals=COMPUTING),
+    }
+
+
+def _transposed(plgpu: Any, ref: Any) -> Any:
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))  # before jax 0.11
+
+
+def _kernel(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    *,
+    keys: int,
+    scale: float,
+    tile: Tile,
+    shifted: bool,
+    q_tiles: Any,
+    k_tiles: Any,
+    v_tiles: Any,
+    q_here: Any,
+    k_here: Any,
+    v_here: Any,
+    k_used: Any,
+    v_used: Any,
+    turn: Any,
+) -> None:
+    pl, plgpu = _pallas()
+    batch, head, me = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
+    key_head = lax.div(head, jnp.int32(q.shape[2] // k.shape[2]))
+    dim = q.shape[-1]
+    steps = pl.cdiv(keys, tile.keys)
+    stages = min(tile.stages, steps)
+
+    def slot_of(step: Any) -> Any:
+        return lax.rem(step, jnp.array(stages, step.dtype))
+
+    def take_turns() -> None:
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    @pl.when(me < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(_REGISTERS["computing"], action="increase")
+        first_row = lax.axis_index("rows") * (COMPUTING * tile.queries) + me * tile.queries
+        rows = (batch, pl.ds(first_row, tile.queries), head)  # beyond the last row nothing is read, nothing written
+        q_tile = q_tiles.at[me]
+        plgpu.copy_gmem_to_smem(q.at[rows], q_tile, q_here.at[me])
+        plgpu.barrier_wait(q_here.at[me])
+
+        def per_row(number: float) -> Array:
+            return plgpu.layout_cast(jnp.full((tile.queries,), number, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+        def across(x: Array, columns: int) -> Array:
+            return lax.broadcast_in_dim(x, (tile.queries, columns), [0])
+
+        plgpu.barrier_wait(k_here.at[0])
+        pl.when(me == 1)(take_turns)
+
+        def visit(step: Any, carry: tuple[Array, Array, Array], seen: int) -> tuple[Array, Array, Array]:
+            """`seen`: how many of the tile's keys there are."""
+            total, highest, weight = carry
+            slot = slot_of(step)
+
+            def multiply(scores: Any) -> Array:
+                plgpu.wgmma(scores, q_tile, _transposed(plgpu, k_tiles.at[slot]))
+                take_turns()
+                return scores[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC((tile.queries, tile.keys), jnp.float32))
+            plgpu.barrier_arrive(k_used.at[slot])
+            if seen < tile.keys:
+                column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+                scores = jnp.where(column < seen, scores, -jnp.inf)
+            if shifted:
+                now = jnp.maximum(highest, scores.max(axis=1) * scale)
+                fade = jnp.exp2(highest - now)
+                shares = jnp.exp2(scores * scale - across(now, tile.keys))
+                total, weight, highest = total * across(fade, dim), weight * fade, now
+            else:
+                shares = jnp.exp2(scores * scale)
+            weight += shares.sum(axis=1)
+            rounded = shares.astype(q.dtype)
+            # The sum before the barriers: otherwise it is put among the products below, which then wait for it.
+            total, highest, weight, rounded = lax.optimization_barrier((total, highest, weight, rounded))
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_here.at[slot])
+            plgpu.barrier_wait(turn)
+
+            def add(total: Any) -> None:
+                plgpu.wgmma(total, rounded, v_tiles.at[slot])
+
+                @pl.when(step + 1 < steps)
+                def _next() -> None:
+                    plgpu.barrier_wait(k_here.at[slot_of(step + 1)])
+
+            total = pl.run_state(add)(plgpu.ACC.init(total))
+            plgpu.barrier_arrive(v_used.at[slot])
+            return total, highest, weight
+
+        nothing = plgpu.layout_cast(jnp.zeros((tile.queries, dim), jnp.float32), plgpu.Layout.WGMMA)
+        carry = (nothing, per_row(-jnp.inf), per_row(0.0))
+        rest = keys % tile.keys
+        carry = lax.fori_loop(0, keys // tile.keys, functools.partial(visit, seen=tile.keys), carry)
+        if rest:  # a loop of one step, because a step must not be a constant
+            carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit, seen=rest), carry)
+        total, _, weight = carry
+        pl.when(me == 0)(take_turns)
+        q_tile[...] = (total / across(weight, dim)).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile, out.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(me == COMPUTING)
+    def _fetch() -> None:
+        plgpu.set_max_registers(_REGISTERS["fetching"], action="decrease")
+
+        def fetch(step: Any, slot: Any) -> None:
+            part = (batch, pl.ds(step * tile.keys, tile.keys), key_head)
+            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_here.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_here.at[slot])
+
+        for step in range(stages):
+            fetch(jnp.int32(step), step)  # not as a number: it would be checked against the length
+
+        @pl.loop(stages, steps)
+        def _again(step: Any) -> None:
+            slot, part = slot_of(step), (batch, pl.ds(step * tile.keys, tile.keys), key_head)
+            plgpu.barrier_wait(k_used.at[slot])
+            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_here.at[slot])
+            plgpu.barrier_wait(v_used.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_here.at[slot])

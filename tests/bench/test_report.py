@@ -1,0 +1,148 @@
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.bench import report, slopes, svg
+from comfy_tpu.bench.markdown import floor_seconds, seconds, speedup
+from comfy_tpu.bench.outputs import Places, plot, tables
+from comfy_tpu.bench.results import Row, read_runs, write_runs
+from comfy_tpu.errors import InvalidValueError
+from tests.bench.test_results import make_run
+
+ROOT = Path(__file__).parents[2]
+SIZE = "832x480x81"
+
+
+def forward(peer, *samples, **more):
+    facts = {"tokens": 32_760, "attention_flops": 1e15}
+    return Row("transformer", "forward", peer, size=SIZE, samples=samples, flops=2e15, facts=facts, **more)
+
+
+PEERS = (forward("ours", 2.5, 2.4, 2.6), forward("eager", 3.0), forward("compile", failure="no | compiler"))
+CEILINGS = (
+    Row("ceilings", "matmul 1×2×3", "jax", size=SIZE, samples=(1.0,), flops=500e12),
+    Row("ceilings", "matmul 1×2×3", "torch", size=SIZE, samples=(1.0,), flops=1000e12),
+    Row("ceilings", "attention", "jax cuDNN", size=SIZE, samples=(1.0,), flops=500e12),
+)
+
+
+def test_tables_compare_within_the_run():
+    text = tables(make_run(*PEERS, *CEILINGS))
+    lines = {line.split("|")[3].strip(): line for line in text.splitlines() if line.startswith("| forward")}
+    assert "2.50 s | 2.40 s – 2.60 s | 3 | 800 | 120% |" in lines["**comfy-tpu**"]
+    assert "1.20×" in lines["diffusers eager"]
+    assert "no \\| compiler" in lines["diffusers + torch.compile"]
+
+
+def test_the_floor_is_products_and_attention_each_at_their_best():
+    run = make_run(*PEERS, *CEILINGS)
+    assert floor_seconds(run, PEERS[0]) == pytest.approx(1.0 + 2.0)
+    assert floor_seconds(make_run(*PEERS), PEERS[0]) is None
+    assert speedup(run, PEERS[0]) is None
+    assert speedup(run, PEERS[1]) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(154.7, "155 s"), (2.618, "2.62 s"), (0.5, "0.5 s"), (0.0123, "12.3 ms"), (3.2e-5, "32 µs")],
+)
+def test_seconds(value, text):
+    assert seconds(value) == text
+
+
+def test_the_last_run_of_every_size_counts(tmp_path):
+    old = make_run(forward("ours", 9.0), date="2026-01-01T00:00:00+00:00")
+    new = make_run(forward("ours", 2.0), forward("eager", 4.0), date="2026-01-05T00:00:00+00:00")
+    text = make_run(Row("text", "encode 512 tokens", "ours", samples=(0.02,)), date="2026-01-03T00:00:00+00:00")
+    write_runs(tmp_path / "a.json", [new, text])
+    write_runs(tmp_path / "b.json", [old])
+    (page, picture) = report.write_page([tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "performance.md")
+    words = page.read_text()
+    assert "2.00×" in words
+    assert "9.00 s" not in words
+    assert "encode 512 tokens" in words
+    assert f"({picture.name})" in words
+    assert "## H200, Wan 2.1 14B, bfloat16" in words
+    assert "1 × H200 (128 GiB); driver 580.1; a processor, 2 cores, 16 GiB." in words
+    assert words.count("2026-01-0") == 2, "runs that nothing is taken from are not listed"
+    assert "jax 0.11.2" in words
+    ET.fromstring(picture.read_text())
+
+
+def test_pages_that_cannot_be_made(tmp_path):
+    write_runs(tmp_path / "empty.json", [])
+    with pytest.raises(InvalidValueError, match="no run is in there; measure with `comfy-tpu bench`"):
+        report.write_page([tmp_path / "empty.json"], tmp_path / "x.md")
+    with pytest.raises(InvalidValueError, match=r"x\.txt is Markdown; give it a name in \.md"):
+        report.write_page([tmp_path / "empty.json"], tmp_path / "x.txt")
+
+
+def scaling(tokens, seconds_, peer="ours"):
+    facts = {"tokens": tokens}
+    return Row("scaling", "forward", peer, size=f"{tokens}", samples=(seconds_,), flops=float(tokens**2), facts=facts)
+
+
+def over_devices(count):
+    facts = {"tokens": 99, "devices": count, "flops_per_device": 1e9 / count}
+    return Row("scaling", f"small model on {count} virtual CPU devices", "ours", samples=(2.0,), facts=facts)
+
+
+def test_exponents_are_those_of_the_points():
+    rows = [scaling(tokens, 1e-6 * tokens**1.5) for tokens in (8_000, 16_000, 76_000)]
+    rows += [scaling(8_000, 1.0, "eager"), *(over_devices(count) for count in (1, 2, 4, 8))]
+    series = slopes.series_of(rows)
+    found = {one.name: one.exponent for one in (*series["tokens"], *series["devices"])}
+    assert found == pytest.approx(
+        {
+            "comfy-tpu": 1.5,
+            "operations, by the formula": 2.0,
+            "wall time": 0.0,
+            "operations a device, by XLA": -1.0,
+        },
+        abs=1e-9,
+    )
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in slopes.exponents(rows)
+    for text in slopes.plots(rows).values():
+        ET.fromstring(text)
+
+
+def test_nothing_to_fit():
+    assert slopes.plots([]) == {}
+    assert slopes.exponents([scaling(8_000, 1.0)]) == ""
+
+
+def test_drawings_are_well_formed_and_escape_their_words():
+    text = svg.bars("a < b", [svg.Bar("x & y", 1.0, 0.5, 2.0, "1 s")])
+    root = ET.fromstring(text)
+    assert [element.text for element in root.iter() if element.tag.endswith("text")] == ["a < b", "x & y", "1 s"]
+    ET.fromstring(svg.bars("nothing", []))
+    ET.fromstring(plot(make_run(*PEERS)))
+
+
+def test_places_are_checked_before_anything_is_measured(tmp_path):
+    with pytest.raises(InvalidValueError, match=r"--plot .*x\.png is written as SVG; give it a name in \.svg"):
+        Places.check(json=None, markdown=None, plot=tmp_path / "x.png")
+    with pytest.raises(InvalidValueError, match="is a directory"):
+        Places.check(json=tmp_path, markdown=None, plot=None)
+
+
+def test_a_file_of_results_gets_one_more_run(tmp_path):
+    path = tmp_path / "results.json"
+    write_runs(path, [make_run(*CEILINGS)])
+    places = Places.check(json=path, markdown=tmp_path / "x.md", plot=tmp_path / "x.svg")
+    run = make_run(*PEERS)
+    places.keep(make_run())
+    places.keep(run)
+    places.finish(run)
+    assert read_runs(path) == [make_run(*CEILINGS), run]
+    assert "comfy-tpu" in (tmp_path / "x.md").read_text()
+    ET.parse(tmp_path / "x.svg")
+
+
+def test_the_page_in_the_documents_is_what_the_results_make(tmp_path):
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    for path in report.write_page(files, tmp_path / "performance.md"):
+        there = ROOT / "docs" / path.name
+        assert there.is_file(), f"{path.name} is missing; run `make performance`"
+        assert there.read_text() == path.read_text(), f"{path.name} is stale; run `make performance`"

@@ -1,0 +1,109 @@
+"""The command as a user runs it: in processes of its own, on the small model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.bench import runner
+from comfy_tpu.bench.job import PARTS, Job
+from comfy_tpu.bench.results import Row
+from comfy_tpu.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*arguments):
+    # Not what conftest.py set for the tests' own programs: eight devices, unoptimised.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, "-m", "comfy_tpu.cli", "bench", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--what", "transformer,speed"], "--what names 'speed'; choose from transformer, accuracy, vae"),
+        (["--what", ","], "--what is empty; choose from"),
+        (["--peers", "jit"], "--peers names 'jit'; choose from ours, fp8, eager, compile"),
+        (["--size", "480p"], "--size 480p is not of the form WIDTHxHEIGHTxFRAMES"),
+        (["--plot", "x.png"], "--plot x.png is written as SVG"),
+        (["report", "gone.json", "--output", "x.md"], "gone.json is not a file of benchmark results"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 1
+    assert f"comfy-tpu: {message}" in capsys.readouterr().err
+
+
+def test_small_run(tmp_path):
+    files = {name: tmp_path / f"x.{name}" for name in ("json", "md", "svg")}
+    done = bench(
+        *("--what", "transformer,accuracy,text", "--repeats", 2, "--dtype", "bfloat16"),
+        *("--json", files["json"], "--markdown", files["md"], "--plot", files["svg"]),
+    )
+    (run,) = json.loads(files["json"].read_text())["runs"]
+    assert (run["model"], run["dtype"], run["hardware"]["platform"]) == ("small", "bfloat16", "cpu")
+    assert {"torch", "jax", "diffusers", "python"} <= {name for name, version in run["versions"].items() if version}
+    rows = {(row["part"], row["peer"]): row for row in run["rows"]}
+    assert not [row["failure"] for row in run["rows"] if row["failure"]]
+    for peer in ("ours", "eager"):
+        assert len(rows["transformer", peer]["samples"]) == 2
+        assert 0 < rows["accuracy", peer]["error"] < 2e-2
+        assert rows["text", peer]["error"] < 5e-2
+    facts = rows["transformer", "ours"]["facts"]
+    assert facts["trace_s"] > 0
+    assert facts["compile_s"] > 0
+    assert facts["from_cache"] is False, "the cache is a fresh one"
+    assert {row["what"].split()[0] for row in run["rows"] if row["part"] == "ceilings"} == {"matmul", "attention"}
+    assert "### Transformer, one forward" in done.stdout
+    assert files["md"].read_text().strip() == done.stdout.strip()
+
+    page = tmp_path / "page.md"
+    done = bench("report", files["json"], "--output", page)
+    assert done.stdout.splitlines()[0] == str(page)
+
+
+@pytest.mark.slow
+def test_every_part_of_a_small_run(tmp_path):
+    results = tmp_path / "x.json"
+    bench("--repeats", 1, "--steps", 1, "--json", results)
+    (run,) = json.loads(results.read_text())["runs"]
+    assert not [row["failure"] for row in run["rows"] if row["failure"]]
+    assert {row["part"] for row in run["rows"]} == {*PARTS, "ceilings"}
+    rows = {row["what"]: row for row in run["rows"] if row["part"] in ("compile", "scaling")}
+    assert rows["vae decode, cold"]["facts"]["from_cache"] is False
+    assert rows["vae decode, warm"]["facts"]["from_cache"] is True, "a new process compiles nothing"
+    counted = [
+        rows[f"small model on {count} virtual CPU devices"]["facts"]["flops_per_device"] for count in (1, 2, 4, 8)
+    ]
+    assert counted[0] > 1.8 * counted[1] > 3.2 * counted[2] > 5.6 * counted[3]
+
+
+def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
+    package = tmp_path / "comfy_tpu"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit(1)")
+    monkeypatch.setattr(runner, "_environment", lambda job, scratch: {"PYTHONPATH": str(tmp_path)})
+    (row,) = runner._rows(Job("vae", size="96x64x9"), tmp_path, lambda text: None)
+    assert row == Row(
+        "vae", "the part itself", "", size="96x64x9", failure="its process exited with status 1; its messages are above"
+    )
+
+
+def test_a_part_that_fails_as_a_whole_is_a_row(tmp_path):
+    from comfy_tpu.bench.worker import Messages, work
+
+    with (tmp_path / "out").open("w+") as out:
+        work(Job("vae", model="unknown", size="96x64x9", cache_directory=str(tmp_path)), Messages(out))
+        out.seek(0)
+        row = json.loads(out.read())["row"]
+    assert row["failure"] == "KeyError: 'unknown'"
+    assert row["part"] == "vae"
+    assert "Traceback" in row["traceback"]

@@ -1,0 +1,27 @@
+"""Our Hopper kernel, lowered for a GPU on a machine that has none."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+from comfy_tpu.kernels.hopper import hopper
+
+pytest.importorskip("absl", reason="Pallas for GPUs imports absl")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim"), [(32_760, 32_760, 128), (1000, 777, 128), (64, 100, 64)], ids=str
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_lowers(queries: int, keys: int, head_dim: int, dtype: jnp.dtype) -> None:
+    query = jax.ShapeDtypeStruct((1, 4, queries, head_dim), dtype)
+    key = jax.ShapeDtypeStruct((1, 2, keys, head_dim), dtype)
+    exported = jax.export.export(jax.jit(functools.partial(hopper, scale=0.1)), platforms=["cuda"])(query, key, key)
+    text = exported.mlir_module()
+    # Two kernels in bfloat16, of which the size of the scores chooses one; float16 has no exponents to spare.
+    assert text.count("mosaic_gpu_v2") + text.count("@mosaic_gpu") >= (2 if dtype == jnp.bfloat16 else 1)
+    assert exported.out_avals[0].shape == query.shape
+    assert exported.out_avals[0].dtype == dtype
