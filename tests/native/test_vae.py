@@ -268,7 +268,7 @@ def test_cancel_between_two_frames(small, watch):
     assert relative_error(expected, decode(both.compiled, small)) < TOLERANCE
 
 
-@pytest.mark.parametrize("frames", [1, 2, 5], ids=lambda frames: f"{frames} latent frames")
+@pytest.mark.parametrize("frames", [1, 2, 4, 5], ids=lambda frames: f"{frames} latent frames")
 @pytest.mark.parametrize("small", VAES[:2], ids=["Wan_2.1", "Wan_2.2"])
 def test_videos_of_any_length(small, frames, watch):
     import nodes

@@ -53,7 +53,7 @@ def custom_definition(func: Any) -> Callable[..., Any] | None:
     """The Python function behind an operator that was made by `torch.library.custom_op`."""
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
-    packet = getattr(func, "overloadpacket", func)
+    packet: Any = getattr(func, "overloadpacket", func)
     found = torch._library.custom_ops.OPDEFS.get(packet._qualified_op_name)
     return None if found is None else found._init_fn
 

@@ -29,6 +29,10 @@ class AnyLength:
     """Its arguments with texts, in the order in which they lie beside each other in its joint attention."""
     place: Literal["before", "behind", "apart"]
     """Of the texts beside the picture in joint attention. Apart: the picture attends to the text by itself."""
+    flipped: str = ""
+    """Blocks that say by `flipped_img_txt` whether texts are behind the picture; else they are before it."""
+    others: str = ""
+    """The argument whose tokens lie in front of the texts."""
     usual: tuple[int, ...] = ()
     """Lengths up to which the encoder itself fills up: these are left alone, and need no mask."""
     bucket: int = BUCKET
@@ -50,8 +54,14 @@ class AnyLength:
 ANY_LENGTH = {
     "QwenImageTransformer2DModel": AnyLength(("context",), "before"),
     # Also HunyuanVideo-1.5 and HunyuanImage. Attention over fewer tokens than the texts have is that of the last alone.
+    # Texts are behind the picture until ComfyUI 0.30, and before it then.
     "HunyuanVideo": AnyLength(
-        ("txt_byt5", "context"), "behind", mean="txt_in.c_embedder", optional=(("txt_byt5", "byt5_in.fc1"),)
+        ("txt_byt5", "context"),
+        "behind",
+        flipped="double_blocks",
+        others="clip_fea",
+        mean="txt_in.c_embedder",
+        optional=(("txt_byt5", "byt5_in.fc1"),),
     ),
     "Flux": AnyLength(("context",), "before", usual=(256, 512)),  # Flux.1 and Flux.2
     "OpenAISignatureMMDITWrapper": AnyLength(("context",), "before", usual=(2 * SECTION,), patch="patch_size"),  # SD3
@@ -67,9 +77,11 @@ class FilledTexts:
     lengths: tuple[int, ...]
     counts: tuple[torch.Tensor, ...]
     """[batch] for each text: how many of its tokens are real."""
-
     picture: int | None
     """Tokens of a picture that also attends to itself alone."""
+    behind: bool
+    before: int
+    """How many tokens lie before texts that are not behind the picture."""
 
     def is_real(self, keys: int) -> torch.Tensor | None:
         """[batch, 1, 1, keys], for an attention over so many; None: all of them are."""
@@ -78,10 +90,10 @@ class FilledTexts:
         if keys == self.picture or (self.texts.place == "apart" and keys != real.shape[1]):
             return None
         if keys < real.shape[1]:
-            real = real[:, -keys:]
-        picture = torch.ones(real.shape[0], keys - real.shape[1], dtype=torch.bool, device=real.device)
-        real = torch.cat([picture, real] if self.texts.place == "behind" else [real, picture], 1)
-        return real[:, None, None]
+            return real[:, -keys:][:, None, None]
+        others = torch.ones(real.shape[0], keys - real.shape[1], dtype=torch.bool, device=real.device)
+        before = others.shape[1] if self.behind else self.before
+        return torch.cat([others[:, :before], real, others[:, before:]], 1)[:, None, None]
 
     @contextlib.contextmanager
     def means(self, module: torch.nn.Module) -> Iterator[None]:
@@ -150,7 +162,11 @@ def filled_texts(
     if texts.patch:
         patch = getattr(module, texts.patch)
         picture = math.prod(-(-side // patch) for side in arguments["x"].shape[2:])
-    return FilledTexts(texts, lengths, counts, picture)
+    behind = texts.place == "behind"
+    if texts.flipped:  # a list of blocks, or what stands for one: its first answers as they all do
+        behind = getattr(getattr(module, texts.flipped)[0], "flipped_img_txt", False)
+    others = arguments.get(texts.others)
+    return FilledTexts(texts, lengths, counts, picture, behind, 0 if others is None else others.shape[1])
 
 
 def in_prompts(
