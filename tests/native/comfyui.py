@@ -30,7 +30,7 @@ class QuietServer:
 
 
 def _without_sound() -> None:
-    """From 0.30 on ComfyUI needs torchaudio, whose releases lag behind torch's. No model here has sound."""
+    """ComfyUI 0.33 needs torchaudio, whose releases lag behind torch's. No model here has sound."""
     if importlib.util.find_spec("torchaudio") is None:
         for name in ("torchaudio", "torchaudio.functional", "torchaudio.transforms"):
             module = types.ModuleType(name)

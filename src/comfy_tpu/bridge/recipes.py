@@ -127,7 +127,7 @@ class Index:
             return value if value.size else parent
         if all(places.step == 1 or len(places) == 1 for places in self._ranges):
             return lax.dynamic_update_slice(parent, value, [places.start for places in self._ranges])
-        # Of strided writes `.at[].set` would make a scatter, which a TPU does an element at a time.
+        # Of strided writes `.at[].set` would make a scatter.
         holes = [
             (places[0], size - 1 - places[-1], places.step - 1 if len(places) > 1 else 0)
             for places, size in zip(self._ranges, parent.shape, strict=True)

@@ -20,14 +20,13 @@ class HostWeights:
         self.path = Path(type(module).__name__)
         self._tensors = weight_shapes(module)
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, tuple(tensor.shape), held_as(tensor.dtype), self.path)
+            name: TensorInfo(name, tuple(tensor.shape), held_as(tensor), self.path)
             for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name].detach()
-        # ComfyUI keeps quantized weights as a tensor subclass that knows how to undo it, around the numbers themselves.
-        tensor = tensor.dequantize() if hasattr(tensor, "_qdata") else tensor
+        tensor = tensor.dequantize() if _is_quantized(tensor) else tensor
         if tensor.dtype != torch.int64:
             return tensor
         check_integer_range(tensor.numpy())
@@ -58,9 +57,16 @@ class WeightWatch:
         return reference is not None and reference() is tensor and version == _version(tensor)
 
 
-def held_as(dtype: torch.dtype) -> torch.dtype:
+def held_as(tensor: torch.Tensor) -> torch.dtype:
     """JAX holds no int64 unless the whole process is set to 64 bits. A BatchNorm counts its batches in one."""
-    return torch.int32 if dtype == torch.int64 else dtype
+    if _is_quantized(tensor):
+        return torch.float32  # or what the component computes in; its own dtype may be that of the rounded numbers
+    return torch.int32 if tensor.dtype == torch.int64 else tensor.dtype
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    """ComfyUI keeps quantized weights as a tensor subclass that knows how to undo it, around the numbers themselves."""
+    return hasattr(tensor, "_qdata")
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -239,7 +239,7 @@ def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None
     with torch.inference_mode(False):
         memo: dict[int, Any] = {}
         for tensor in weights.values():
-            empty = torch.empty(tensor.shape, dtype=held_as(tensor.dtype), device="meta")
+            empty = torch.empty(tensor.shape, dtype=held_as(tensor), device="meta")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
         skeleton = copy.deepcopy(module, memo)

@@ -54,7 +54,7 @@ class AnyLength:
 ANY_LENGTH = {
     "QwenImageTransformer2DModel": AnyLength(("context",), "before"),
     # Also HunyuanVideo-1.5 and HunyuanImage. Attention over fewer tokens than the texts have is that of the last alone.
-    # Texts are behind the picture until ComfyUI 0.30, and before it then.
+    # Texts are behind the picture in ComfyUI 0.7, before it in 0.33.
     "HunyuanVideo": AnyLength(
         ("txt_byt5", "context"),
         "behind",

@@ -97,7 +97,7 @@ def _by_frames(host: Host, module: torch.nn.Module, name: str, x: torch.Tensor) 
 def _parts(module: Any, name: str, frames: int) -> list[tuple[int, int]]:
     """The first frame alone, then as many as make one latent: one frame, or four pictures.
 
-    From ComfyUI 0.30 on as many as make two: a layer looks two frames back there, but remembers only frames of the
+    In ComfyUI 0.33 as many as make two: a layer looks two frames back there, but remembers only frames of the
     part before; and where a part makes one frame, the encoder holds it back for the next. The last may be shorter.
     """
     pairs = _remembers_one_part(module)
