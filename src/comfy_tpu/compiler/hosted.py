@@ -31,7 +31,7 @@ from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import run_watched, stack_uniform
 from comfy_tpu.compiler.weights import update_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
-from comfy_tpu.errors import ComfyTpuError, InvalidValueError, StackingError, TraceError, UnsupportedError
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, MeshError, StackingError, TraceError, UnsupportedError
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, column, covers, gather, replicate, row
@@ -189,6 +189,8 @@ def _somebody_elses_code(name: str) -> Iterator[None]:
     """Runs only while it is traced: whatever it raises then, it may be right where its inputs have values."""
     try:
         yield
+    except MeshError:
+        raise  # what a user chose
     except InvalidValueError as error:  # of an operator, about what the module gave it
         raise TraceError(f"{name} gives an operator what it does not take{raising_line(error)}: {error}") from error
     except (ComfyTpuError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
