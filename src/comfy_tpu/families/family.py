@@ -35,6 +35,7 @@ class Limits:
     videos_max: int = 64
     fps_max: int = 240
     tokens_max: int = 512
+    reuse_max: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,10 @@ class VideoFamily:
     """(module, latents, timestep) -> velocity; the prompt is in the weights."""
     decode_frame: Callable[..., tuple[torch.Tensor, Cache]]
     """(module, latent frame, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after it."""
+
+    curves: Mapping[str, Mapping[str, Any]]
+    """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
+    Which velocities may be reused; a model directory's own reuse.json goes before them."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
