@@ -36,11 +36,27 @@ class FakePipeline:
         self._say = on_progress
 
     @classmethod
-    def open(cls, model="demo", *, mesh="auto", platform="auto", dtype="auto", cache=None, on_progress=ignore):
+    def open(
+        cls,
+        model="demo",
+        *,
+        mesh="auto",
+        platform="auto",
+        dtype="auto",
+        quantize="none",
+        cache=None,
+        on_progress=ignore,
+    ):
         if model not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
         pipeline = cls(model, on_progress)
-        pipeline.opened_with = {"mesh": mesh, "platform": platform, "dtype": dtype, "cache": cache}
+        pipeline.opened_with = {
+            "mesh": mesh,
+            "platform": platform,
+            "dtype": dtype,
+            "quantize": quantize,
+            "cache": cache,
+        }
         return pipeline
 
     def settings(self, **chosen):

@@ -240,8 +240,8 @@ class VideoPipeline:
         self._check_embeddings(embeddings, plan.guided)
         if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:
             logger.warning(
-                "guidance_until=%g saves no time on a mesh with dp=%d, which divides the two branches and cannot divide "
-                "one; choose a mesh with dp=1",
+                "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; "
+                "choose a mesh with dp=1",
                 settings.guidance_until,
                 self._placement.sizes.dp,
             )
