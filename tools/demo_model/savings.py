@@ -39,7 +39,6 @@ VARIANTS = (
     LOSSLESS,
     Variant("reuse 0.12", {"reuse": 0.12}),
     Variant("guidance until 0.5", {"guidance_until": 0.5}),
-    Variant("reuse 0.12, guidance until 0.5", {"reuse": 0.12, "guidance_until": 0.5}),
     Variant("fp8", quantize="fp8"),
 )
 
