@@ -93,7 +93,7 @@ class Display:
             self._bars[key] = self._new_bar(progress)
         bar = self._bars[key]
         if progress.reused:
-            bar.set_description_str(f"{progress.stage} {progress.what}, reused {_spans(self.account.reused)}")
+            bar.set_description_str(f"{progress.stage} {progress.what}, reused {spans(self.account.reused)}")
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
             if progress.stage == "compiling":
@@ -143,7 +143,7 @@ class _WarningLines(logging.Handler):
         say(record.getMessage())
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def spans(numbers: Sequence[int]) -> str:
     """The last few of them; neighbours as a span: "… 16–17, 19"."""
     spans: list[list[int]] = []
     for number in numbers:
