@@ -378,9 +378,10 @@ def test_interrupt(stage, number, status, err, partial, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_terminal_shows_every_stage(tmp_path):
+def shown_on_terminal(directory, *flags):
     ours, theirs = pty.openpty()  # as it comes it says that it is 0 columns wide, and must show something all the same
-    process = start("generate", PROMPT, "-o", "x.gif", cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE)
+    argv = ("generate", PROMPT, "-o", "x.gif", *flags)
+    process = start(*argv, cwd=directory, stderr=theirs, stdout=subprocess.PIPE)
     os.close(theirs)
     shown = b""
     with process:
@@ -392,7 +393,11 @@ def test_terminal_shows_every_stage(tmp_path):
         assert process.stdout.read() == b"x.gif\n"
     os.close(ours)
     assert process.returncode == 0
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_terminal_shows_every_stage(tmp_path):
+    text = shown_on_terminal(tmp_path)
     for words in (
         "loading transformer: 100%",
         "2.00kB/2.00kB",
@@ -408,6 +413,12 @@ def test_terminal_shows_every_stage(tmp_path):
     assert "compiling vae" in text
     assert "0.0 s\r\n" not in text.split("compiling vae", 1)[1]  # from the cache: the line is wiped again
     assert "Traceback" not in text
+
+
+def test_terminal_names_reused_steps(tmp_path):
+    text = shown_on_terminal(tmp_path, "--reuse", "0.12")
+    assert "denoising 64×32×9, reused 2: " in text
+    assert "denoising 64×32×9, reused 2–3: 100%" in text
 
 
 def test_signal_handlers_are_put_back(opened, capsys):
