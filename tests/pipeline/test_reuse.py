@@ -279,6 +279,21 @@ def test_differences_are_magnitude_and_direction() -> None:
     assert changes == pytest.approx([0.0, 0.0, 2**0.5]), "a right angle"
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_model_that_answers_nothing_cannot_be_measured(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = VideoPipeline.open(with_curve(), mesh="single")
+    monkeypatch.setattr(pipeline, "encode", lambda prompt, settings: None)
+    monkeypatch.setattr(pipeline, "velocities", lambda *arguments: [torch.full((2,), value)] * 10)
+    with pytest.raises(InvalidValueError, match="answers prompt 'x' with NaN, infinity or nothing but zeros"):
+        measure_curve(pipeline, ["x"], pipeline.settings(**TEN))
+
+
+def test_a_model_directory_may_ask_for_reuse_itself(directory: Path) -> None:
+    (directory / "generation.json").write_text('{"reuse": 0.12, "guidance_until": 0.5}')
+    settings = VideoPipeline.open(directory, mesh="single").settings()
+    assert (settings.reuse, settings.guidance_until) == (0.12, 0.5)
+
+
 def test_a_calibrated_model_can_reuse(directory: Path) -> None:
     pipeline = VideoPipeline.open(directory, mesh="single")
     settings = pipeline.settings(**(TEN | {"reuse": 0.0, "guidance_until": 0.5}))

@@ -35,6 +35,11 @@ def measure_curve(pipeline: VideoPipeline, prompts: Sequence[str], settings: Gen
     for number, prompt in enumerate(prompts):
         own = dataclasses.replace(settings, seed=settings.seed + number)
         measured.append(differences(pipeline.velocities(pipeline.encode(prompt, own), own)))
+        if not np.isfinite(measured[-1]).all():
+            raise InvalidValueError(
+                f"model {pipeline.model_name} answers prompt {prompt!r} with NaN, infinity or nothing but zeros, which "
+                "cannot be compared; try dtype float32"
+            )
     ratios, changes = np.mean(measured, axis=0)
     sigmas = np.array([step.sigma for step in pipeline.plan(settings)], np.float64)
     return Curve(sigmas, ratios, changes)
@@ -54,8 +59,7 @@ def differences(velocities: Iterable[torch.Tensor]) -> tuple[list[float], list[f
     before: torch.Tensor | None = None
     for velocity in velocities:
         if before is not None:
-            size = velocity.norm().item()
-            ratios.append(size / before.norm().item())
-            changes.append((velocity - ratios[-1] * before).norm().item() / size)
+            ratios.append((velocity.norm() / before.norm()).item())
+            changes.append(((velocity - ratios[-1] * before).norm() / velocity.norm()).item())
         before = velocity
     return ratios, changes
