@@ -121,7 +121,7 @@ def main() -> None:
             account.videos.append(frames)
         document = {
             "schema": 1,
-            "settings": {name: str(value) for name, value in vars(arguments).items()},
+            "settings": {name: value for name, value in vars(arguments).items() if name != "report"},
             "prompts": len(wanted),
             "variants": {name: account.report(wanted) for name, account in accounts.items()},
         }
