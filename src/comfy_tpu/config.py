@@ -91,3 +91,18 @@ class GenerationSettings:
     num_videos: int = 1
     fps: int = 16
     max_sequence_length: int = 512
+    reuse: float = 0.0
+    """How far the estimated error of reused velocities may add up before the transformer runs again. 0: it runs at
+    every step. 0.12 is recommended: half of 50 steps are computed."""
+    guidance_until: float = 1.0
+    """Share of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReuseConfig:
+    """Bounds on step reuse whatever its threshold says, as MagCache has them."""
+
+    computed_first: float = 0.2
+    """Share of the steps, from the first, that are always computed: they settle what the video shows."""
+    most_in_a_row: int = 2
+    """Steps that may be reused before one is computed."""

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import types
+from pathlib import Path
 
 import torch
 
@@ -25,22 +26,39 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
-    family = types.SimpleNamespace(presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
+    family = types.SimpleNamespace(name="Fake", presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
 
     def __init__(self, model, on_progress):
         self.model_name = model
         self.model_fingerprint = MODELS[model]
         self.dtype_name = "float32"
         self.defaults = GenerationSettings(height=32, width=64, num_frames=9, num_inference_steps=4)
+        self.directory = Path(model)
         self.ran = []
         self._say = on_progress
 
     @classmethod
-    def open(cls, model="demo", *, mesh="auto", platform="auto", dtype="auto", cache=None, on_progress=ignore):
+    def open(
+        cls,
+        model="demo",
+        *,
+        mesh="auto",
+        platform="auto",
+        dtype="auto",
+        quantize="none",
+        cache=None,
+        on_progress=ignore,
+    ):
         if model not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
         pipeline = cls(model, on_progress)
-        pipeline.opened_with = {"mesh": mesh, "platform": platform, "dtype": dtype, "cache": cache}
+        pipeline.opened_with = {
+            "mesh": mesh,
+            "platform": platform,
+            "dtype": dtype,
+            "quantize": quantize,
+            "cache": cache,
+        }
         return pipeline
 
     def settings(self, **chosen):
@@ -62,11 +80,20 @@ class FakePipeline:
         shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed))
         for step in range(settings.num_inference_steps):
-            self._say(Progress("denoising", size, step, settings.num_inference_steps))
+            reused = settings.reuse > 0 and step > 1  # all but the first: nothing is computed here anyway
+            self._say(Progress("denoising", size, step, settings.num_inference_steps, reused=reused))
             pause("denoise")
             latents = latents + settings.guidance_scale * embeddings.positive.float().mean()
         self._say(Progress("denoising", size, settings.num_inference_steps, settings.num_inference_steps))
         return latents
+
+    def velocities(self, embeddings, settings):
+        self.ran.append("velocities")
+        return (torch.full((2,), 0.5**step) for step in range(settings.num_inference_steps))
+
+    def plan(self, settings):
+        count = settings.num_inference_steps
+        return [types.SimpleNamespace(sigma=1 - step / count) for step in range(count)]
 
     def decode(self, latents, settings):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
-from comfy_tpu.cli.progress import Account
+from comfy_tpu.cli.progress import Account, spans
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import artifacts, media, video
@@ -68,18 +68,19 @@ def test_every_flag_arrives(opened, capsys):
     flags = (
         "--negative-prompt blue --height 48 --width 80 --num-frames 5 --steps 2 --guidance-scale 3 --flow-shift 2.5 "
         "--seed 7 --scheduler euler --num-videos 2 --fps 8 --model other --mesh dp=2 --platform cpu --dtype float32 "
-        "--cache-dir c --output x.npy --json"
+        "--reuse 0.12 --guidance-until 0.5 --quantize int8 --cache-dir c --output x.npy --json"
     )
     status, out, err = run(capsys, "generate", PROMPT, *flags.split())
     assert (status, err) == (0, "")
     document = json.loads(out)
-    expected = GenerationSettings(48, 80, 5, 2, 3.0, 2.5, 7, "euler", "blue", 2, 8)
+    expected = GenerationSettings(48, 80, 5, 2, 3.0, 2.5, 7, "euler", "blue", 2, 8, reuse=0.12, guidance_until=0.5)
     assert document["settings"] == dataclasses.asdict(expected)
     assert document["outputs"] == ["x-0.npy", "x-1.npy"]
     assert document["model"] == {"name": "other", "fingerprint": "cd34"}
     (pipeline,) = opened
     assert pipeline.opened_with["cache"].directory == Path("c")
-    assert [pipeline.opened_with[name] for name in ("mesh", "platform", "dtype")] == ["dp=2", "cpu", "float32"]
+    names = ("mesh", "platform", "dtype", "quantize")
+    assert [pipeline.opened_with[name] for name in names] == ["dp=2", "cpu", "float32", "int8"]
     assert np.load("x-1.npy").shape == (5, 48, 80, 3)
 
 
@@ -100,8 +101,10 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     assert (status, err) == (0, "")
     document = json.loads(out)
     assert set(document) == {
-        *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs")
+        *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs"),
+        "reused",
     }
+    assert document["reused"] == []
     assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)
     assert set(document["seconds"]) == {"loading", "compiling", "denoising", "decoding", "other", "total"}
     parts = [seconds for stage, seconds in document["seconds"].items() if stage != "total"]
@@ -113,6 +116,29 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
         ("vae at 64×32×9", True),
     ]
     assert files() == ["sheet.png", "x.gif"]
+
+
+def test_reused_steps_are_reported(opened, capsys):
+    _, out, _ = run(capsys, "generate", PROMPT, "--steps", "6", "--reuse", "0.12", "-o", "x.gif", "--json")
+    assert json.loads(out)["reused"] == [2, 3, 4, 5]
+
+
+def test_reuse_is_a_setting_of_the_latents(opened, capsys):
+    run(capsys, "encode", PROMPT)
+    run(capsys, "denoise", "text.safetensors")
+    run(capsys, "denoise", "text.safetensors", "--reuse", "0.12")
+    assert opened[-1].ran == ["denoise"]
+    _, header = artifacts.load_latents(Path("latents.safetensors"), opened[-1])
+    assert header.settings.reuse == 0.12
+    assert run(capsys, "decode", "latents.safetensors")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [([11], "11"), ([11, 13, 15, 16], "11, 13, 15–16"), ([1, 2, 4, 6, 8, 9], "… 4, 6, 8–9")],
+)
+def test_a_bar_names_the_last_reused_steps(numbers, shown):
+    assert spans(numbers) == shown
 
 
 def test_default_output_replaces_nothing(opened, capsys):
@@ -146,6 +172,11 @@ REFUSED = {
     "steps": (["--steps", "0"], "--steps 0 is not allowed; give a whole number from 1 to 1000"),
     "text for a number": (["--steps", "few"], "--steps 'few' is not allowed; give a whole number from 1 to 1000"),
     "guidance": (["--guidance-scale", "nan"], "--guidance-scale nan is not a number from 0 to 100"),
+    "reuse": (["--reuse", "-0.1"], "--reuse -0.1 is not a number from 0 to 1"),
+    "no number for reuse": (["--reuse", "nan"], "--reuse nan is not a number from 0 to 1"),
+    "too much reuse": (["--reuse", "1e9"], "--reuse 1000000000.0 is not a number from 0 to 1"),
+    "a word for reuse": (["--reuse", "fast"], "--reuse 'fast' is not a number from 0 to 1"),
+    "guidance share": (["--guidance-until", "1.5"], "--guidance-until 1.5 is not a number from 0 to 1"),
     "scheduler": (["--scheduler", "x"], "--scheduler 'x' is unknown; choose from unipc, euler"),
     "size": (["--size", "8K"], "--size 8K is unknown; choose from 480P"),
     "model": (["--model", "nowhere"], "--model nowhere is not a directory; give one"),
@@ -347,9 +378,10 @@ def test_interrupt(stage, number, status, err, partial, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_terminal_shows_every_stage(tmp_path):
+def shown_on_terminal(directory, *flags):
     ours, theirs = pty.openpty()  # as it comes it says that it is 0 columns wide, and must show something all the same
-    process = start("generate", PROMPT, "-o", "x.gif", cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE)
+    argv = ("generate", PROMPT, "-o", "x.gif", *flags)
+    process = start(*argv, cwd=directory, stderr=theirs, stdout=subprocess.PIPE)
     os.close(theirs)
     shown = b""
     with process:
@@ -361,7 +393,11 @@ def test_terminal_shows_every_stage(tmp_path):
         assert process.stdout.read() == b"x.gif\n"
     os.close(ours)
     assert process.returncode == 0
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_terminal_shows_every_stage(tmp_path):
+    text = shown_on_terminal(tmp_path)
     for words in (
         "loading transformer: 100%",
         "2.00kB/2.00kB",
@@ -373,9 +409,16 @@ def test_terminal_shows_every_stage(tmp_path):
         "3/3",
     ):
         assert words in text
+    assert "reused" not in text
     assert "compiling vae" in text
     assert "0.0 s\r\n" not in text.split("compiling vae", 1)[1]  # from the cache: the line is wiped again
     assert "Traceback" not in text
+
+
+def test_terminal_names_reused_steps(tmp_path):
+    text = shown_on_terminal(tmp_path, "--reuse", "0.12")
+    assert "denoising 64×32×9, reused 2: " in text
+    assert "denoising 64×32×9, reused 2–3: 100%" in text
 
 
 def test_signal_handlers_are_put_back(opened, capsys):

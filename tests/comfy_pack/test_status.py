@@ -59,6 +59,13 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
     assert now["compiled"] == {"programs": 1, "from_cache": 0, "seconds": 20.0, "last": f"transformer.step at {size}"}
 
 
+def test_a_reused_step_says_nothing_of_a_steps_time(status: Status, clock: Clock) -> None:
+    for done, now in enumerate((0.0, 2.0, 2.0, 2.0, 4.0)):
+        clock.now = now
+        status.note(Progress("denoising", "a", done, 5, reused=done in (2, 3)), None)
+    assert status.text() == "a · step 4/5 · 2.00 s/step · 0:02 left"
+
+
 def test_a_program_from_the_cache_is_not_a_compilation(status: Status, clock: Clock) -> None:
     status.note(Progress("compiling", "vae.decode at x", 0, 1), None)
     clock.now = 2.0

@@ -31,15 +31,25 @@ def opened(mesh: str) -> VideoPipeline:
 
 
 @functools.cache
-def video(prompt: str, mesh: str = "single", steps: int | None = None) -> torch.Tensor:
+def video(prompt: str, mesh: str = "single", steps: int | None = None, reuse: float = 0.0) -> torch.Tensor:
     pipeline = opened(mesh)
-    return torch.cat(list(pipeline.generate(prompt, pipeline.settings(seed=2025, num_inference_steps=steps))), dim=1)
+    settings = pipeline.settings(seed=2025, num_inference_steps=steps, reuse=reuse)
+    return torch.cat(list(pipeline.generate(prompt, settings)), dim=1)
 
 
 @pytest.mark.parametrize(("prompt", "wanted"), FIXED, ids=[prompt for prompt, _ in FIXED])
 def test_the_video_shows_what_was_asked_for(prompt: str, wanted: Attributes) -> None:
     seen = see(video(prompt)[0].numpy())
     assert seen.agrees(wanted) == dict.fromkeys(seen.agrees(wanted), True)
+
+
+@pytest.mark.parametrize(("prompt", "wanted"), FIXED[:2], ids=[prompt for prompt, _ in FIXED[:2]])
+def test_seven_of_twenty_steps_may_be_reused(prompt: str, wanted: Attributes) -> None:
+    pipeline = opened("single")
+    assert len(pipeline.plan(pipeline.settings(reuse=0.12)).reused) == 7
+    reused = video(prompt, reuse=0.12)
+    assert all(see(reused[0].numpy()).agrees(wanted).values())
+    assert psnr(reused, video(prompt)) >= 25
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4", "sp=8"])

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("encode", "first stage of generate: the prompt to a file of embeddings", "comfy_tpu.cli.encode"),
     Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
     Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),
+    Command("calibrate", "measure which steps of a model can be reused, for --reuse", "comfy_tpu.cli.calibrate"),
     Command("bench", "measure speed and error beside diffusers", "comfy_tpu.cli.bench"),
     Command("plan", "say what a TPU slice would do with a model, before renting it", "comfy_tpu.cli.plan"),
     Command("install", "put the nodes into a ComfyUI, and say what is missing", "comfy_tpu.cli.install"),

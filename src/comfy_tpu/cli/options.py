@@ -34,6 +34,8 @@ SETTINGS = (
     Option("scheduler", ("--scheduler",), "solver; an unknown name gets the list of them"),
     Option("num_videos", ("--num-videos",), "videos from one prompt"),
     Option("fps", ("--fps",), "frames per second"),
+    Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
+    Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
 )
 
 OF_THE_TEXT = ("negative_prompt",)
@@ -67,9 +69,13 @@ def add_fps(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
-    group = parser.add_argument_group("model and machine")
+    group = add_machine(parser, "model and machine")
     shown = default or "the one the input was made with"
     group.add_argument("--model", default=default, help=f"a directory, a hub id, or demo (default: {shown})")
+
+
+def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:
+    group = parser.add_argument_group(title)
     group.add_argument("--mesh", default="auto", help="auto, or sizes such as dp=2,tp=4")
     group.add_argument("--platform", default="auto", help="auto, tpu, gpu or cpu")
     group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
@@ -79,6 +85,7 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
         help="fp8 (H100 and newer, TPU v7x) or int8 (TPU v5e, v6e): faster, and not quite the same video",
     )
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="where compiled programs are kept")
+    return group
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,8 @@ from comfy_tpu.pipeline.progress import Progress
 
 Key = tuple[str, str]
 
+_SPANS = 3
+"""Of reused steps that a bar names: a terminal of 80 columns has no room for all."""
 _LINE = "{desc}"
 _STEPS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{rate_inv_fmt}, {remaining} left]"
 _BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{rate_fmt}, {remaining} left]"
@@ -32,6 +35,8 @@ class Account:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.programs: list[CompiledProgram] = []
+        self.reused: list[int] = []
+        """Numbers of the steps at which the transformer did not run."""
         self._open: list[Key] = []
         self._started: dict[Key, float] = {}
         self._began = self._last = time.monotonic()
@@ -46,6 +51,8 @@ class Account:
             stage, _ = self._open[-1]
             self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+        if progress.reused:
+            self.reused.append(progress.done)
         key = (progress.stage, progress.what)
         if key not in self._open:
             self._open.append(key)
@@ -85,6 +92,8 @@ class Display:
         if key not in self._bars:
             self._bars[key] = self._new_bar(progress)
         bar = self._bars[key]
+        if progress.reused:
+            bar.set_description_str(f"{progress.stage} {progress.what}, reused {spans(self.account.reused)}")
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
             if progress.stage == "compiling":
@@ -132,6 +141,18 @@ class _WarningLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """The last few of them; neighbours as a span: "… 16–17, 19"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    shown = ", ".join("–".join(map(str, span)) for span in spans[-_SPANS:])
+    return f"… {shown}" if len(spans) > _SPANS else shown
 
 
 def say(text: str) -> None:

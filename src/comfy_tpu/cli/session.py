@@ -11,6 +11,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     model       name, fingerprint
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
+    reused      numbers of the steps, from 1, at which the transformer did not run
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Session:
             "model": {"name": self.pipeline.model_name, "fingerprint": self.pipeline.model_fingerprint},
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
+            "reused": account.reused,
         }
         print(json.dumps(document, indent=2))
         return 0

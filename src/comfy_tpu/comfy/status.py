@@ -39,7 +39,9 @@ class Status:
         with self._lock:
             now = self._clock()
             if progress.stage == "denoising" and progress.done:
-                self._steps.append(now - self._mark)
+                # One that was reused takes no time, and among those that take some would make the median 0.
+                if not progress.reused:
+                    self._steps.append(now - self._mark)
             elif progress.stage == "denoising":
                 self._steps.clear()
             elif progress.stage == "compiling":

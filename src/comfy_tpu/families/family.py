@@ -36,6 +36,7 @@ class Limits:
     videos_max: int = 64
     fps_max: int = 240
     tokens_max: int = 512
+    reuse_max: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,10 @@ class VideoFamily:
     """The transformer's configuration -> what a step costs, to choose a mesh by and to plan with."""
     published: Mapping[str, Mapping[str, Any]]
     """Configurations of transformers by their id on the hub: full-size models can be planned without a download."""
+
+    curves: Mapping[str, Mapping[str, Any]]
+    """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
+    Which velocities may be reused; a model directory's own reuse.json goes before them."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:

@@ -338,4 +338,8 @@ WAN21 = VideoFamily(
     decode_frame=decode_frame,
     workload=workload,
     published=PUBLISHED,
+    curves={
+        "wan21-t2v-14b.json": {"num_layers": 40, "num_attention_heads": 40},
+        "wan21-t2v-1.3b.json": {"num_layers": 30, "num_attention_heads": 12},
+    },
 )

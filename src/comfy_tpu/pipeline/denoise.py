@@ -31,12 +31,28 @@ def make_step(predict: Predict) -> Callable[..., tuple[list[torch.Tensor], list[
             velocity = negative + guidance_scale * (positive - negative)
         else:
             velocity = predict(module, latents, timestep).float()
-        outputs = [velocity, *outputs[:-1]]
-        known = torch.stack((*samples, *outputs))
-        after = (coefficients.view(2 * HISTORY, *(1,) * latents.ndim) * known).sum(0)
-        return [after, *samples[:-1]], outputs
+        return _advance(samples, [velocity, *outputs[:-1]], coefficients)
 
     return denoise_step
+
+
+def reuse_step(
+    module: Any,
+    samples: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    coefficients: torch.Tensor,
+    scale: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A step without the model: its last answer, scaled, stands for the next."""
+    return _advance(samples, [scale * outputs[0], *outputs[:-1]], coefficients)
+
+
+def _advance(
+    samples: list[torch.Tensor], outputs: list[torch.Tensor], coefficients: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    known = torch.stack((*samples, *outputs))
+    after = (coefficients.view(2 * HISTORY, *(1,) * samples[0].ndim) * known).sum(0)
+    return [after, *samples[:-1]], outputs
 
 
 def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -25,6 +25,8 @@ class Progress:
     preview: Callable[[], torch.Tensor] | None = None
     """After a step: fetches the first frame's latents as the model sees them finished, [1, channels, 1, height, width]
     in the transformer's scale. Only while the listener runs: the next step takes over their memory."""
+    reused: bool = False
+    """After a step: the transformer did not run, what it said before was used again."""
 
 
 Listener = Callable[[Progress], None]

@@ -31,6 +31,8 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_count("fps", settings.fps, limits.fps_max)
     _check_number("guidance_scale", settings.guidance_scale, 0.0, limits.guidance_max)
     _check_number("flow_shift", settings.flow_shift, 0.01, limits.shift_max)
+    _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
+    _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
     _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1")

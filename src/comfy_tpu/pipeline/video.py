@@ -22,9 +22,11 @@ from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
-from comfy_tpu.pipeline.denoise import initial_noise, make_step
+from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.plan import Plan, make_plan
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
+from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
@@ -111,6 +113,10 @@ class VideoPipeline:
         return self._files.fingerprint
 
     @property
+    def directory(self) -> Path:
+        return self._files.directory
+
+    @property
     def dtype_name(self) -> str:
         """ "bfloat16" or "float32": what the model computes in."""
         return str(self._dtype).removeprefix("torch.")
@@ -140,6 +146,7 @@ class VideoPipeline:
         check_prompt(prompt)
         check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
+        self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         guided = settings.guidance_scale > 1
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
         tokens = tokenize(self._files, prompts, settings.max_sequence_length)
@@ -155,7 +162,20 @@ class VideoPipeline:
 
     def denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> torch.Tensor:
         """[num_videos, channels, frames, height, width] float32, in the transformer's own scale."""
-        return to_host(self._denoise(embeddings, settings), consume=True)
+        for samples, _ in self._steps(embeddings, settings):
+            latents = samples[0]
+        return to_host(latents, consume=True)
+
+    def velocities(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Iterator[torch.Tensor]:
+        """What each step of `denoise` takes for the model's answer, in the shape of the latents, on the host."""
+        return (to_host(outputs[0]) for _, outputs in self._steps(embeddings, settings))
+
+    def plan(self, settings: GenerationSettings) -> Plan:
+        """Which steps are computed, reused and guided. It is known before a run, and does not depend on the prompt."""
+        check_settings(settings, self.limits)
+        scheduler = self.family.schedulers[settings.scheduler](settings.flow_shift)
+        schedule = make_schedule(scheduler, settings.num_inference_steps)
+        return make_plan(schedule, settings, self._curve_for(settings))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
@@ -213,47 +233,75 @@ class VideoPipeline:
         """All three stages; frames as `decode` gives them."""
         return self.decode(self.denoise(self.encode(prompt, settings), settings), settings)
 
-    def _denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> jax.Array:
-        check_settings(settings, self.limits)
-        guided = settings.guidance_scale > 1
-        text = self._branches(embeddings, guided, settings.num_videos)
-        schedule = make_schedule(
-            self.family.schedulers[settings.scheduler](settings.flow_shift), settings.num_inference_steps
-        )
+    def _steps(
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings
+    ) -> Iterator[tuple[list[jax.Array], list[jax.Array]]]:
+        """The last samples and velocities after each step, newest first, until the next one takes over their memory."""
+        plan = self.plan(settings)
+        self._check_embeddings(embeddings, plan.guided)
+        if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:
+            logger.warning(
+                "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; "
+                "choose a mesh with dp=1",
+                settings.guidance_until,
+                self._placement.sizes.dp,
+            )
         self._size = _size(settings)
         spec = self.family.transformer
-        prepare = self._program(
-            spec, self.family.prompt_cache, input_axes={"text": ("dp",)}, output_axes=(None, "dp", None, "tp")
-        )
-        step = self._program(
-            spec, self._step, static=("guided",), donate=("samples", "outputs"), input_axes={}, output_axes=()
-        )
+        options: dict[str, Any] = {"donate": ("samples", "outputs"), "input_axes": {}, "output_axes": ()}
+        compute = self._program(spec, self._step, static=("guided",), **options)
+        reuse = self._program(spec, reuse_step, **options)
         noise = to_device(initial_noise(self._latent_shape(settings), settings.seed))
         samples: list[Any] = [noise, *(jax.numpy.zeros_like(noise) for _ in range(HISTORY - 1))]
         outputs: list[Any] = [jax.numpy.zeros_like(noise) for _ in range(HISTORY)]
-        with self._weights(spec) as weights:
-            weights = {**weights, **prepare(weights, text=text)}
-            self._tell("denoising", self._size, 0, len(schedule))
-            for index, (timestep, sigma, row) in enumerate(schedule.rows()):
-                samples, outputs = step(
-                    weights,
-                    samples=samples,
-                    outputs=outputs,
-                    coefficients=torch.from_numpy(row),
-                    timestep=torch.tensor([timestep], dtype=torch.float32),
-                    guidance_scale=torch.tensor(settings.guidance_scale, dtype=torch.float32),
-                    guided=guided,
-                )
+        with self._weights(spec) as loaded:
+            weights: dict[str, jax.Array] = {}
+            for index, step in enumerate(plan):
+                if index in (0, plan.guided):
+                    weights.clear()  # first: the keys and values of two branches are not kept beside those of one
+                    weights = {**loaded, **self._prompt(loaded, embeddings, step.guided, settings.num_videos)}
+                if index == 0:
+                    self._tell("denoising", self._size, 0, len(plan))
+                state = {"samples": samples, "outputs": outputs, "coefficients": torch.from_numpy(step.coefficients)}
+                if step.scale is None:
+                    samples, outputs = compute(
+                        weights,
+                        **state,
+                        timestep=torch.tensor([step.timestep], dtype=torch.float32),
+                        guidance_scale=torch.tensor(settings.guidance_scale, dtype=torch.float32),
+                        guided=step.guided,
+                    )
+                else:
+                    # Without the prompt, whose shape would make it another program where guidance ends.
+                    samples, outputs = reuse(loaded, **state, scale=torch.tensor(step.scale, dtype=torch.float32))
                 samples[0].block_until_ready()  # so that a step that is announced is done, and Ctrl-C is heard between
-                preview = functools.partial(_finished, samples[1], outputs[0], sigma)
-                self._tell("denoising", self._size, index + 1, len(schedule), preview)
-        return samples[0]
+                preview = functools.partial(_finished, samples[1], outputs[0], step.sigma)
+                self._tell("denoising", self._size, index + 1, len(plan), preview, reused=step.reused)
+                yield samples, outputs
+
+    def _prompt(
+        self, weights: dict[str, jax.Array], embeddings: PromptEmbeddings, guided: bool, num_videos: int
+    ) -> dict[str, jax.Array]:
+        """The prompt, and the negative one where there is guidance, as weights of the transformer."""
+        prepare = self._program(
+            self.family.transformer,
+            self.family.prompt_cache,
+            input_axes={"text": ("dp",)},
+            output_axes=(None, "dp", None, "tp"),
+        )
+        branches = [embeddings.positive, embeddings.negative] if guided else [embeddings.positive]
+        text = torch.cat([branch.expand(num_videos, -1, -1) for branch in branches if branch is not None])
+        prepared: dict[str, jax.Array] = prepare(weights, text=text)
+        return prepared
+
+    def _curve_for(self, settings: GenerationSettings) -> Curve | None:
+        return find_curve(self._files) if settings.reuse > 0 else None
 
     @functools.cached_property
     def _step(self) -> Callable[..., Any]:
         return make_step(self.family.predict)
 
-    def _branches(self, embeddings: PromptEmbeddings, guided: bool, num_videos: int) -> torch.Tensor:
+    def _check_embeddings(self, embeddings: PromptEmbeddings, guided: int) -> None:
         for branch in (embeddings.positive, embeddings.negative):
             if branch is not None and branch.shape[-1] != self.text_features:
                 raise InvalidValueError(
@@ -264,8 +312,6 @@ class VideoPipeline:
             raise InvalidValueError(
                 "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
             )
-        branches = [embeddings.positive, embeddings.negative] if guided else [embeddings.positive]
-        return torch.cat([branch.expand(num_videos, -1, -1) for branch in branches if branch is not None])
 
     def _latent_shape(self, settings: GenerationSettings) -> tuple[int, ...]:
         family = self.family
@@ -345,9 +391,16 @@ class VideoPipeline:
             )
 
     def _tell(
-        self, stage: Stage, what: str, done: int, total: int, preview: Callable[[], torch.Tensor] | None = None
+        self,
+        stage: Stage,
+        what: str,
+        done: int,
+        total: int,
+        preview: Callable[[], torch.Tensor] | None = None,
+        *,
+        reused: bool = False,
     ) -> None:
-        self.on_progress(Progress(stage, what, done, total, preview=preview))
+        self.on_progress(Progress(stage, what, done, total, preview=preview, reused=reused))
 
 
 def _finished(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""What each step of a run will do, decided on the host before the first one runs.
+
+Nothing depends on what the model answers, so there is no round trip between steps, and a level of reuse is numbers, not
+another program. A step is computed, or its velocity is the one before it, scaled; it is guided, or runs the prompt
+alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from comfy_tpu.config import GenerationSettings, ReuseConfig
+from comfy_tpu.pipeline.reuse import Curve
+from comfy_tpu.pipeline.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    timestep: float
+    sigma: float
+    coefficients: np.ndarray
+    """float32 [2 * HISTORY], as in the schedule."""
+    guided: bool
+    scale: float | None = None
+    """The last velocity times this stands for the model's answer. None: the model is asked."""
+
+    @property
+    def reused(self) -> bool:
+        return self.scale is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    steps: tuple[PlannedStep, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        return iter(self.steps)
+
+    @property
+    def reused(self) -> tuple[int, ...]:
+        """Numbers of the steps, from 1, at which the model does not run."""
+        return tuple(number for number, step in enumerate(self.steps, 1) if step.reused)
+
+    @property
+    def guided(self) -> int:
+        return sum(step.guided for step in self.steps)
+
+    @property
+    def unguided(self) -> int:
+        return len(self.steps) - self.guided
+
+    @property
+    def forwards(self) -> int:
+        """Of one video through the transformer: a guided step that is computed is two."""
+        return sum(1 + step.guided for step in self.steps if not step.reused)
+
+
+def make_plan(
+    schedule: Schedule, settings: GenerationSettings, curve: Curve | None, config: ReuseConfig = ReuseConfig()
+) -> Plan:
+    """`curve` None: every step is computed."""
+    count = len(schedule)
+    guided = round(settings.guidance_until * count) if settings.guidance_scale > 1 else 0
+    scales: list[float | None] = [None] * count
+    if curve is not None:
+        # A velocity without guidance is another thing than one with it: the first is computed.
+        scales = _scales(schedule, curve, settings.reuse, config, fresh={guided})
+    steps = (
+        PlannedStep(timestep, sigma, coefficients, index < guided, scales[index])
+        for index, (timestep, sigma, coefficients) in enumerate(schedule.rows())
+    )
+    return Plan(tuple(steps))
+
+
+def _scales(
+    schedule: Schedule, curve: Curve, threshold: float, config: ReuseConfig, fresh: set[int]
+) -> list[float | None]:
+    """Of the steps that are reused. MagCache's rule: the errors of the steps reused in a row, each of which grows with
+    the distance from the last computed one, add up; the step that would bring the sum to the threshold is computed."""
+    ratios, changes = curve.at(schedule.sigmas)
+    always = round(config.computed_first * len(schedule))
+    found: list[float | None] = []
+    distance = total = 0.0
+    in_a_row = 0
+    for index, (ratio, change) in enumerate(zip(ratios, changes, strict=True)):
+        distance += change
+        total += distance
+        if index < max(always, 1) or index in fresh or in_a_row == config.most_in_a_row or total >= threshold:
+            distance = total = 0.0
+            in_a_row = 0
+            found.append(None)
+        else:
+            in_a_row += 1
+            found.append(float(ratio))
+    return found

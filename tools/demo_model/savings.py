@@ -1,0 +1,133 @@
+"""What the ways to save time cost: every variant makes the same videos in one process, in turns, and is scored.
+
+python -m tools.demo_model.savings --prompts 100 --steps 50 --report savings.json
+
+Written after every prompt, so that a run that ends early leaves what it has. By variant: forwards of the transformer,
+seconds of each video (from the prompt to frames on the host, after a warm-up), their median, how many times faster than
+lossless (the median of the ratios within a prompt), the share of right answers, and how far the latents are from the
+lossless ones (norm of the difference over norm, median).
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from comfy_tpu.pipeline.video import VideoPipeline
+from tools.demo_model.clips import evaluation_prompts
+from tools.demo_model.evaluate import tally
+
+logger = logging.getLogger("tools.demo_model")
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    settings: dict[str, float] = field(default_factory=dict)
+    quantize: str = "none"
+
+
+LOSSLESS = Variant("lossless")
+VARIANTS = (
+    LOSSLESS,
+    Variant("reuse 0.12", {"reuse": 0.12}),
+    Variant("guidance until 0.5", {"guidance_until": 0.5}),
+    Variant("fp8", quantize="fp8"),
+)
+
+
+@dataclass
+class Account:
+    forwards: int
+    seconds: list[float] = field(default_factory=list)
+    faster: list[float] = field(default_factory=list)
+    difference: list[float] = field(default_factory=list)
+    videos: list[np.ndarray] = field(default_factory=list)
+
+    def report(self, wanted: list) -> dict:
+        scores = tally(np.stack(self.videos), wanted)
+        return {
+            "forwards": self.forwards,
+            "median_s": statistics.median(self.seconds),
+            "times_faster": statistics.median(self.faster),
+            "share": scores["share"],
+            "latent_difference": statistics.median(self.difference),
+            "misses": scores["misses"],
+            "seconds": [round(value, 3) for value in self.seconds],
+        }
+
+
+class Runner:
+    """The pipelines of all variants on one model; those that differ in settings only share one."""
+
+    def __init__(self, model: str, variants: list[Variant], steps: int) -> None:
+        self._steps = steps
+        self._pipelines = {way: VideoPipeline.open(model, quantize=way) for way in {v.quantize for v in variants}}
+
+    def settings(self, variant: Variant, seed: int) -> Any:
+        pipeline = self._pipelines[variant.quantize]
+        return pipeline.settings(num_inference_steps=self._steps, seed=seed, **variant.settings)
+
+    def forwards(self, variant: Variant) -> int:
+        return self._pipelines[variant.quantize].plan(self.settings(variant, 0)).forwards
+
+    def make(self, variant: Variant, prompt: str, seed: int) -> tuple[float, np.ndarray, torch.Tensor]:
+        """Seconds, frames [F, H, W, 3], latents."""
+        pipeline, settings = self._pipelines[variant.quantize], self.settings(variant, seed)
+        began = time.perf_counter()
+        latents = pipeline.denoise(pipeline.encode(prompt, settings), settings)
+        frames = torch.cat(list(pipeline.decode(latents, settings)), dim=1)
+        return time.perf_counter() - began, frames[0].numpy(), latents
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--held-out", type=int, default=25, help="how many of them are triples training never saw")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=2025)
+    parser.add_argument("--without", nargs="*", default=[], choices=[variant.name for variant in VARIANTS[1:]])
+    parser.add_argument("--report", type=Path, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+    variants = [variant for variant in VARIANTS if variant.name not in arguments.without]
+    runner = Runner(arguments.model, variants, arguments.steps)
+    accounts = {variant.name: Account(runner.forwards(variant)) for variant in variants}
+    prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
+    # In an order in which a run that ends early has its share of both kinds.
+    order = np.random.default_rng(0).permutation(len(prompts))
+    for variant in variants:
+        runner.make(variant, prompts[0][0], arguments.seed)
+    wanted = []
+    for number in order.tolist():
+        text, attributes = prompts[number]
+        wanted.append(attributes)
+        made = {variant.name: runner.make(variant, text, arguments.seed + number) for variant in variants}
+        base_seconds, _, base_latents = made[LOSSLESS.name]
+        for name, (seconds, frames, latents) in made.items():
+            account = accounts[name]
+            account.seconds.append(seconds)
+            account.faster.append(base_seconds / seconds)
+            account.difference.append(float((latents - base_latents).norm() / base_latents.norm()))
+            account.videos.append(frames)
+        document = {
+            "schema": 1,
+            "settings": {name: value for name, value in vars(arguments).items() if name != "report"},
+            "prompts": len(wanted),
+            "variants": {name: account.report(wanted) for name, account in accounts.items()},
+        }
+        arguments.report.write_text(json.dumps(document, indent=1) + "\n")
+        logger.info("%d: %s", len(wanted), {name: round(made[name][0], 1) for name in made})
+
+
+if __name__ == "__main__":
+    main()
