@@ -61,20 +61,24 @@ class Results:
                 cells.setdefault(key, []).append(_described(report, place))
 
     def write(self, path: Path) -> None:
+        """Tables that this run has nothing for stay as they were."""
         text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
         before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        path.write_text(f"{before}{BEGIN}\n{self._markdown()}\n{END}{after}", encoding="utf-8")
+        written, _, after = rest.partition(END)
+        _, *tables = written.split("### ")
+        known = {name: f"### {name}\n{table}".strip() for name, _, table in (each.partition("\n") for each in tables)}
+        parts = [f"With {_versions()}.", *{**known, **self._tables()}.values()]
+        path.write_text(f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n{END}{after}", encoding="utf-8")
 
-    def _markdown(self) -> str:
-        parts = [f"With {_versions()}."]
+    def _tables(self) -> dict[str, str]:
+        found = {}
         for table, cells in self._cells.items():
             rows = list(dict.fromkeys(row for row, _ in cells))
             columns = list(dict.fromkeys(column for _, column in cells))
             lines = [f"### {table}", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
             lines += [f"| {row} | {' | '.join(_worst(cells.get((row, c), [])) for c in columns)} |" for row in rows]
-            parts.append("\n".join(lines))
-        return "\n\n".join(parts)
+            found[table] = "\n".join(lines)
+        return found
 
 
 def _described(report, place) -> tuple[str, str]:

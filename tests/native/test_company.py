@@ -385,6 +385,22 @@ def test_code_put_on_the_module_itself(architecture, watch, cell, deed, word):
     assert watch.calls
 
 
+@some_architectures("Wan 2.1 T2V")
+def test_a_patch_that_was_taken_off(architecture, watch):
+    """ComfyUI leaves the method that was there before on the object, where it hides the class's."""
+    from tests.native.sampling import sample
+
+    plain = models(architecture).plain
+    name = f"diffusion_model.{FIRST_BLOCK[architecture.name]}.forward"
+    patched = changed(lambda model: model.add_object_patch(name, model.get_model_object(name)))(plain)
+    sample(patched, architecture, steps=1)
+    sample(plain, architecture, steps=1)
+    part = plain.model.diffusion_model.get_submodule(FIRST_BLOCK[architecture.name])
+    assert "forward" in vars(part)
+    sample(compile_model(plain), architecture, steps=1)
+    watch.assert_on_devices()
+
+
 @some_architectures("Wan 2.1 T2V", "SDXL")
 def test_weights_that_are_computed_while_the_model_runs(architecture, watch, cell):
     def change(model):

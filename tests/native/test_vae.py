@@ -209,18 +209,19 @@ def test_out_of_memory_reaches_comfyuis_tiles(small, run, watch, monkeypatch, ca
     both = vaes(small)
 
     # What ComfyUI gives when its own module runs out of memory for anything but tiles.
+    run(both.plain, small)  # our patch is off the module now, and ComfyUI's own method an attribute of it
     module = both.plain.first_stage_model
     own = getattr(type(module), run.__name__)
     full = []
 
-    def failing(self, x, *args, **kwargs):
+    def failing(x, *args, **kwargs):
         if not full:
             full.append(1)
             raise comfy.model_management.OOM_EXCEPTION("simulated")
-        return own(self, x, *args, **kwargs)
+        return own(module, x, *args, **kwargs)
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(type(module), run.__name__, failing)
+        patch.setattr(module, run.__name__, failing)
         expected = run(both.plain, small)
     assert "retrying with tiled" in caplog.text
     caplog.clear()

@@ -42,15 +42,19 @@ def reason_in_the_module(module: torch.nn.Module) -> str:
         for attribute in ("weight_function", "bias_function"):
             if getattr(part, attribute, None):
                 return f"another node computes the weights of {where} while the model runs"
-        replaced = [each for each, value in vars(part).items() if _shadows(type(part), each, value)]
+        replaced = [each for each, value in vars(part).items() if _replaces(part, each, value)]
         if replaced:
             return f"another node replaced {where}.{replaced[0]}"
     return ""
 
 
-def _shadows(kind: type, name: str, value: Any) -> bool:
-    """Whether an attribute of an object hides a method of its class."""
-    return callable(value) and callable(getattr(kind, name, None)) and not hasattr(value, OURS)
+def _replaces(part: torch.nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute of an object hides another method of its class."""
+    own = getattr(type(part), name, None)
+    if not callable(value) or not callable(own) or hasattr(value, OURS):
+        return False
+    # When a patch is taken off, ComfyUI leaves the class's own method as an attribute behind.
+    return not (getattr(value, "__self__", None) is part and getattr(value, "__func__", None) is own)
 
 
 def structure(module: torch.nn.Module) -> tuple[tuple[str, type], ...]:
