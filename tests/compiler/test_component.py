@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import jax
 import pytest
@@ -90,6 +91,20 @@ def test_a_library_that_cannot_be_imported_is_explained_by_its_first_failure() -
     spec = dataclasses.replace(TEXT_ENCODER, build=build, heads=None)
     with pytest.raises(UnsupportedError, match="text_encoder cannot be imported here .*different CUDA versions"):
         Component(spec, {}, make_placement("single"), dtype=torch.float32)
+
+
+def test_libraries_that_change_how_warnings_are_filtered() -> None:
+    """As accelerate does when diffusers imports it, in the middle of somebody else's process."""
+
+    def build(config: object) -> torch.nn.Module:
+        warnings.filterwarnings("ignore", module="somebody")
+        raise UnsupportedError("as far as this")
+
+    before = list(warnings.filters)
+    spec = dataclasses.replace(TEXT_ENCODER, build=build, heads=None)
+    with pytest.raises(UnsupportedError, match="as far as this"):
+        Component(spec, {}, make_placement("single"), dtype=torch.float32)
+    assert list(warnings.filters) == before
 
 
 def test_a_dtype_that_is_no_float_is_refused() -> None:

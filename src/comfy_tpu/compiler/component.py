@@ -24,6 +24,7 @@ from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings, replicate
+from comfy_tpu.quiet import quiet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,8 @@ def _rules_for_scales(rules: tuple[Rule, ...], names: Iterable[str]) -> list[Rul
 
 def _build(spec: ComponentSpec, config: Mapping[str, Any]) -> torch.nn.Module:
     try:
-        return spec.build(config)
+        with quiet():  # accelerate, where it is installed, adds a warning filter when diffusers imports it
+            return spec.build(config)
     except ImportError as error:
         # transformers imports lazily, and says only that it could not: the first failure underneath is the reason.
         cause: BaseException = error

@@ -16,6 +16,7 @@ from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.registry import family_of
+from comfy_tpu.quiet import quiet
 
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 
@@ -61,7 +62,8 @@ class ModelFiles:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        with quiet():
+            from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(self.directory / "tokenizer", trust_remote_code=False)

@@ -30,6 +30,7 @@ from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
+from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,8 @@ class VideoPipeline:
     def plan(self, settings: GenerationSettings) -> Plan:
         """Which steps are computed, reused and guided. It is known before a run, and does not depend on the prompt."""
         check_settings(settings, self.limits)
-        scheduler = self.family.schedulers[settings.scheduler](settings.flow_shift)
+        with quiet():  # diffusers may be imported here
+            scheduler = self.family.schedulers[settings.scheduler](settings.flow_shift)
         schedule = make_schedule(scheduler, settings.num_inference_steps)
         return make_plan(schedule, settings, self._curve_for(settings))
 
