@@ -18,10 +18,10 @@ from comfy_tpu.families.wan import WAN21
 from comfy_tpu.pipeline import reuse
 from comfy_tpu.pipeline.calibration import differences, measure_curve, save
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
-from comfy_tpu.pipeline.plan import Plan, make_plan
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve, save_curve
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
+from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.parity import small_models

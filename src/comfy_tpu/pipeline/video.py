@@ -24,11 +24,11 @@ from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
 from comfy_tpu.pipeline.model_files import ModelFiles
-from comfy_tpu.pipeline.plan import Plan, make_plan
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
+from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.quiet import quiet
 
