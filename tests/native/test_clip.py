@@ -280,6 +280,6 @@ def test_a_known_text_encoder_is_split_by_its_familys_table(small, watch):
     plain = clips(small).plain
     assert error(encode(plain), encode(compile_clip(plain, mesh="seed"))) < TOLERANCE
     (module,) = [part for part in plain.cond_stage_model.modules() if type(part).__name__ == "T5"]
-    tables = {choices.mesh: host._hosted._component.spec.rules for choices, host in _hosts[module].items()}
+    tables = {choices.mesh: host._hosted._component.spec.rules for (choices, _), host in _hosts[module].items()}
     assert tables["seed"] == TEXT_ENCODER.rules
     watch.assert_on_devices()

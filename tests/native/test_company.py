@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import threading
 
 import pytest
 import torch
@@ -362,7 +363,6 @@ def another_class(part):
         (forward_replaced, "replaced"),
         (hook, "hook"),
         (hook_before, "hook"),
-        (another_class, "exchanged parts"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -383,6 +383,115 @@ def test_code_put_on_the_module_itself(architecture, watch, cell, deed, word):
     assert_one_warning(watch, word)
     assert torch.equal(sample(compiled, architecture), before)
     assert watch.calls
+
+
+@contextlib.contextmanager
+def other_epsilon(part):
+    norms = [each for each in part.modules() if isinstance(each, (torch.nn.LayerNorm, torch.nn.GroupNorm))]
+    before = [norm.eps for norm in norms]
+    for norm in norms:
+        norm.eps = 0.5
+    yield
+    for norm, eps in zip(norms, before, strict=True):
+        norm.eps = eps
+
+
+@contextlib.contextmanager
+def no_bias(part):
+    linears = [each for each in part.modules() if isinstance(each, torch.nn.Linear) and each.bias is not None]
+    before = [linear.bias for linear in linears]
+    for linear in linears:
+        linear.bias = None
+    yield
+    for linear, bias in zip(linears, before, strict=True):
+        linear.bias = bias
+
+
+@contextlib.contextmanager
+def weights_written(part):
+    weight = next(each.weight for each in part.modules() if isinstance(each, torch.nn.Linear))
+    before = weight.data.clone()
+    weight.data.mul_(0.2)
+    yield
+    weight.data.copy_(before)
+
+
+@some_architectures("Wan 2.1 T2V", "SDXL")
+@pytest.mark.parametrize("deed", [another_class, other_epsilon, no_bias, weights_written], ids=lambda f: f.__name__)
+def test_a_module_made_of_something_else(architecture, watch, deed):
+    """It is another program, or has other weights; and back again."""
+    from tests.native.sampling import relative_error, sample
+
+    plain = architecture.build(seed=23)
+    compiled = compile_model(plain)
+    before = sample(compiled, architecture)
+    with deed(plain.model.diffusion_model.get_submodule(FIRST_BLOCK[architecture.name])):
+        expected = sample(plain, architecture)
+        got = sample(compiled, architecture)
+    assert relative_error(before, expected) > 2 * TOLERANCE
+    assert relative_error(expected, got) < TOLERANCE
+    assert relative_error(before, sample(compiled, architecture)) < 1e-6
+    watch.assert_on_devices()
+
+
+@some_architectures("Wan 2.1 T2V")
+def test_another_model_in_its_place(architecture, watch):
+    from tests.native.sampling import relative_error, sample
+
+    plain, other = architecture.build(seed=24), architecture.build(seed=25)
+    compiled = compile_model(plain)
+    sample(compiled, architecture, steps=1)
+    plain.model.diffusion_model = other.model.diffusion_model
+    expected = sample(other, architecture, steps=1)
+    assert relative_error(expected, sample(compiled, architecture, steps=1)) < TOLERANCE
+
+
+@some_architectures("Wan 2.1 T2V")
+def test_a_patch_of_the_whole_model(architecture, watch):
+    """Ours beside it would leave something behind when both are taken off."""
+    from tests.native.sampling import sample
+
+    plain, other = architecture.build(seed=26), architecture.build(seed=27)
+    before = sample(plain, architecture, steps=1)
+    patched = changed(lambda model: model.add_object_patch("diffusion_model", other.model.diffusion_model))(plain)
+    expected = sample(patched, architecture, steps=1)
+    assert torch.equal(sample(compile_model(patched), architecture, steps=1), expected)
+    assert_one_warning(watch, "another node replaced diffusion_model")
+    assert torch.equal(sample(plain, architecture, steps=1), before)
+
+
+@some_architectures("Wan 2.1 T2V")
+def test_a_module_that_cannot_be_copied(architecture, watch):
+    from tests.native.sampling import sample
+
+    plain = architecture.build(seed=28)
+    plain.model.diffusion_model.lock = threading.Lock()
+    expected = sample(plain, architecture, steps=1)
+    assert torch.equal(sample(compile_model(plain), architecture, steps=1), expected)
+    assert_one_warning(watch, "cannot be copied")
+
+
+@some_architectures("Wan 2.1 T2V")
+def test_a_tensor_among_the_options(architecture, watch, cell):
+    def change(model):
+        model.model_options["transformer_options"]["my_tensor"] = torch.zeros(2)
+
+    compare(architecture, changed(change), cell, "tensor option")
+    assert_one_warning(watch, "my_tensor")
+
+
+@some_architectures("Qwen-Image")
+def test_a_wrapper_that_runs_prompts_by_itself(architecture, watch, cell):
+    def one_by_one(apply, args):
+        parts = zip(args["input"].split(1), args["timestep"].split(1), strict=True)
+        texts = args["c"]["c_crossattn"].split(1)
+        return torch.cat(
+            [apply(x, t, **{**args["c"], "c_crossattn": text}) for (x, t), text in zip(parts, texts, strict=True)]
+        )
+
+    change = changed(lambda model: model.set_model_unet_function_wrapper(one_by_one))
+    compare(architecture, change, cell, "prompts one by one")
+    watch.assert_on_devices()
 
 
 @some_architectures("Wan 2.1 T2V")

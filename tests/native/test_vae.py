@@ -1,5 +1,6 @@
 """VAE: the same pictures and latents with TPU Compile VAE in the graph and without it."""
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -113,6 +114,24 @@ def test_several_pictures(small, watch):
     both = vaes(small)
     assert relative_error(encode(both.plain, several), encode(both.compiled, several)) < TOLERANCE
     watch.assert_on_devices()
+
+
+@pytest.mark.parametrize("small", [VAES[3]], ids=["SDXL"])
+def test_a_deep_copy_is_a_model_of_its_own(small, watch):
+    """As nodes for seamless pictures make one, to change it."""
+    from tests.native.sampling import relative_error
+
+    compiled = compile_vae(vaes(small).plain)
+    before = decode(compiled, small)
+    twin, plain_twin = copy.deepcopy(compiled), copy.deepcopy(vaes(small).plain)
+    for vae in (twin, plain_twin):
+        for part in vae.first_stage_model.modules():
+            if isinstance(part, torch.nn.Conv2d):
+                part.padding_mode = "circular"
+    expected = decode(plain_twin, small)
+    assert relative_error(before, expected) > 10 * TOLERANCE
+    assert relative_error(expected, decode(twin, small)) < TOLERANCE
+    assert torch.equal(decode(compiled, small), before)
 
 
 @pytest.mark.parametrize("small", [VAES[0], VAES[3]], ids=["Wan_2.1", "SDXL"])

@@ -43,7 +43,7 @@ class WeightWatch:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bytes]]] = {}
 
     def changed(self, module: torch.nn.Module) -> set[str]:
         """Names whose tensor is another one than at the last `remember`."""
@@ -53,7 +53,7 @@ class WeightWatch:
         self._seen = {name: (weakref.ref(tensor), _version(tensor)) for name, tensor in weight_shapes(module).items()}
 
     def _is_seen(self, name: str, tensor: torch.Tensor) -> bool:
-        reference, version = self._seen.get(name, (None, 0))
+        reference, version = self._seen.get(name, (None, None))
         return reference is not None and reference() is tensor and version == _version(tensor)
 
 
@@ -69,5 +69,15 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_qdata")
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+_SAMPLED = 8
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """torch counts writes, but not those through `.data`, and none into tensors made in inference mode, as ComfyUI's
+    are: a few of the values tell."""
+    counted = 0 if tensor.is_inference() else tensor._version
+    values = getattr(tensor, "_qdata", tensor).detach()
+    if values.device.type != "cpu" or values.numel() == 0 or not values.is_contiguous():
+        return counted, b""
+    some = values.view(-1)[:: max(1, values.numel() // _SAMPLED)][:_SAMPLED].contiguous()
+    return counted, some.view(torch.uint8).numpy().tobytes()

@@ -38,6 +38,9 @@ from comfy_tpu.parallel.rules import Rule, column, covers, gather, replicate, ro
 
 logger = logging.getLogger(__name__)
 
+SKELETON = "comfy_tpu skeleton"
+"""Among the memories of a copy (`__deepcopy__`) that is made for a trace."""
+
 Function = Callable[..., Any]
 """(module, *args, **kwargs) -> tensors: what to run, as a function on the skeleton."""
 
@@ -239,12 +242,17 @@ def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None
     """A copy with its weights on meta: the weights are known to the copier before it starts, so none is copied."""
     weights = weight_shapes(module)
     with torch.inference_mode(False):
-        memo: dict[int, Any] = {}
+        memo: dict[Any, Any] = {SKELETON: True}
         for tensor in weights.values():
             empty = torch.empty(tensor.shape, dtype=held_as(tensor), device="meta")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-        skeleton = copy.deepcopy(module, memo)
+        try:
+            skeleton = copy.deepcopy(module, memo)
+        except Exception as error:  # of whatever is among its attributes
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be copied for a trace ({type(error).__name__}: {error})"
+            ) from error
         prepare(skeleton)
     return skeleton
 

@@ -35,7 +35,7 @@ def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
     for path, part in compiled.cond_stage_model.named_modules():
         if isinstance(part, SDClipModel):
             name = f"{path}.transformer" if path else "transformer"
-            text = DeviceText(compiled.cond_stage_model, part.transformer, "forward", choices)
+            text = DeviceText(compiled.cond_stage_model, name, "forward", choices)
             compiled.patcher.add_object_patch(f"{name}.forward", text)
             found = True
     if not found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import comfy.model_management
@@ -57,6 +59,17 @@ def _replaces(part: torch.nn.Module, name: str, value: Any) -> bool:
     return not (getattr(value, "__self__", None) is part and getattr(value, "__func__", None) is own)
 
 
-def structure(module: torch.nn.Module) -> tuple[tuple[str, type], ...]:
-    """What a model is made of. A program is of one structure."""
-    return tuple((name, type(part)) for name, part in module.named_modules())
+def structure(module: torch.nn.Module) -> Hashable:
+    """What a model is made of: its parts, their settings, their weights' shapes. A program is of one structure."""
+    parts = ((name, type(part), _settings(part)) for name, part in module.named_modules())
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    weights = ((name, tuple(tensor.shape)) for name, tensor in tensors)
+    return frozenset(parts), frozenset(weights)
+
+
+def _settings(part: torch.nn.Module) -> str:
+    """As torch prints them: paddings of a convolution, the epsilon of a norm."""
+    try:
+        return part.extra_repr()
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # somebody else's code, for people to read
+        return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.model_management
@@ -53,7 +53,6 @@ class Host:
         self.size = ""
         """What is being computed, for the line that says so."""
         self._name = type(module).__name__
-        self._structure = structure(module)
         self._report: NodeReport | None = None
         self._step: int | None = None
         self._hosted: HostedModule = HostedModule(
@@ -83,10 +82,6 @@ class Host:
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
-
-    def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether the module is still made of what it was made of when its programs were."""
-        return self._structure == structure(module)
 
     @staticmethod
     def fetch(results: Any) -> Any:
@@ -121,17 +116,27 @@ def _report() -> NodeReport:
     return NodeReport(context.node_id if context else None)
 
 
-_hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[Choices, Host]] = weakref.WeakKeyDictionary()
+_hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Choices, Hashable], Host]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 def host_of(module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]) -> Host:
-    """The same for every clone of a model: they share the module, its programs and its place on the devices."""
+    """The same for every clone of a model: they share the module, its programs and its place on the devices.
+
+    Another one where the module is made of something else than before: its programs would not be right.
+    """
+    key = (choices, structure(module))
     with _lock:
         hosts = _hosts.setdefault(module, {})
-        if choices not in hosts:
-            hosts[choices] = Host(module, choices, part, prepare)
-        return hosts[choices]
+        if key not in hosts:
+            hosts[key] = Host(module, choices, part, prepare)
+        return hosts[key]
+
+
+def end_steps(module: torch.nn.Module) -> None:
+    """A sampler of the module is done, or was ended."""
+    for host in _hosts.get(module, {}).values():
+        host.end_steps()
 
 
 def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None]) -> None:

@@ -12,8 +12,8 @@ from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention
 from comfy_tpu.comfy.native.company import loaded_patcher
-from comfy_tpu.comfy.native.hosting import Choices
-from comfy_tpu.comfy.native.replacement import Replacement
+from comfy_tpu.comfy.native.hosting import Choices, end_steps
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement
 from comfy_tpu.comfy.native.texts import fill_texts, filled_texts, in_prompts
 from comfy_tpu.comfy.run import at_rest
 from comfy_tpu.errors import UnsupportedError
@@ -37,9 +37,12 @@ PASSED_ON = frozenset({"rope_options"})
 def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     """A clone whose diffusion model computes on the devices."""
     clone = model.clone()
-    module = clone.get_model_object("diffusion_model")
-    name = "_forward" if hasattr(type(module), "_forward") else "forward"
-    forward = DeviceForward(clone.model, module, name, choices)
+    if "diffusion_model" in clone.object_patches:
+        # Put back in the order of their names, a patch of the whole and one of its method would leave the wrong method.
+        Fallback(type(clone.model.diffusion_model).__name__).explain("another node replaced diffusion_model")
+        return clone
+    name = "_forward" if hasattr(type(clone.model.diffusion_model), "_forward") else "forward"
+    forward = DeviceForward(clone.model, "diffusion_model", name, choices)
     clone.add_object_patch(f"diffusion_model.{name}", forward)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "comfy_tpu", forward.around_sampling)
     # ComfyUI runs the prompt and the negative prompt in one batch if the host has the memory free that a step would
@@ -58,7 +61,7 @@ class DeviceForward(Replacement):
         try:
             return executor(*args, **kwargs)
         finally:
-            self._host().end_steps()
+            end_steps(self._module)
             at_rest()
 
     def _bound(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class DeviceForward(Replacement):
         return _reason_in_the_options(options) or self._replaced_parts() or super()._reason_against()
 
     def _replaced_parts(self) -> str:
-        patcher = loaded_patcher(self._owner())
+        patcher = loaded_patcher(self._owner)
         own = f"diffusion_model.{self._method}"
         patches = [] if patcher is None else patcher.object_patches
         others = [name for name in patches if name.startswith("diffusion_model") and name != own]
@@ -107,7 +110,7 @@ def _reason_in_the_options(options: dict[str, Any]) -> str:
             continue
         if name in ("patches", "patches_replace"):
             value = {kind: inner for kind, inner in value.items() if inner}
-        if value:
+        if isinstance(value, torch.Tensor) or value:
             inside = f" ({', '.join(map(str, value))})" if isinstance(value, dict) else ""
             return f"transformer_options hold {name}{inside}, which cannot be compiled with the model"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import weakref
@@ -21,20 +22,28 @@ class Replacement:
 
     part: ClassVar[Part]
 
-    def __init__(self, owner: torch.nn.Module, module: torch.nn.Module, method: str, choices: Choices) -> None:
-        """`owner` is what ComfyUI loads and patches, of which `module` is a part."""
+    def __init__(self, owner: torch.nn.Module, path: str, method: str, choices: Choices) -> None:
+        """`owner` is what ComfyUI loads and patches; the module is found in it by its path."""
         # Weakly: we are an attribute of the module ourselves, and ComfyUI takes a cycle for a leak.
-        self._owner = weakref.ref(owner)
-        self._reference = weakref.ref(module)
+        self._reference = weakref.ref(owner)
+        self._path = path
         self._method = method
         self._choices = choices
-        self._fallback = Fallback(type(module).__name__)
+        self._fallback = Fallback(type(self._module).__name__)
+
+    @property
+    def _owner(self) -> torch.nn.Module:
+        owner = self._reference()
+        assert owner is not None  # it, or a part of it, is what calls us
+        return owner
 
     @property
     def _module(self) -> Any:
-        module = self._reference()
-        assert module is not None  # it is the one that calls us
-        return module
+        """The one that is there now: another node may have put one in place of the one that we were made for."""
+        module: Any = self._owner
+        for name in filter(None, self._path.split(".")):
+            module = getattr(module, name)
+        return getattr(module, "_orig_mod", module)  # torch.compile's is around it
 
     @property
     def _own_method(self) -> Callable[..., Any]:
@@ -47,8 +56,12 @@ class Replacement:
     def _prepare(skeleton: torch.nn.Module) -> None:
         """Before the copy of the module that is traced is."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:
-        return self  # a skeleton is copied while we are on the module, and does not use us
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Replacement:
+        from comfy_tpu.compiler.hosted import SKELETON
+
+        if SKELETON in memo:
+            return self  # a skeleton is copied while we are on the module, and does not use us
+        return type(self)(copy.deepcopy(self._owner, memo), self._path, self._method, self._choices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Where torch.compile is in use it follows whatever a model calls, and this is nothing for it. Its import takes
@@ -68,11 +81,7 @@ class Replacement:
 
     def _reason_against(self, *args: Any, **kwargs: Any) -> str:
         """Why this call cannot be traced, or nothing."""
-        return (
-            reason_in_the_patcher(self._owner())
-            or reason_in_the_module(self._module)
-            or ("" if self._host().is_of(self._module) else "another node exchanged parts of the model")
-        )
+        return reason_in_the_patcher(self._owner) or reason_in_the_module(self._module)
 
     def _kind(self, *args: Any, **kwargs: Any) -> Hashable:
         """Calls of one kind are traced alike: what fails for one fails for all."""

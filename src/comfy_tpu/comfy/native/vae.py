@@ -24,9 +24,8 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
     """A copy whose decode and encode compute on the devices. Tiling and everything else stay ComfyUI's."""
     compiled = copy.copy(vae)
     compiled.patcher = vae.patcher.clone()
-    module = vae.first_stage_model
     for name in ("decode", "encode"):
-        compiled.patcher.add_object_patch(name, DeviceMethod(module, module, name, choices))
+        compiled.patcher.add_object_patch(name, DeviceMethod(vae.first_stage_model, "", name, choices))
     # ComfyUI cuts a batch where the host has no memory free for it. It takes none there, and every cut would be a
     # program of its own.
     compiled.memory_used_decode = compiled.memory_used_encode = lambda shape, dtype: 1
