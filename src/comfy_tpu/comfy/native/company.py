@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+import types
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import comfy.model_management
@@ -60,11 +61,20 @@ def _replaces(part: torch.nn.Module, name: str, value: Any) -> bool:
 
 
 def structure(module: torch.nn.Module) -> Hashable:
-    """What a model is made of: its parts, their settings, their weights' shapes. A program is of one structure."""
-    parts = ((name, type(part), _settings(part)) for name, part in module.named_modules())
+    """What a model is made of: its parts and their code, their settings, their weights' shapes. A program is of one."""
+    parts = [(name, type(part), _settings(part)) for name, part in module.named_modules()]
+    code = {function for kind in {kind for _, kind, _ in parts} for function in _functions(kind)}
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     weights = ((name, tuple(tensor.shape)) for name, tensor in tensors)
-    return frozenset(parts), frozenset(weights)
+    return frozenset(parts), frozenset(code), frozenset(weights)
+
+
+def _functions(kind: type) -> Iterator[types.FunctionType]:
+    """Its methods as they are now: another node may have put others into the class."""
+    for each in kind.__mro__:
+        if each is torch.nn.Module:
+            return
+        yield from (value for value in vars(each).values() if isinstance(value, types.FunctionType))
 
 
 def _settings(part: torch.nn.Module) -> str:
