@@ -60,6 +60,6 @@ HOPPER = {
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
 def test_our_hopper_kernel_matches_torch(placement: Placement, name: str, dtype: object, tolerance: float) -> None:
     if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
-        pytest.skip(f"a kernel for Hopper, and this is {placement.chip}")
+        pytest.skip(f"the kernel is made for Hopper GPUs (H100, H200), and this is {placement.chip}")
     config = AttentionConfig(implementation="hopper")
     assert relative_error(*run(HOPPER[name], config, placement, dtype=dtype)) <= tolerance

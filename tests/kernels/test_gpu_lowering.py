@@ -9,8 +9,6 @@ import pytest
 
 from comfy_tpu.kernels.hopper import hopper
 
-pytest.importorskip("absl", reason="Pallas for GPUs imports absl")
-
 
 @pytest.mark.parametrize(
     ("queries", "keys", "head_dim"), [(32_760, 32_760, 128), (1000, 777, 128), (64, 100, 64)], ids=str

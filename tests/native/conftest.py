@@ -52,6 +52,15 @@ def comfyui(tmp_path_factory):
     models.cache_clear()
 
 
+@pytest.fixture
+def eight_devices(comfyui):
+    """Virtual ones, unless the process was started with others."""
+    import jax
+
+    if len(jax.devices()) < 8:
+        pytest.skip(f"compares eight devices with one, and there are {len(jax.devices())} of {jax.default_backend()}")
+
+
 @pytest.fixture(autouse=True)
 def watch(comfyui, monkeypatch):
     from tests.native.watching import watching

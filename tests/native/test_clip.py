@@ -153,11 +153,7 @@ def test_bfloat16(small, watch, cell):
 
 
 @every_text
-def test_eight_devices(small, watch, cell):
-    import jax
-
-    if len(jax.devices()) < 8:
-        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
+def test_eight_devices(small, watch, cell, eight_devices):
     cell.at(TABLE, small.name, "8 devices")
     plain = clips(small).plain
     assert cell.error(error(encode(plain), encode(compile_clip(plain, mesh="auto")))) < TOLERANCE
@@ -269,14 +265,10 @@ def test_without_the_node_again(small):
 
 
 @some_texts("Wan 2.1, Wan 2.2")
-def test_a_known_text_encoder_is_split_by_its_familys_table(small, watch):
-    import jax
-
+def test_a_known_text_encoder_is_split_by_its_familys_table(small, watch, eight_devices):
     from comfy_tpu.comfy.native.hosting import _hosts
     from comfy_tpu.families.wan import TEXT_ENCODER
 
-    if len(jax.devices()) < 8:
-        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
     plain = clips(small).plain
     assert error(encode(plain), encode(compile_clip(plain, mesh="seed"))) < TOLERANCE
     (module,) = [part for part in plain.cond_stage_model.modules() if type(part).__name__ == "T5"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 import torch
 
@@ -20,9 +19,8 @@ pytestmark = pytest.mark.comfyui
 
 
 @pytest.fixture(autouse=True)
-def _eight_devices():
-    if len(jax.devices()) < 8:
-        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
+def _on_eight(eight_devices):
+    """Every test here."""
 
 
 @every_architecture

@@ -166,13 +166,9 @@ def test_bfloat16(small, watch, cell):
 
 
 @every_vae
-def test_eight_devices(small, watch, cell):
-    import jax
-
+def test_eight_devices(small, watch, cell, eight_devices):
     from tests.native.sampling import relative_error
 
-    if len(jax.devices()) < 8:
-        pytest.skip(f"needs 8 devices, there are {len(jax.devices())}")
     cell.at(TABLE, small.name, "8 devices")
     both = vaes(small)
     compiled = compile_vae(both.plain, mesh="auto")

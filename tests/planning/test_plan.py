@@ -106,7 +106,9 @@ def test_formulas_for_other_slices(tpu, sizes, size):
 @pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu is not installed")
+@pytest.mark.skipif(
+    not has_tpu_compiler(), reason="libtpu, the TPU's compiler, is not installed: pip install '.[tpu]', x86_64 only"
+)
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=4), MeshSizes(dp=2, tp=4), MeshSizes(sp=8)], ids=str)
 def test_the_tpu_compiler_agrees(sizes):
     model = find_model(WAN_14B)
