@@ -446,6 +446,27 @@ def test_a_module_made_of_something_else(architecture, watch, deed):
 
 
 @some_architectures("Wan 2.1 T2V")
+def test_a_module_that_is_changed_at_every_run(architecture, watch):
+    """Is right, compiles each time, and does not fill the devices."""
+    from comfy_tpu.compiler.residency import shared_residency
+    from tests.native.sampling import relative_error, sample
+
+    shared_residency().clear()
+    plain = architecture.build(seed=29)
+    compiled = compile_model(plain)
+    norm = plain.model.diffusion_model.blocks[0].norm1
+    held = []
+    for eps in (0.1, 0.2, 0.3, 0.4, 0.5):
+        norm.eps = eps
+        expected = sample(plain, architecture, steps=1)
+        assert relative_error(expected, sample(compiled, architecture, steps=1)) < TOLERANCE
+        held.append(max(shared_residency().bytes_per_device().values()))
+    assert len(watch.compiled) == 5
+    assert held[2:] == [3 * held[0]] * 3
+    watch.assert_on_devices()
+
+
+@some_architectures("Wan 2.1 T2V")
 def test_another_model_in_its_place(architecture, watch):
     from tests.native.sampling import relative_error, sample
 

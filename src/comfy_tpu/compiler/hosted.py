@@ -133,6 +133,10 @@ class HostedModule:
             self._programs.clear()
             self._component = self._build(self._owned(), lambda skeleton: skeleton)
 
+    def release(self) -> None:
+        """What it has on the devices."""
+        self._residency.evict(self._key)
+
     @property
     def compiled_count(self) -> int:
         return sum(program.compiled_count for program in self._programs.values())

@@ -37,24 +37,28 @@ def reason_in_the_patcher(owner: torch.nn.Module | None) -> str:
 
 def reason_in_the_module(module: torch.nn.Module) -> str:
     """Why its own code is not what its classes say, or nothing."""
-    part: Any
     for name, part in module.named_modules():
-        where = f"{type(module).__name__}.{name}" if name else type(module).__name__
-        if part._forward_hooks or part._forward_pre_hooks:
-            return f"another node put a hook on {where}"
-        for attribute in ("weight_function", "bias_function"):
-            if getattr(part, attribute, None):
-                return f"another node computes the weights of {where} while the model runs"
-        replaced = [each for each, value in vars(part).items() if _replaces(part, each, value)]
-        if replaced:
-            return f"another node replaced {where}.{replaced[0]}"
+        if reason := _reason_in(part):
+            return reason.format(".".join(filter(None, (type(module).__name__, name))))
+    return ""
+
+
+def _reason_in(part: Any) -> str:
+    if part._forward_hooks or part._forward_pre_hooks:
+        return "another node put a hook on {}"
+    attributes = vars(part)
+    if attributes.get("weight_function") or attributes.get("bias_function"):
+        return "another node computes the weights of {} while the model runs"
+    for name, value in attributes.items():
+        if callable(value) and _replaces(part, name, value):
+            return f"another node replaced {{}}.{name}"
     return ""
 
 
 def _replaces(part: torch.nn.Module, name: str, value: Any) -> bool:
     """Whether an attribute of an object hides another method of its class."""
     own = getattr(type(part), name, None)
-    if not callable(value) or not callable(own) or hasattr(value, OURS):
+    if not callable(own) or hasattr(value, OURS):
         return False
     # When a patch is taken off, ComfyUI leaves the class's own method as an attribute behind.
     return not (getattr(value, "__self__", None) is part and getattr(value, "__func__", None) is own)

@@ -90,6 +90,10 @@ class Host:
 
         return to_host(results)
 
+    def release(self) -> None:
+        """The devices' memory; the programs go with this object."""
+        self._hosted.release()
+
     def begin_step(self, index: int, total: int) -> None:
         """Before a call of a sampler's step. Several calls may belong to one; the first announces it."""
         if total and index != self._step:
@@ -118,6 +122,8 @@ def _report() -> NodeReport:
 
 _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Choices, Hashable], Host]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+_KEPT = 3
+"""Structures of a module whose programs are kept: a node that changes it anew at every run must not fill the memory."""
 
 
 def host_of(module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]) -> Host:
@@ -129,6 +135,9 @@ def host_of(module: torch.nn.Module, choices: Choices, part: Part, prepare: Call
     with _lock:
         hosts = _hosts.setdefault(module, {})
         if key not in hosts:
+            older = [each for each in hosts if each[0] == choices]
+            for each in older[: len(older) - _KEPT + 1]:
+                hosts.pop(each).release()
             hosts[key] = Host(module, choices, part, prepare)
         return hosts[key]
 
