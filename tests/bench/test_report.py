@@ -35,6 +35,12 @@ def test_tables_compare_within_the_run():
     assert "no \\| compiler" in lines["diffusers + torch.compile"]
 
 
+def test_blocks_compiled_one_by_one_are_named_so():
+    rows = (forward("ours", 2.5), forward("compile", 2.8))
+    assert "torch.compile of each block |" in tables(make_run(*rows, command="comfy-tpu bench --compile-regional"))
+    assert "torch.compile |" in tables(make_run(*rows))
+
+
 def test_the_floor_is_products_and_attention_each_at_their_best():
     run = make_run(*PEERS, *CEILINGS)
     assert floor_seconds(run, PEERS[0]) == pytest.approx(1.0 + 2.0)
@@ -68,6 +74,22 @@ def test_the_last_run_of_every_size_counts(tmp_path):
     assert words.count("2026-01-0") == 2, "runs that nothing is taken from are not listed"
     assert "jax 0.11.2" in words
     ET.fromstring(picture.read_text())
+
+
+def test_what_the_last_run_left_out_is_taken_from_the_one_before(tmp_path):
+    decode, encode = (Row("vae", what, "ours", size=SIZE, samples=(1.0,)) for what in ("decode", "encode"))
+    earlier = make_run(decode, encode, date="2026-01-01T00:00:00+00:00")
+    later = make_run(
+        Row("vae", "decode", "ours", size=SIZE, samples=(3.0,)),
+        Row("vae", "decode", "eager", size=SIZE, samples=(6.0,)),
+        date="2026-01-02T00:00:00+00:00",
+    )
+    found = report.latest([earlier, later], "vae")
+    assert [(run.date[9], row.what, row.peer) for run, row in found] == [
+        ("2", "decode", "ours"),
+        ("2", "decode", "eager"),
+        ("1", "encode", "ours"),
+    ]
 
 
 def test_pages_that_cannot_be_made(tmp_path):
@@ -105,6 +127,13 @@ def test_exponents_are_those_of_the_points():
     assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in slopes.exponents(rows)
     for text in slopes.plots(rows).values():
         ET.fromstring(text)
+
+
+def test_a_forward_of_another_size_is_one_more_point():
+    rows = [scaling(tokens, 1e-3 * tokens) for tokens in (8_000, 16_000)]
+    again = Row("transformer", "forward", "ours", size="16000", samples=(99.0,), flops=1.0, facts={"tokens": 16_000})
+    other = Row("transformer", "forward", "ours", size="76000", samples=(76.0,), flops=1.0, facts={"tokens": 76_000})
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in slopes.exponents([*rows, again, other])
 
 
 def test_nothing_to_fit():

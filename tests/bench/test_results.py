@@ -8,7 +8,9 @@ from comfy_tpu.errors import InvalidValueError
 ROW = Row("transformer", "forward", "ours", size="832x480x81", samples=(3.0, 1.0, 2.0), flops=4e12, facts={"tokens": 7})
 
 
-def make_run(*rows: Row, date: str = "2026-01-02T03:04:05+00:00", device: str = "H200") -> Run:
+def make_run(
+    *rows: Row, date: str = "2026-01-02T03:04:05+00:00", device: str = "H200", command: str = "comfy-tpu bench"
+) -> Run:
     hardware = {
         "platform": "gpu",
         "device": device,
@@ -19,7 +21,7 @@ def make_run(*rows: Row, date: str = "2026-01-02T03:04:05+00:00", device: str = 
         "host_memory_bytes": 2**34,
         "driver": "580.1",
     }
-    return Run(date, "comfy-tpu bench", "full", "bfloat16", hardware, {"jax": "0.11.2", "triton": None}, rows)
+    return Run(date, command, "full", "bfloat16", hardware, {"jax": "0.11.2", "triton": None}, rows)
 
 
 def test_median_spread_and_rate():

@@ -68,6 +68,12 @@ def speedup(run: Run, row: Row) -> float | None:
     return row.median_s / ours.median_s
 
 
+def _peer(run: Run, row: Row) -> str:
+    name = PEER_NAMES.get(row.peer, row.peer)
+    by_block = row.peer == "compile" and row.part == "transformer" and "--compile-regional" in run.command
+    return f"{name} of each block" if by_block else name
+
+
 def _spread(run: Run, row: Row) -> str:
     return f"{seconds(row.spread_s[0])} – {seconds(row.spread_s[1])}" if row.spread_s and len(row.samples) > 1 else ""
 
@@ -96,7 +102,7 @@ def _optional(value: float | None, write: Callable[[float], str]) -> str:
 _COLUMNS: dict[str, Cell] = {
     "what": lambda run, row: row.what,
     "size": lambda run, row: row.size,
-    "by": lambda run, row: PEER_NAMES.get(row.peer, row.peer),
+    "by": _peer,
     "tokens": _fact("tokens", lambda value: f"{value:,}"),
     "devices": _fact("devices", str),
     "median": lambda run, row: _optional(row.median_s, seconds),

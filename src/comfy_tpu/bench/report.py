@@ -74,12 +74,12 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
 
 
 def latest(runs: Sequence[Run], part: str) -> Found:
-    """For every size the rows of the last run that measured it. `runs` are in the order of their dates."""
-    sizes = dict.fromkeys(row.size for run in runs for row in run.find(part))
+    """Everything at every size by the last run that measured it. `runs` are in the order of their dates."""
+    things = dict.fromkeys((row.what, row.size) for run in runs for row in run.find(part))
     found: Found = []
-    for size in sizes:
-        last = [run for run in runs if run.find(part, size=size)][-1]
-        found += [(last, row) for row in last.find(part, size=size)]
+    for what, size in things:
+        last = [run for run in runs if run.find(part, what=what, size=size)][-1]
+        found += [(last, row) for row in last.find(part, what=what, size=size)]
     return found
 
 
@@ -94,7 +94,7 @@ def _chapter(machine: Machine, runs: Sequence[Run], stem: str) -> tuple[str, dic
     for part, title in TITLES.items():
         if found[part]:
             lines += [f"### {title}", "", table_of(found[part]), ""]
-    grown = [row for _, row in found["scaling"]]
+    grown = [row for part in ("scaling", "transformer") for _, row in found[part]]
     for against, text in slopes.plots(grown).items():
         name = f"{stem}-{machine.slug}-{against}.svg"
         plots[name] = text

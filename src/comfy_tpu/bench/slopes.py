@@ -1,4 +1,4 @@
-"""How cost grows, as curves with fitted exponents, from the rows of the part "scaling"."""
+"""How cost grows, as curves with fitted exponents, from the rows of the part "scaling" and forwards of other sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TITLES = {
 
 def series_of(rows: Iterable[Row]) -> dict[str, list[Series]]:
     """By what it is plotted against. Counted operations are drawn through the first measured point of ours."""
-    measured = [row for row in rows if row.part == "scaling" and row.median_s is not None]
+    measured = _of_distinct_sizes(row for row in rows if row.median_s is not None)
     over_devices = [row for row in measured if DEVICES in row.facts]
     over_tokens = [row for row in measured if DEVICES not in row.facts]
     by_tokens = [
@@ -51,6 +51,14 @@ def exponents(rows: Iterable[Row]) -> str:
         for one in series
     ]
     return render(["what", "against", "from – to", "exponent"], lines) if lines else ""
+
+
+def _of_distinct_sizes(rows: Iterable[Row]) -> list[Row]:
+    """A forward that was measured twice, from the first of the two: rows of "scaling" were measured in one process."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        found.setdefault((row.what, row.peer, row.size), row)
+    return list(found.values())
 
 
 def _series(name: str, points: Mapping[float, float]) -> Series:

@@ -29,6 +29,10 @@ from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
+COMPILER_OPTIONS: Mapping[str, Mapping[str, bool]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+"""By platform. Large products are cuBLAS's in any case, and XLA takes long to find that out. Wan 14B at 480p on an H200
+compiles in 5.2 s instead of 7.8 s and runs in 2.53 s instead of 2.55 s; in fp8, in 5.6 s instead of minutes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ProgramEvent:
@@ -223,6 +227,11 @@ class Program:
                 self._on_event(ready)  # only now: a listener that raises ends the run, and the program is kept
             return self._executables[key]
 
+    @property
+    def _platform(self) -> str:
+        placement = self._context.placement
+        return placement.platform if placement is not None else jax.default_backend()
+
     def _build(
         self, static: dict[str, Hashable], *arguments: dict[str, Any]
     ) -> tuple[jax.stages.Compiled, ProgramEvent]:
@@ -243,7 +252,7 @@ class Program:
             lowered = traced.lower()
         enter("compiling")
         with count_compilations() as count, quiet(), device_errors(self.name):
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS.get(self._platform, {})) or None)
         return compiled, ProgramEvent(self.name, "ready", time.perf_counter() - clock, count.compiled == 0)
 
 
