@@ -91,6 +91,10 @@ class GenerationSettings:
     num_videos: int = 1
     fps: int = 16
     max_sequence_length: int = 512
+    guidance_scale_2: float = 0.0
+    """Of the second transformer, where a model has two. 0: the same as guidance_scale."""
+    boundary: float = 0.0
+    """The share of the noise below which the second transformer takes over. 0: never."""
     reuse: float = 0.0
     """How far the estimated error of reused velocities may add up before the transformer runs again. 0: it runs at
     every step. 0.12 is recommended: half of 50 steps are computed."""

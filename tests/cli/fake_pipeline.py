@@ -72,7 +72,8 @@ class FakePipeline:
         positive, negative = (torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
         guided = settings.guidance_scale > 1
         positive = positive.bfloat16()
-        return PromptEmbeddings(prompt, positive, negative if guided else None, " ".join(words[WORDS:]))
+        cut = " ".join(words[WORDS:])
+        return PromptEmbeddings(prompt, {"text": positive}, {"text": negative} if guided else None, cut)
 
     def denoise(self, embeddings, settings):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"
@@ -83,7 +84,7 @@ class FakePipeline:
             reused = settings.reuse > 0 and step > 1  # all but the first: nothing is computed here anyway
             self._say(Progress("denoising", size, step, settings.num_inference_steps, reused=reused))
             pause("denoise")
-            latents = latents + settings.guidance_scale * embeddings.positive.float().mean()
+            latents = latents + settings.guidance_scale * embeddings.positive["text"].float().mean()
         self._say(Progress("denoising", size, settings.num_inference_steps, settings.num_inference_steps))
         return latents
 

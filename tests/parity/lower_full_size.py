@@ -105,6 +105,7 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
         coefficients=array(2 * HISTORY),
         timestep=array(1),
         guidance_scale=array(),
+        prepared={},
         guided=True,
     )
 

@@ -23,7 +23,7 @@ def embeddings(dtype=torch.bfloat16, negative=True):
     # Every bit pattern of bf16 that is a number, denormals and negative zero among them.
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).to(dtype)
     values = values[torch.isfinite(values)].reshape(1, 4, -1)
-    return PromptEmbeddings("ein Würfel 红", values, -values if negative else None, cut="der Rest")
+    return PromptEmbeddings("ein Würfel 红", {"text": values}, {"text": -values} if negative else None, cut="der Rest")
 
 
 def bits(tensor):
@@ -37,10 +37,10 @@ def test_text_survives_bit_for_bit(dtype, negative, tmp_path):
     artifacts.save_text(path, saved, SETTINGS, MODEL)
     found, header = artifacts.load_text(path, MODEL)
     assert (found.prompt, found.cut) == (saved.prompt, saved.cut)
-    assert torch.equal(bits(found.positive), bits(saved.positive))
+    assert torch.equal(bits(found.positive["text"]), bits(saved.positive["text"]))
     assert (found.negative is None) == (not negative)
     if negative:
-        assert torch.equal(bits(found.negative), bits(saved.negative))
+        assert torch.equal(bits(found.negative["text"]), bits(saved.negative["text"]))
     assert header == artifacts.Header("text", saved.prompt, saved.cut, SETTINGS, "demo", "ab12")
     assert [file.name for file in tmp_path.iterdir()] == ["text.safetensors"]
 
@@ -70,7 +70,7 @@ def test_metadata_say_everything(tmp_path):
     assert json.loads(metadata.pop("settings")) == dataclasses.asdict(SETTINGS)
     assert metadata == {
         "artifact": "text",
-        "format": "1",
+        "format": "2",
         "comfy_tpu": comfy_tpu.__version__,
         "model": "demo",
         "model_fingerprint": "ab12",
@@ -108,9 +108,9 @@ REFUSED = {
     ),
     "unknown stage": (lambda path: rewritten(path, artifact="depth"), InvalidValueError, "holds depth; expected text"),
     "newer format": (
-        lambda path: rewritten(path, format="2", comfy_tpu="9.9"),
+        lambda path: rewritten(path, format="3", comfy_tpu="9.9"),
         InvalidValueError,
-        "has format 2, written by comfy-tpu 9.9; this is .*, which reads format 1: use one version for all stages",
+        "has format 3, written by comfy-tpu 9.9; this is .*, which reads format 2: use one version for all stages",
     ),
     "newer settings": (
         lambda path: rewritten(path, settings=settings_of_a_later_version),

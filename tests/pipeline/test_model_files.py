@@ -33,7 +33,7 @@ def test_a_damaged_tokenizer_is_named(directory: Path, content: str | None) -> N
     if content is not None:
         (directory / "tokenizer" / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"has a tokenizer that cannot be read .*download the model again"):
-        _ = ModelFiles.open(directory).tokenizer
+        ModelFiles.open(directory).tokenizer("tokenizer")
 
 
 def test_a_whole_directory_is_accepted(directory: Path) -> None:

@@ -34,7 +34,8 @@ TEN = CHOSEN | {"num_inference_steps": 10}
 
 @functools.cache
 def schedule(steps: int = 50, flow_shift: float = 5.0) -> Schedule:
-    return make_schedule(WAN21.schedulers["unipc"](flow_shift), steps)
+    settings = GenerationSettings(flow_shift=flow_shift, num_inference_steps=steps)
+    return make_schedule(WAN21.schedulers["unipc"](settings))
 
 
 def flat(change: float = 0.01, ratio: float = 1.0, count: int = 11) -> Curve:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, EulerAncestralDiscreteScheduler
 
+from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.wan import WAN21
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
@@ -17,16 +18,14 @@ def model(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ MIXING) + 0.001 * timestep
 
 
-def by_scheduler(scheduler: Any, steps: int, x: torch.Tensor) -> torch.Tensor:
-    scheduler.set_timesteps(steps)
+def by_scheduler(scheduler: Any, x: torch.Tensor) -> torch.Tensor:
     for timestep in scheduler.timesteps:
         x = scheduler.step(model(x, timestep), timestep, x, return_dict=False)[0]
     return x
 
 
-def by_table(scheduler: Any, steps: int, x: torch.Tensor) -> torch.Tensor:
-    schedule = make_schedule(scheduler, steps)
-    assert len(schedule) == steps
+def by_table(scheduler: Any, x: torch.Tensor) -> torch.Tensor:
+    schedule = make_schedule(scheduler)
     samples, outputs = [x] + [torch.zeros_like(x)] * (HISTORY - 1), [torch.zeros_like(x)] * HISTORY
     for timestep, row in zip(schedule.timesteps, schedule.coefficients, strict=True):
         outputs = [model(samples[0], torch.tensor(timestep)), *outputs[:-1]]
@@ -40,8 +39,10 @@ def by_table(scheduler: Any, steps: int, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", WAN21.schedulers)
 def test_the_table_is_the_scheduler(name: str, steps: int, shift: float) -> None:
     noise = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-    expected = by_scheduler(WAN21.schedulers[name](shift), steps, noise)
-    actual = by_table(WAN21.schedulers[name](shift), steps, noise)
+    settings = GenerationSettings(flow_shift=shift, num_inference_steps=steps)
+    assert len(make_schedule(WAN21.schedulers[name](settings))) == steps
+    expected = by_scheduler(WAN21.schedulers[name](settings), noise)
+    actual = by_table(WAN21.schedulers[name](settings), noise)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -51,5 +52,7 @@ def test_limits_name_every_scheduler() -> None:
 
 @pytest.mark.parametrize("scheduler", [DDPMScheduler, EulerAncestralDiscreteScheduler])
 def test_what_is_not_a_combination_is_refused(scheduler: Any) -> None:
+    one = scheduler()
+    one.set_timesteps(5)
     with pytest.raises(UnsupportedError, match=f"{scheduler.__name__} is not a combination .*choose another scheduler"):
-        make_schedule(scheduler(), 5)
+        make_schedule(one)

@@ -9,7 +9,7 @@ import torch
 
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.config import GenerationSettings, ResidencyConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
 from comfy_tpu.families.wan import WAN21
 from comfy_tpu.pipeline import decode
@@ -41,7 +41,8 @@ def video(pipeline: VideoPipeline, **changed: Any) -> torch.Tensor:
 
 @functools.cache
 def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: int = 1) -> torch.Tensor:
-    pipeline = small_pipeline.with_scheduler(WAN21.schedulers[scheduler](CHOSEN["flow_shift"]))
+    settings = GenerationSettings(flow_shift=CHOSEN["flow_shift"])
+    pipeline = small_pipeline.with_scheduler(WAN21.schedulers[scheduler](settings))
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(
         PROMPT,
@@ -190,7 +191,7 @@ def test_a_prompt_over_the_limit_says_what_was_cut() -> None:
     pipeline = opened("single")
     settings = pipeline.settings(**(CHOSEN | {"max_sequence_length": 8}))
     embeddings = pipeline.encode("a red circle moving left on a black background", settings)
-    assert embeddings.positive.shape[1] == 8
+    assert embeddings.positive["text"].shape[1] == 8
     assert embeddings.cut == "black background"
     embeddings = pipeline.encode("a red circle moving left on a Stranger thing", settings)
     assert embeddings.cut == "Stranger thing", "in the prompt's own words, known to the tokenizer or not"
@@ -264,10 +265,11 @@ def test_embeddings_of_another_model_or_without_a_negative_prompt_are_refused() 
         InvalidValueError, match="embeddings have no negative prompt; encode with guidance_scale over 1"
     ):
         pipeline.denoise(unguided, settings)
-    other = type(unguided)("x", torch.zeros(1, 512, 99), torch.zeros(1, 512, 99))
+    foreign = {"text": torch.zeros(1, 512, 99)}
+    other = type(unguided)("x", foreign, foreign)
     with pytest.raises(InvalidValueError, match="embeddings have 99 features, this model wants 16"):
         pipeline.denoise(other, settings)
-    mixed = type(unguided)("x", unguided.positive, torch.zeros(1, 512, 99))
+    mixed = type(unguided)("x", unguided.positive, foreign)
     with pytest.raises(InvalidValueError, match="embeddings have 99 features, this model wants 16"):
         pipeline.denoise(mixed, settings)
 

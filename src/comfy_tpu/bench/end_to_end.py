@@ -48,8 +48,7 @@ class RandomFiles(ModelFiles):
     def checkpoint(self, spec: ComponentSpec) -> Any:
         return HostWeights(self.modules[spec.name])
 
-    @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self, folder: str) -> Any:
         return self.words
 
     @property
@@ -100,7 +99,7 @@ def random_files(bench: Bench, job: Job) -> RandomFiles:
         for spec in WAN21.components
     }
     name = f"{job.model} model with random weights"
-    return RandomFiles(name, Path(name), WAN21, modules, configurations, _tokenizer(models.text_tokens))
+    return RandomFiles(name, Path(name), WAN21, {}, modules, configurations, _tokenizer(models.text_tokens))
 
 
 def _ours(bench: Bench, files: RandomFiles, settings: GenerationSettings, facts: Mapping[str, Any]) -> Entrant:
@@ -122,11 +121,11 @@ def _by_torch(
     from diffusers import WanPipeline
 
     pipeline = WanPipeline(
-        tokenizer=files.tokenizer,
+        tokenizer=files.words,
         text_encoder=files.modules["text_encoder"],
         transformer=transformer,
         vae=files.modules["vae"],
-        scheduler=files.family.schedulers[settings.scheduler](settings.flow_shift),
+        scheduler=files.family.schedulers[settings.scheduler](settings),
     )
     pipeline.set_progress_bar_config(disable=True)
 

@@ -56,7 +56,8 @@ class Wan21TextEncoder(io.ComfyNode):
             embeddings = pipeline.encode(prompt, pipeline.settings(negative_prompt=negative_prompt, guidance_scale=2.0))
         _warn_of_cut(embeddings.cut)
         assert embeddings.negative is not None
-        return io.NodeOutput(to_conditioning(embeddings.positive), to_conditioning(embeddings.negative))
+        branches = (embeddings.positive, embeddings.negative)
+        return io.NodeOutput(*(to_conditioning(branch["text"]) for branch in branches))
 
 
 class Wan21TPUSampler(io.ComfyNode):
@@ -95,7 +96,7 @@ class Wan21TPUSampler(io.ComfyNode):
             settings = _settings(pipeline, **chosen)
             positive, negative = _branches(
                 pipeline,
-                settings.max_sequence_length,
+                settings,
                 prompt_embeds=prompt_embeds,
                 negative_prompt_embeds=negative_prompt_embeds,
             )
@@ -167,12 +168,14 @@ def _check_frames(num_frames: int | None) -> bool | str:
     return True if num_frames is None else inputs.frames_problem(num_frames) or True
 
 
-def _branches(pipeline: VideoPipeline, tokens: int, **given: Conditioning) -> list[torch.Tensor]:
+def _branches(
+    pipeline: VideoPipeline, settings: GenerationSettings, **given: Conditioning
+) -> list[dict[str, torch.Tensor]]:
     """Each as the model reads it, all of one length."""
-    features = pipeline.text_features
+    tokens, features = pipeline.embedding_shapes(settings)["text"]
     read = [from_conditioning(name, embeds, tokens=tokens, features=features) for name, embeds in given.items()]
     longest = max(embeds.shape[1] for embeds in read)
-    return [torch.nn.functional.pad(embeds, (0, 0, 0, longest - embeds.shape[1])) for embeds in read]
+    return [{"text": torch.nn.functional.pad(embeds, (0, 0, 0, longest - embeds.shape[1]))} for embeds in read]
 
 
 def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:

@@ -61,7 +61,8 @@ class Program:
 
     Inputs are given by name. Arrays and tensors (also in nested containers) are split over the mesh as `input_axes`
     says, whether their sizes divide or not; plain values must be named in `static`, because each different one is a
-    program of its own. `donate` names inputs whose memory the outputs may take over: they are gone after the call.
+    program of its own. `output_axes` are by name where the outputs are a mapping. `donate` names inputs whose memory
+    the outputs may take over: they are gone after the call.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Program:
         static: tuple[str, ...] = (),
         donate: tuple[str, ...] = (),
         input_axes: Mapping[str, Axes] | None = None,
-        output_axes: Axes | None = None,
+        output_axes: Axes | Mapping[str, Axes] | None = None,
         cache: CacheConfig = CacheConfig(),
         on_event: Callable[[ProgramEvent], None] = _log_event,
     ) -> None:
@@ -197,10 +198,16 @@ class Program:
         return jax.jit(run, donate_argnums=(2,) if self._donate else ())
 
     def _placed_as_asked(self, outputs: Any) -> Any:
-        placement, axes = self._context.placement, self._output_axes
-        if placement is None or axes is None:
+        placement, asked = self._context.placement, self._output_axes
+        if placement is None or asked is None:
             return outputs
-        return jax.tree.map(lambda leaf: constrain(leaf, placement, evenly(axes, leaf.shape, placement)), outputs)
+
+        def placed(value: Any, axes: Axes) -> Any:
+            return jax.tree.map(lambda leaf: constrain(leaf, placement, evenly(axes, leaf.shape, placement)), value)
+
+        if not isinstance(asked, Mapping):
+            return placed(outputs, asked)
+        return {name: placed(value, asked.get(name, ())) for name, value in outputs.items()}
 
     def _executable(
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]

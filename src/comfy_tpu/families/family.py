@@ -1,19 +1,26 @@
-"""What a family of video models says of itself: facts as data, and a few small functions on torch tensors."""
+"""What a family of models says of itself: facts as data, and a few small functions on torch tensors.
+
+A picture is a video of one frame.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.workload import Workload
 
-SchedulerFactory = Callable[[float], Any]
-"""From flow_shift to a diffusers scheduler."""
+Config = Mapping[str, Any]
+"""The content of a config.json."""
+
+SchedulerFactory = Callable[[GenerationSettings], Any]
+"""A diffusers scheduler with its timesteps set."""
 
 Cache = list[torch.Tensor | None]
 """What a VAE remembers of the frames before."""
@@ -40,14 +47,32 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """One of a family's readers of the prompt. Its function runs inside a trace."""
+
+    component: ComponentSpec
+    encode: Callable[..., dict[str, torch.Tensor]]
+    """(module, **tokens) -> what the transformer reads of it, by name, a row for every prompt."""
+    tokenizer: str = "tokenizer"
+    """The folder of its tokenizer."""
+    tokenize: Callable[[Any, Sequence[str], int], dict[str, torch.Tensor]] | None = None
+    """(tokenizer, prompts, length) -> inputs of `encode`. None: input_ids and attention_mask, filled up to length."""
+    length: int | None = None
+    """Tokens that it always reads. None: settings.max_sequence_length."""
+
+
+@dataclasses.dataclass(frozen=True)
 class VideoFamily:
     """Everything the pipeline needs to know. The functions run inside a trace; `module` is the component's skeleton."""
 
     name: str
+    matches: Callable[[Config, Config], bool]
+    """(model_index.json, the transformer's config.json) -> whether it is a model of this family."""
     pipeline_classes: tuple[str, ...]
-    """`_class_name` in a model directory's model_index.json."""
-    transformer: ComponentSpec
-    text_encoder: ComponentSpec
+    """What `matches` finds as `_class_name` in model_index.json: for listings and messages."""
+    transformers: tuple[ComponentSpec, ...]
+    """One; or two, the second for timesteps below `settings.boundary`."""
+    text_encoders: tuple[TextEncoder, ...]
     vae: ComponentSpec
     limits: Limits
     defaults: GenerationSettings
@@ -58,27 +83,38 @@ class VideoFamily:
     """Pixels a latent has on a side."""
     temporal_scale: int
     """Frames a latent has, except the first."""
-    latent_statistics: Callable[[Mapping[str, Any]], tuple[list[float], list[float]]]
+    latent_channels: Callable[[Config], int]
+    """From the VAE's configuration."""
+    latent_statistics: Callable[[Config], tuple[list[float], list[float]]]
     """The VAE's configuration -> mean and standard deviation of its latents, by channel. The transformer's latents are
     the VAE's, less the mean, over the deviation."""
     clean_prompt: Callable[[str], str]
-    encode_text: Callable[..., torch.Tensor]
-    """(module, input_ids, attention_mask) -> [batch, tokens, features], zeros where there is no token."""
-    prompt_cache: Callable[..., Mapping[str, torch.Tensor]]
-    """(module, text) -> what every step needs of the prompt, as weights of the transformer."""
+    embedding_shapes: Callable[[Config, GenerationSettings], Mapping[str, tuple[int, ...]]]
+    """(the transformer's configuration, settings) -> what the text encoders say of one prompt: name and shape."""
+    prepare: Callable[..., Mapping[str, torch.Tensor]]
+    """(module, **embeddings) -> what every step needs of the prompt. Names with a dot become weights of the
+    transformer, the others are inputs of `predict`, with the batch first."""
     predict: Callable[..., torch.Tensor]
-    """(module, latents, timestep) -> velocity; the prompt is in the weights."""
+    """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
     decode_frame: Callable[..., tuple[torch.Tensor, Cache]]
     """(module, latent frame, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after it."""
-    workload: Callable[[Mapping[str, Any], GenerationSettings], Workload]
+    workload: Callable[[Config, GenerationSettings], Workload]
     """The transformer's configuration -> what a step costs, to choose a mesh by and to plan with."""
-    published: Mapping[str, Mapping[str, Any]]
+    published: Mapping[str, Config]
     """Configurations of transformers by their id on the hub: full-size models can be planned without a download."""
-
-    curves: Mapping[str, Mapping[str, Any]]
+    prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    """How outputs of `prepare` are split over the mesh; ("dp",) where nothing is said."""
+    guidance: Literal["branches", "embedded", "none"] = "branches"
+    """branches: a second forward with the negative prompt. embedded: a number that the model reads. none: it has
+    no effect, because the model was distilled without it."""
+    curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
     Which velocities may be reused; a model directory's own reuse.json goes before them."""
 
     @property
+    def transformer(self) -> ComponentSpec:
+        return self.transformers[0]
+
+    @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        return (self.text_encoder, self.transformer, self.vae)
+        return (*(encoder.component for encoder in self.text_encoders), *self.transformers, self.vae)

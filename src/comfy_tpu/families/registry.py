@@ -1,17 +1,18 @@
-"""Every family of models, by the pipeline class that its model directories name."""
+"""Every family of models, and which of them a model directory is of."""
 
 from __future__ import annotations
 
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.family import VideoFamily
+from comfy_tpu.families.family import Config, VideoFamily
 from comfy_tpu.families.wan import WAN21
 
 FAMILIES: tuple[VideoFamily, ...] = (WAN21,)
 
 
-def family_of(pipeline_class: str) -> VideoFamily:
+def family_of(index: Config, transformer: Config) -> VideoFamily:
+    """By the model's model_index.json and the config.json of its transformer, empty where it has none."""
     for family in FAMILIES:
-        if pipeline_class in family.pipeline_classes:
+        if family.matches(index, transformer):
             return family
-    known = ", ".join(name for family in FAMILIES for name in family.pipeline_classes)
-    raise UnsupportedError(f"the model is a {pipeline_class}; supported are {known}")
+    known = ", ".join(f"{family.name} ({' or '.join(family.pipeline_classes)})" for family in FAMILIES)
+    raise UnsupportedError(f"the model is a {index.get('_class_name')}; supported are {known}")

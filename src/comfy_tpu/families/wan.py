@@ -16,7 +16,8 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, UnsupportedError
-from comfy_tpu.families.family import Cache, Limits, VideoFamily
+from comfy_tpu.families.family import Cache, Config, Limits, TextEncoder, VideoFamily
+from comfy_tpu.families.schedulers import FLOW_SCHEDULERS
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Workload
 
@@ -156,6 +157,10 @@ VAE = ComponentSpec(
 )
 
 
+def latent_channels(config: Config) -> int:
+    return int(config.get("z_dim", 16))
+
+
 def latent_statistics(config: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     return config["latents_mean"], config["latents_std"]
 
@@ -173,6 +178,14 @@ def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tens
     return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)
 
 
+def encode_prompt(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"text": encode_text(module, input_ids, attention_mask)}
+
+
+def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
+    return {"text": (settings.max_sequence_length, config["text_dim"])}
+
+
 def prompt_cache(module: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
     """Keys and values of every cross-attention, which no step changes: [layers, batch, tokens, heads, head_dim]."""
     dtype = module.blocks.template.attn2.to_k.weight.dtype
@@ -181,7 +194,10 @@ def prompt_cache(module: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"blocks.*.attn2.prompt_key": keys, "blocks.*.attn2.prompt_value": values}
 
 
-def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+PROMPT_AXES = dict.fromkeys(("blocks.*.attn2.prompt_key", "blocks.*.attn2.prompt_value"), (None, "dp", None, "tp"))
+
+
+def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, guidance_scale: torch.Tensor) -> torch.Tensor:
     batch, dtype = latents.shape[0], module.blocks.template.attn2.to_k.weight.dtype
     # The forward wants a text to embed; the real one is in the prompt cache already.
     unused_text = torch.zeros(batch, 1, module.config.text_dim, dtype=dtype, device=latents.device)
@@ -288,31 +304,20 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _unipc(flow_shift: float) -> Any:
-    from diffusers import UniPCMultistepScheduler
-
-    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
-
-
-def _euler(flow_shift: float) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=flow_shift)
-
-
-def _dpm(flow_shift: float) -> Any:
-    from diffusers import DPMSolverMultistepScheduler
-
-    return DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, algorithm_type="dpmsolver++"
+def _is_wan21(index: Config, config: Config) -> bool:
+    return (
+        index.get("_class_name") == "WanPipeline"
+        and index.get("boundary_ratio") is None
+        and not index.get("expand_timesteps")
     )
 
 
 WAN21 = VideoFamily(
     name="Wan 2.1",
+    matches=_is_wan21,
     pipeline_classes=("WanPipeline",),
-    transformer=TRANSFORMER,
-    text_encoder=TEXT_ENCODER,
+    transformers=(TRANSFORMER,),
+    text_encoders=(TextEncoder(TEXT_ENCODER, encode_prompt),),
     vae=VAE,
     limits=Limits(
         size_multiple=16,
@@ -320,20 +325,22 @@ WAN21 = VideoFamily(
         size_max=2048,
         frames_multiple=4,
         frames_max=1025,
-        schedulers=("unipc", "euler", "dpm++"),
+        schedulers=tuple(FLOW_SCHEDULERS),
     ),
     defaults=GenerationSettings(),
     presets={
         "720P": {"height": 720, "width": 1280, "flow_shift": 5.0},
         "480P": {"height": 480, "width": 848, "flow_shift": 3.0},
     },
-    schedulers={"unipc": _unipc, "euler": _euler, "dpm++": _dpm},
+    schedulers=FLOW_SCHEDULERS,
     spatial_scale=8,
     temporal_scale=4,
+    latent_channels=latent_channels,
     latent_statistics=latent_statistics,
     clean_prompt=clean_prompt,
-    encode_text=encode_text,
-    prompt_cache=prompt_cache,
+    embedding_shapes=embedding_shapes,
+    prepare=prompt_cache,
+    prepared_axes=PROMPT_AXES,
     predict=predict,
     decode_frame=decode_frame,
     workload=workload,

@@ -1,6 +1,6 @@
 """What the stages hand on, as safetensors files that say how they were made.
 
-    text        positive [1, tokens, features], negative (the same, absent without guidance)
+    text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent without guidance
     latents     latents [videos, channels, frames, height, width], float32
 
 The file's metadata carry the stage, the format, the model and its fingerprint, the prompt and all settings, so that
@@ -23,16 +23,15 @@ import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import atomic
+from comfy_tpu.pipeline.step_plan import guidance_of
 from comfy_tpu.pipeline.text import PromptEmbeddings
 
 Stage = Literal["text", "latents"]
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".safetensors"
 MAKER: Mapping[str, str] = {"text": "encode", "latents": "denoise"}
 """The command that makes the artifact of a stage."""
-
-_DIMENSIONS = {"positive": 3, "negative": 3, "latents": 5}
 
 
 class Model(Protocol):
@@ -81,24 +80,30 @@ def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
-    tensors = {"positive": embeddings.positive}
-    if embeddings.negative is not None:
-        tensors["negative"] = embeddings.negative
+    branches = {"positive": embeddings.positive, "negative": embeddings.negative or {}}
+    tensors = {f"{branch}.{name}": tensor for branch, named in branches.items() for name, tensor in named.items()}
     _save(path, "text", tensors, describe(embeddings.prompt, settings, model), embeddings.cut)
 
 
 def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
     header, tensors = _load(path, "text", model)
-    if "positive" not in tensors:
+    branches: dict[str, dict[str, torch.Tensor]] = {"positive": {}, "negative": {}}
+    for full, tensor in tensors.items():
+        branch, _, name = full.partition(".")
+        if branch not in branches or not name or tensor.ndim < 2 or tensor.shape[0] != 1:
+            raise _damaged(path, f"{full} has shape {list(tensor.shape)}", "encode")
+        branches[branch][name] = tensor
+    if not branches["positive"]:
         raise _damaged(path, "positive is missing", "encode")
-    return PromptEmbeddings(header.prompt, tensors["positive"], tensors.get("negative"), header.cut), header
+    return PromptEmbeddings(header.prompt, branches["positive"], branches["negative"] or None, header.cut), header
 
 
 def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:
-    if settings.guidance_scale > 1 and embeddings.negative is None:
+    largest = max(guidance_of(settings))
+    if largest > 1 and embeddings.negative is None:
         raise InvalidValueError(
-            f"guidance_scale={settings.guidance_scale} needs the negative prompt, and {path} was encoded without "
-            f"guidance; run `comfy-tpu encode` again with --guidance-scale {settings.guidance_scale}"
+            f"guidance_scale={largest} needs the negative prompt, and {path} was encoded without "
+            f"guidance; run `comfy-tpu encode` again with --guidance-scale {largest}"
         )
 
 
@@ -112,6 +117,8 @@ def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
     header, tensors = _load(path, "latents", model)
     if "latents" not in tensors:
         raise _damaged(path, "latents is missing", "denoise")
+    if tensors["latents"].ndim != 5:
+        raise _damaged(path, f"latents has shape {list(tensors['latents'].shape)}", "denoise")
     return tensors["latents"], header
 
 
@@ -171,9 +178,6 @@ def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, tor
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise _damaged(path, str(error), maker) from error
-    for name, tensor in tensors.items():
-        if tensor.ndim != _DIMENSIONS.get(name):
-            raise _damaged(path, f"{name} has shape {list(tensor.shape)}", maker)
     return header, tensors
 
 

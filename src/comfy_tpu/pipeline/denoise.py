@@ -22,15 +22,17 @@ def make_step(predict: Predict) -> Callable[..., tuple[list[torch.Tensor], list[
         coefficients: torch.Tensor,
         timestep: torch.Tensor,
         guidance_scale: torch.Tensor,
+        prepared: dict[str, torch.Tensor],
         guided: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         latents = samples[0]
         if guided:
             # Both branches in one batch, which dp divides between two halves of the mesh.
-            positive, negative = predict(module, torch.cat((latents, latents)), timestep).float().chunk(2)
+            both = predict(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
+            positive, negative = both.float().chunk(2)
             velocity = negative + guidance_scale * (positive - negative)
         else:
-            velocity = predict(module, latents, timestep).float()
+            velocity = predict(module, latents, timestep, guidance_scale, **prepared).float()
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
 
     return denoise_step

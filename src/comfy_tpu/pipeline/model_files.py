@@ -29,6 +29,8 @@ class ModelFiles:
     name: str
     directory: Path
     family: VideoFamily
+    index: Mapping[str, Any]
+    """Its model_index.json."""
 
     @classmethod
     def open(cls, model: str | Path, *, name: str | None = None) -> ModelFiles:
@@ -38,15 +40,16 @@ class ModelFiles:
         """
         directory = _find(str(model))
         index = _read_json(directory / "model_index.json")
-        family = family_of(str(index.get("_class_name")))
-        files = cls(name or str(model), directory, family)
+        described = directory / "transformer" / "config.json"
+        family = family_of(index, _read_json(described) if described.is_file() else {})
+        files = cls(name or str(model), directory, family, index)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
-        if not (directory / "tokenizer").is_dir():
-            missing.append("tokenizer")
+        tokenizers = [encoder.tokenizer for encoder in family.text_encoders]
+        missing += [folder for folder in tokenizers if not (directory / folder).is_dir()]
         if missing:
             raise CheckpointError(
                 f"model={files.name} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
-                f"{', '.join(spec.name for spec in family.components)} and tokenizer: download it again"
+                f"{', '.join(spec.name for spec in family.components)} and {', '.join(tokenizers)}: download it again"
             )
         for spec in family.components:
             files._check_architecture(spec)
@@ -60,24 +63,35 @@ class ModelFiles:
     def checkpoint(self, spec: ComponentSpec) -> Checkpoint:
         return Checkpoint.open(self.directory / spec.name)
 
+    def tokenizer(self, folder: str) -> Any:
+        if folder not in self._tokenizers:
+            self._tokenizers[folder] = self._read_tokenizer(folder)
+        return self._tokenizers[folder]
+
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def _tokenizers(self) -> dict[str, Any]:
+        """Those that were read."""
+        return {}
+
+    def _read_tokenizer(self, folder: str) -> Any:
         with quiet():
             from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.directory / "tokenizer", trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(self.directory / folder, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"model={self.name} has a tokenizer that cannot be read ({reason}); download the model again"
+                f"model={self.name} has a {folder} that cannot be read ({reason}); download the model again"
             ) from error
 
     @property
     def defaults(self) -> GenerationSettings:
-        """The family's, with what the directory's generation.json says in their place."""
+        """The family's, with what the directory's model_index.json and generation.json say in their place."""
         path = self.directory / "generation.json"
-        own = _read_json(path) if path.is_file() else {}
+        own = dict(_read_json(path)) if path.is_file() else {}
+        if self.index.get("boundary_ratio") is not None:
+            own.setdefault("boundary", float(self.index["boundary_ratio"]))
         known = {field.name for field in dataclasses.fields(GenerationSettings)}
         if unknown := sorted(set(own) - known):
             raise CheckpointError(
@@ -89,7 +103,8 @@ class ModelFiles:
     def fingerprint(self) -> str:
         """Changes when a configuration, the tokenizer or a tensor does, as far as three samples of each tensor tell."""
         digest = hashlib.sha256()
-        for folder in (*(spec.name for spec in self.family.components), "tokenizer"):
+        tokenizers = (encoder.tokenizer for encoder in self.family.text_encoders)
+        for folder in (*(spec.name for spec in self.family.components), *tokenizers):
             for path in sorted((self.directory / folder).glob("*")):
                 digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
                 if path.suffix == ".safetensors":

@@ -40,9 +40,8 @@ class Schedule:
         return len(self.timesteps)
 
 
-def make_schedule(scheduler: Any, steps: int) -> Schedule:
-    """The table of a diffusers scheduler for this many steps. The scheduler's own state is used up."""
-    scheduler.set_timesteps(steps)
+def make_schedule(scheduler: Any) -> Schedule:
+    """The table of a diffusers scheduler whose timesteps are set. The scheduler's own state is used up."""
     timesteps = scheduler.timesteps
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)

@@ -30,6 +30,8 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_count("num_videos", settings.num_videos, limits.videos_max)
     _check_count("fps", settings.fps, limits.fps_max)
     _check_number("guidance_scale", settings.guidance_scale, 0.0, limits.guidance_max)
+    _check_number("guidance_scale_2", settings.guidance_scale_2, 0.0, limits.guidance_max)
+    _check_number("boundary", settings.boundary, 0.0, 1.0)
     _check_number("flow_shift", settings.flow_shift, 0.01, limits.shift_max)
     _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
     _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)

@@ -16,6 +16,9 @@ from comfy_tpu.config import GenerationSettings, ReuseConfig
 from comfy_tpu.pipeline.reuse import Curve
 from comfy_tpu.pipeline.schedule import Schedule
 
+TIMESTEPS = 1000
+"""Of the training of every flow model here: what a boundary is a share of."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
@@ -24,6 +27,9 @@ class PlannedStep:
     coefficients: np.ndarray
     """float32 [2 * HISTORY], as in the schedule."""
     guided: bool
+    guidance_scale: float = 1.0
+    transformer: int = 0
+    """Which of the family's transformers computes it."""
     scale: float | None = None
     """The last velocity times this stands for the model's answer. None: the model is asked."""
 
@@ -61,18 +67,28 @@ class Plan:
         return sum(1 + step.guided for step in self.steps if not step.reused)
 
 
+def guidance_of(settings: GenerationSettings) -> tuple[float, float]:
+    """The guidance scales of the first and of the second transformer."""
+    return settings.guidance_scale, settings.guidance_scale_2 or settings.guidance_scale
+
+
 def make_plan(
     schedule: Schedule, settings: GenerationSettings, curve: Curve | None, config: ReuseConfig = ReuseConfig()
 ) -> Plan:
     """`curve` None: every step is computed."""
     count = len(schedule)
-    guided = round(settings.guidance_until * count) if settings.guidance_scale > 1 else 0
+    low_noise = [settings.boundary > 0 and timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps]
+    guidance = [guidance_of(settings)[second] for second in low_noise]
+    guided = [index < round(settings.guidance_until * count) and scale > 1 for index, scale in enumerate(guidance)]
     scales: list[float | None] = [None] * count
     if curve is not None:
-        # A velocity without guidance is another thing than one with it: the first is computed.
-        scales = _scales(schedule, curve, settings.reuse, config, fresh={guided})
+        # A velocity without guidance is another thing than one with it, and one model's another than the other's: the
+        # first of each is computed.
+        kinds = list(zip(guided, low_noise, strict=True))
+        changes = {index for index in range(1, count) if kinds[index] != kinds[index - 1]}
+        scales = _scales(schedule, curve, settings.reuse, config, fresh=changes)
     steps = (
-        PlannedStep(timestep, sigma, coefficients, index < guided, scales[index])
+        PlannedStep(timestep, sigma, coefficients, guided[index], guidance[index], int(low_noise[index]), scales[index])
         for index, (timestep, sigma, coefficients) in enumerate(schedule.rows())
     )
     return Plan(tuple(steps))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from comfy_tpu.families.family import TextEncoder
 from comfy_tpu.pipeline.model_files import ModelFiles
+
+Embeddings = Mapping[str, torch.Tensor]
+"""By the names of `VideoFamily.embedding_shapes`, one row each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptEmbeddings:
     prompt: str
-    positive: torch.Tensor
-    """[1, tokens, features]; rows beyond the prompt's own tokens are zeros."""
-    negative: torch.Tensor | None
+    positive: Embeddings
+    negative: Embeddings | None
     """None without guidance."""
     cut: str = ""
     """What of the prompt did not fit."""
@@ -23,25 +27,30 @@ class PromptEmbeddings:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    inputs: dict[str, torch.Tensor]
+    """Of the text encoder, by name."""
     cut: tuple[str, ...]
+    """Of each prompt, what did not fit."""
 
 
-def tokenize(files: ModelFiles, prompts: list[str], max_length: int) -> Tokens:
-    tokenizer: Any = files.tokenizer
+def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int) -> Tokens:
+    tokenizer: Any = files.tokenizer(encoder.tokenizer)
     cleaned = [files.family.clean_prompt(prompt) for prompt in prompts]
+    length = encoder.length or max_length
+    if encoder.tokenize is not None:
+        return Tokens(encoder.tokenize(tokenizer, cleaned, length), ("",) * len(cleaned))
     encoded = tokenizer(
         cleaned,
         padding="max_length",
-        max_length=max_length,
+        max_length=length,
         truncation=True,
         add_special_tokens=True,
         return_attention_mask=True,
         return_tensors="pt",
     )
-    cut = tuple(_beyond(tokenizer, prompt, max_length) for prompt in cleaned)
-    return Tokens(encoded.input_ids.int(), encoded.attention_mask.int(), cut)
+    # An encoder that always reads the same few tokens stands beside one that reads the rest.
+    cut = tuple("" if encoder.length else _beyond(tokenizer, prompt, length) for prompt in cleaned)
+    return Tokens({"input_ids": encoded.input_ids.int(), "attention_mask": encoded.attention_mask.int()}, cut)
 
 
 def _beyond(tokenizer: Any, prompt: str, max_length: int) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Quantization
-from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
@@ -28,7 +30,7 @@ from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
-from comfy_tpu.pipeline.step_plan import Plan, make_plan
+from comfy_tpu.pipeline.step_plan import Plan, PlannedStep, guidance_of, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.quiet import quiet
 
@@ -130,10 +132,9 @@ class VideoPipeline:
     def limits(self) -> Limits:
         return self.family.limits
 
-    @property
-    def text_features(self) -> int:
-        """Width of the embeddings that the transformer reads."""
-        return self._dimension("text_dim")
+    def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
+        """What `encode` gives of a prompt, by name, without the row's own dimension."""
+        return self.family.embedding_shapes(self._files.config(self.family.transformer), settings)
 
     @functools.cached_property
     def defaults(self) -> GenerationSettings:
@@ -148,18 +149,24 @@ class VideoPipeline:
         check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
-        guided = settings.guidance_scale > 1
+        guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
-        tokens = tokenize(self._files, prompts, settings.max_sequence_length)
-        if any(tokens.cut[1:]):
-            logger.warning("negative_prompt is too long; this was cut: %s", tokens.cut[1])
+        rows: dict[str, torch.Tensor] = {}
+        cut = ""
         self._size = f"{settings.max_sequence_length} tokens"
-        program = self._program(self.family.text_encoder, self.family.encode_text)
-        with self._weights(self.family.text_encoder) as weights:
-            self._tell("encoding", "prompt", 0, 1)
-            text = to_host(program(weights, input_ids=tokens.input_ids, attention_mask=tokens.attention_mask))
-            self._tell("encoding", "prompt", 1, 1)
-        return PromptEmbeddings(prompt, text[:1], text[1:] if guided else None, tokens.cut[0])
+        count = len(self.family.text_encoders)
+        for done, encoder in enumerate(self.family.text_encoders):
+            tokens = tokenize(self._files, encoder, prompts, settings.max_sequence_length)
+            cut = cut or tokens.cut[0]
+            if any(tokens.cut[1:]):
+                logger.warning("negative_prompt is too long; this was cut: %s", tokens.cut[1])
+            program = self._program(encoder.component, encoder.encode)
+            with self._weights(encoder.component) as weights:
+                self._tell("encoding", "prompt", done, count)
+                rows |= {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
+                self._tell("encoding", "prompt", done + 1, count)
+        positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
+        return PromptEmbeddings(prompt, positive, negative if guided else None, cut)
 
     def denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> torch.Tensor:
         """[num_videos, channels, frames, height, width] float32, in the transformer's own scale."""
@@ -175,9 +182,10 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. It is known before a run, and does not depend on the prompt."""
         check_settings(settings, self.limits)
         with quiet():  # diffusers may be imported here
-            scheduler = self.family.schedulers[settings.scheduler](settings.flow_shift)
-        schedule = make_schedule(scheduler, settings.num_inference_steps)
-        return make_plan(schedule, settings, self._curve_for(settings))
+            scheduler = self.family.schedulers[settings.scheduler](settings)
+        if self.family.guidance != "branches":
+            settings = dataclasses.replace(settings, guidance_until=0.0)
+        return make_plan(make_schedule(scheduler), settings, self._curve_for(settings))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
@@ -210,7 +218,7 @@ class VideoPipeline:
 
     def latent_settings(self, latents: torch.Tensor, **chosen: Any) -> GenerationSettings:
         """The settings that latents of this shape were made with, as far as their shape tells."""
-        channels = self._dimension("in_channels")
+        channels = self._latent_channels
         if latents.ndim != 5 or latents.shape[1] != channels:
             raise InvalidValueError(
                 f"latents have shape {tuple(latents.shape)}, expected (videos, {channels}, frames, height, width): "
@@ -240,7 +248,7 @@ class VideoPipeline:
     ) -> Iterator[tuple[list[jax.Array], list[jax.Array]]]:
         """The last samples and velocities after each step, newest first, until the next one takes over their memory."""
         plan = self.plan(settings)
-        self._check_embeddings(embeddings, plan.guided)
+        self._check_embeddings(embeddings, plan.guided, settings)
         if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:
             logger.warning(
                 "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; "
@@ -249,52 +257,78 @@ class VideoPipeline:
                 self._placement.sizes.dp,
             )
         self._size = _size(settings)
-        spec = self.family.transformer
-        options: dict[str, Any] = {"donate": ("samples", "outputs"), "input_axes": {}, "output_axes": ()}
-        compute = self._program(spec, self._step, static=("guided",), **options)
-        reuse = self._program(spec, reuse_step, **options)
         noise = to_device(initial_noise(self._latent_shape(settings), settings.seed))
         samples: list[Any] = [noise, *(jax.numpy.zeros_like(noise) for _ in range(HISTORY - 1))]
         outputs: list[Any] = [jax.numpy.zeros_like(noise) for _ in range(HISTORY)]
-        with self._weights(spec) as loaded:
-            weights: dict[str, jax.Array] = {}
-            for index, step in enumerate(plan):
-                if index in (0, plan.guided):
-                    weights.clear()  # first: the keys and values of two branches are not kept beside those of one
-                    weights = {**loaded, **self._prompt(loaded, embeddings, step.guided, settings.num_videos)}
-                if index == 0:
+        done = 0
+        for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
+            with self._weights(self.family.transformers[number]) as loaded:
+                weights, prepared = self._prompt(number, loaded, embeddings, guided, settings.num_videos)
+                if done == 0:
                     self._tell("denoising", self._size, 0, len(plan))
-                state = {"samples": samples, "outputs": outputs, "coefficients": torch.from_numpy(step.coefficients)}
-                if step.scale is None:
-                    samples, outputs = compute(
-                        weights,
-                        **state,
-                        timestep=torch.tensor([step.timestep], dtype=torch.float32),
-                        guidance_scale=torch.tensor(settings.guidance_scale, dtype=torch.float32),
-                        guided=step.guided,
-                    )
-                else:
-                    # Without the prompt, whose shape would make it another program where guidance ends.
-                    samples, outputs = reuse(loaded, **state, scale=torch.tensor(step.scale, dtype=torch.float32))
-                samples[0].block_until_ready()  # so that a step that is announced is done, and Ctrl-C is heard between
-                preview = functools.partial(_finished, samples[1], outputs[0], step.sigma)
-                self._tell("denoising", self._size, index + 1, len(plan), preview, reused=step.reused)
-                yield samples, outputs
+                for step in steps:
+                    samples, outputs = self._advance(step, loaded, weights, prepared, samples, outputs)
+                    # So that a step that is announced is done, and Ctrl-C is heard between two.
+                    samples[0].block_until_ready()
+                    done += 1
+                    preview = functools.partial(_finished, samples[1], outputs[0], step.sigma)
+                    self._tell("denoising", self._size, done, len(plan), preview, reused=step.reused)
+                    yield samples, outputs
+                # The keys and values of two branches are not kept beside those of one.
+                del weights, prepared
+
+    def _advance(
+        self,
+        step: PlannedStep,
+        loaded: dict[str, jax.Array],
+        weights: dict[str, jax.Array],
+        prepared: dict[str, jax.Array],
+        samples: list[jax.Array],
+        outputs: list[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """One step. `weights` are the loaded ones and the prompt's."""
+        spec = self.family.transformers[step.transformer]
+        options: dict[str, Any] = {"donate": ("samples", "outputs"), "output_axes": ()}
+        state = {"samples": samples, "outputs": outputs, "coefficients": torch.from_numpy(step.coefficients)}
+        if step.scale is not None:
+            reuse = self._program(spec, reuse_step, **options)
+            # Without the prompt, whose shape would make it another program where guidance ends.
+            after: Any = reuse(loaded, **state, scale=torch.tensor(step.scale, dtype=torch.float32))
+        else:
+            options["input_axes"] = {"prepared": ("dp",)}
+            compute = self._program(spec, self._step, static=("guided",), **options)
+            after = compute(
+                weights,
+                **state,
+                timestep=torch.tensor([step.timestep], dtype=torch.float32),
+                guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
+                prepared=prepared,
+                guided=step.guided,
+            )
+        return after[0], after[1]
 
     def _prompt(
-        self, weights: dict[str, jax.Array], embeddings: PromptEmbeddings, guided: bool, num_videos: int
-    ) -> dict[str, jax.Array]:
-        """The prompt, and the negative one where there is guidance, as weights of the transformer."""
+        self, number: int, loaded: dict[str, jax.Array], embeddings: PromptEmbeddings, guided: bool, num_videos: int
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """The prompt, and the negative one where there is guidance: the weights with it, and inputs of a step."""
+        names = list(embeddings.positive)
         prepare = self._program(
-            self.family.transformer,
-            self.family.prompt_cache,
-            input_axes={"text": ("dp",)},
-            output_axes=(None, "dp", None, "tp"),
+            self.family.transformers[number],
+            self.family.prepare,
+            input_axes=dict.fromkeys(names, ("dp",)),
+            output_axes=self.family.prepared_axes,
         )
         branches = [embeddings.positive, embeddings.negative] if guided else [embeddings.positive]
-        text = torch.cat([branch.expand(num_videos, -1, -1) for branch in branches if branch is not None])
-        prepared: dict[str, jax.Array] = prepare(weights, text=text)
-        return prepared
+        rows = {
+            name: torch.cat([branch[name].expand(num_videos, *branch[name].shape[1:]) for branch in branches if branch])
+            for name in names
+        }
+        prepared: dict[str, jax.Array] = prepare(loaded, **rows)
+        as_weights = {name: array for name, array in prepared.items() if "." in name}
+        return {**loaded, **as_weights}, {name: array for name, array in prepared.items() if "." not in name}
+
+    def _is_guided(self, settings: GenerationSettings) -> bool:
+        return self.family.guidance == "branches" and max(guidance_of(settings)) > 1
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self._files) if settings.reuse > 0 else None
@@ -303,11 +337,13 @@ class VideoPipeline:
     def _step(self) -> Callable[..., Any]:
         return make_step(self.family.predict)
 
-    def _check_embeddings(self, embeddings: PromptEmbeddings, guided: int) -> None:
-        for branch in (embeddings.positive, embeddings.negative):
-            if branch is not None and branch.shape[-1] != self.text_features:
+    def _check_embeddings(self, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings) -> None:
+        for branch in filter(None, (embeddings.positive, embeddings.negative)):
+            found = {name: rows.shape[-1] for name, rows in branch.items()}
+            wanted = {name: shape[-1] for name, shape in self.embedding_shapes(settings).items()}
+            if found != wanted:
                 raise InvalidValueError(
-                    f"embeddings have {branch.shape[-1]} features, this model wants {self.text_features}; "
+                    f"embeddings have {_widths(found)} features, this model wants {_widths(wanted)}; "
                     "encode the prompt with this model"
                 )
         if guided and embeddings.negative is None:
@@ -319,20 +355,15 @@ class VideoPipeline:
         family = self.family
         return (
             settings.num_videos,
-            self._dimension("in_channels"),
+            self._latent_channels,
             (settings.num_frames - 1) // family.temporal_scale + 1,
             settings.height // family.spatial_scale,
             settings.width // family.spatial_scale,
         )
 
-    def _dimension(self, name: str) -> int:
-        value = self._files.config(self.family.transformer).get(name)
-        if not isinstance(value, int):
-            raise CheckpointError(
-                f"model={self.model_name}: the config.json of its transformer has {name}={value!r}, expected a whole "
-                "number; download the model again"
-            )
-        return value
+    @property
+    def _latent_channels(self) -> int:
+        return self.family.latent_channels(self._files.config(self.family.vae))
 
     def _check_latents(self, latents: torch.Tensor, settings: GenerationSettings) -> None:
         expected = self._latent_shape(settings)
@@ -408,6 +439,12 @@ class VideoPipeline:
 def _finished(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
     """The first frame as the model sees it without its noise: what a flow's velocity points to."""
     return to_host(sample[:1, :, :1] - sigma * velocity[:1, :, :1])
+
+
+def _widths(found: Mapping[str, int]) -> str:
+    """ "4096"; of several embeddings "text 4096, pooled 768"."""
+    named = [f"{name} {width}" for name, width in found.items()]
+    return str(*found.values()) if len(found) == 1 else ", ".join(named)
 
 
 def _size(settings: GenerationSettings) -> str:

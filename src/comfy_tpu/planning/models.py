@@ -21,6 +21,12 @@ class PlannedModel:
     config: Mapping[str, Any]
     """Of its transformer."""
     defaults: GenerationSettings
+    vae: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The configuration of its VAE."""
+
+    @property
+    def latent_channels(self) -> int:
+        return self.family.latent_channels(self.vae)
 
 
 def find_model(model: str) -> PlannedModel:
@@ -30,7 +36,10 @@ def find_model(model: str) -> PlannedModel:
     """
     if model == DEMO_MODEL or Path(model).is_dir():
         files = ModelFiles.open(model)
-        return PlannedModel(files.name, files.family, files.config(files.family.transformer), files.defaults)
+        family = files.family
+        return PlannedModel(
+            files.name, family, files.config(family.transformer), files.defaults, files.config(family.vae)
+        )
     known = {name: family for family in FAMILIES for name in family.published}
     for name, family in known.items():
         if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):

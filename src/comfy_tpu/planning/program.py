@@ -17,6 +17,7 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.parallel.chips import Slice, parse_slice
+from comfy_tpu.parallel.constraints import evenly
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.denoise import make_step
@@ -85,20 +86,29 @@ def _lower_step(
     placement = abstract_placement(sizes, platform="tpu", chip=slice_.chip.name)
     component = Component(family.transformer, model.config, placement, dtype=torch.bfloat16)
     # The prompt's keys and values are outputs of another program: its abstract evaluation has their names and shapes.
-    text = jax.ShapeDtypeStruct((work.batch, work.text_tokens, model.config["text_dim"]), np.dtype("bfloat16"))
+    rows = {
+        name: jax.ShapeDtypeStruct((work.batch, *shape), np.dtype("bfloat16"))
+        for name, shape in family.embedding_shapes(model.config, settings).items()
+    }
     weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
     prepare = component.program(
-        family.prompt_cache, input_axes={"text": ("dp",)}, output_axes=(None, "dp", None, "tp")
-    ).export("tpu", weights, text=text)
-    prompt = placement.sharding(None, "dp" if work.batch % sizes.dp == 0 else None, None, "tp")
-    outputs = jax.tree.unflatten(prepare.out_tree, prepare.out_avals)
-    weights |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=prompt) for name, x in outputs.items()}
+        family.prepare, input_axes=dict.fromkeys(rows, ("dp",)), output_axes=family.prepared_axes
+    ).export("tpu", weights, **rows)
+    outputs = {
+        name: jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            sharding=placement.sharding(*evenly(family.prepared_axes.get(name, ("dp",)), x.shape, placement)),
+        )
+        for name, x in jax.tree.unflatten(prepare.out_tree, prepare.out_avals).items()
+    }
+    weights |= {name: x for name, x in outputs.items() if "." in name}
 
     scale = family.spatial_scale
     frames = (settings.num_frames - 1) // family.temporal_scale + 1
     shape = (
         settings.num_videos,
-        model.config["in_channels"],
+        model.latent_channels,
         frames,
         settings.height // scale,
         settings.width // scale,
@@ -106,7 +116,11 @@ def _lower_step(
     float32 = np.dtype("float32")
     latent = jax.ShapeDtypeStruct(shape, float32)
     step = component.program(
-        make_step(family.predict), static=("guided",), donate=("samples", "outputs"), input_axes={}, output_axes=()
+        make_step(family.predict),
+        static=("guided",),
+        donate=("samples", "outputs"),
+        input_axes={"prepared": ("dp",)},
+        output_axes=(),
     )
     exported = step.export(
         "tpu",
@@ -116,10 +130,11 @@ def _lower_step(
         coefficients=jax.ShapeDtypeStruct((2 * HISTORY,), float32),
         timestep=jax.ShapeDtypeStruct((1,), float32),
         guidance_scale=jax.ShapeDtypeStruct((), float32),
-        guided=settings.guidance_scale > 1,
+        prepared={name: x for name, x in outputs.items() if "." not in name},
+        guided=family.guidance == "branches" and settings.guidance_scale > 1,
     )
     resident = sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
-    resident += sum(math.prod(prompt.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
+    resident += sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
     facts = ProgramFacts(
         model=model.name,
         size=f"{settings.width}x{settings.height}x{settings.num_frames}",
