@@ -17,6 +17,7 @@ from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
+from comfy_tpu.compiler.renaming import without_prefix
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
 from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig
@@ -45,6 +46,10 @@ class ComponentSpec:
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
     """Globs of linear layers that compute in 8 bits where that is asked for."""
+    prefix: str = ""
+    """What checkpoints may put before every name, as transformers did in earlier versions."""
+    unused: tuple[str, ...] = ()
+    """Globs of tensors that a checkpoint may hold and the component does not need."""
 
 
 class Component:
@@ -114,12 +119,13 @@ class Component:
     def load(
         self, checkpoint: WeightSource, on_progress: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
+        checkpoint = without_prefix(checkpoint, self.spec.prefix)
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
         if self._quantize != "none":
             scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
             checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
-        return load_weights(checkpoint, self.slots, on_progress=on_progress)
+        return load_weights(checkpoint, self.slots, on_progress=on_progress, ignore_unused=self.spec.unused)
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         return abstract_weights(self.slots)

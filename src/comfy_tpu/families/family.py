@@ -62,6 +62,31 @@ class TextEncoder:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """How a family begins with a picture that is given, and may end with another one."""
+
+    encode_frames: Callable[..., tuple[torch.Tensor, Cache]]
+    """(the VAE's module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame
+    of the transformer's latents, and the cache after it."""
+    condition: Callable[[torch.Tensor, int, GenerationSettings], dict[str, torch.Tensor]]
+    """(latents of the pictures' video, how many pictures, settings) -> embeddings by name, on the host."""
+    encoder: ComponentSpec | None = None
+    """Of the picture's content, beside the VAE."""
+    embed: Callable[..., dict[str, torch.Tensor]] | None = None
+    """(the encoder's module, pixel_values) -> embeddings by name."""
+    processor: str = "image_processor"
+    """The folder that says how `pixel_values` are made."""
+    required: bool = True
+    """Without a picture the model makes nothing."""
+    last: bool = False
+    """A last picture may be given too."""
+    first_only: bool = False
+    """Only the first frame is encoded: there is nothing to say about the others."""
+    finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """(latents after the last step, embeddings) -> latents, on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
 class VideoFamily:
     """Everything the pipeline needs to know. The functions run inside a trace; `module` is the component's skeleton."""
 
@@ -107,6 +132,7 @@ class VideoFamily:
     guidance: Literal["branches", "embedded", "none"] = "branches"
     """branches: a second forward with the negative prompt. embedded: a number that the model reads. none: it has
     no effect, because the model was distilled without it."""
+    image: ImageInput | None = None
     curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
     Which velocities may be reused; a model directory's own reuse.json goes before them."""
@@ -117,4 +143,5 @@ class VideoFamily:
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        return (*(encoder.component for encoder in self.text_encoders), *self.transformers, self.vae)
+        image = (self.image.encoder,) if self.image is not None and self.image.encoder is not None else ()
+        return (*(encoder.component for encoder in self.text_encoders), *image, *self.transformers, self.vae)

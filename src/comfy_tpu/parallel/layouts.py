@@ -214,7 +214,7 @@ def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
         for matrix in matrices:
             rest, _ = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
             total += times * matrix.count * matrix.nbytes // _ways(rest, sizes)
-    return total
+    return total * work.models
 
 
 def _temporaries(share: _Share) -> int:

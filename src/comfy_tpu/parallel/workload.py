@@ -52,6 +52,8 @@ class Workload:
     """Norms in a block over features that tp splits."""
     history: int = 3
     """Samples and answers, each, that the solver keeps."""
+    models: int = 1
+    """Transformers of this size that stay on the devices; a step runs one of them."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
     """Sequences up to this length take dense attention, which smooths no keys."""
 

@@ -1,6 +1,7 @@
 """What the stages hand on, as safetensors files that say how they were made.
 
-    text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent without guidance
+    text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent
+                without guidance; shared.NAME of the pictures that are given
     latents     latents [videos, channels, frames, height, width], float32
 
 The file's metadata carry the stage, the format, the model and its fingerprint, the prompt and all settings, so that
@@ -80,14 +81,18 @@ def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
-    branches = {"positive": embeddings.positive, "negative": embeddings.negative or {}}
+    branches = {
+        "positive": embeddings.positive,
+        "negative": embeddings.negative or {},
+        "shared": embeddings.shared,
+    }
     tensors = {f"{branch}.{name}": tensor for branch, named in branches.items() for name, tensor in named.items()}
     _save(path, "text", tensors, describe(embeddings.prompt, settings, model), embeddings.cut)
 
 
 def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
     header, tensors = _load(path, "text", model)
-    branches: dict[str, dict[str, torch.Tensor]] = {"positive": {}, "negative": {}}
+    branches: dict[str, dict[str, torch.Tensor]] = {"positive": {}, "negative": {}, "shared": {}}
     for full, tensor in tensors.items():
         branch, _, name = full.partition(".")
         if branch not in branches or not name or tensor.ndim < 2 or tensor.shape[0] != 1:
@@ -95,7 +100,10 @@ def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
         branches[branch][name] = tensor
     if not branches["positive"]:
         raise _damaged(path, "positive is missing", "encode")
-    return PromptEmbeddings(header.prompt, branches["positive"], branches["negative"] or None, header.cut), header
+    embeddings = PromptEmbeddings(
+        header.prompt, branches["positive"], branches["negative"] or None, header.cut, branches["shared"]
+    )
+    return embeddings, header
 
 
 def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:

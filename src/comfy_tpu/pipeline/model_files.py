@@ -85,6 +85,18 @@ class ModelFiles:
                 f"model={self.name} has a {folder} that cannot be read ({reason}); download the model again"
             ) from error
 
+    def image_processor(self, folder: str) -> Any:
+        with quiet():
+            from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(self.directory / folder, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"model={self.name} has an {folder} that cannot be read ({reason}); download the model again"
+            ) from error
+
     @property
     def defaults(self) -> GenerationSettings:
         """The family's, with what the directory's model_index.json and generation.json say in their place."""

@@ -133,7 +133,7 @@ def _lower_step(
         prepared={name: x for name, x in outputs.items() if "." not in name},
         guided=family.guidance == "branches" and settings.guidance_scale > 1,
     )
-    resident = sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
+    resident = work.models * sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
     resident += sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
     facts = ProgramFacts(
         model=model.name,
