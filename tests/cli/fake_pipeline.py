@@ -64,7 +64,7 @@ class FakePipeline:
     def settings(self, **chosen):
         return make_settings(self.defaults, chosen, self.limits)
 
-    def encode(self, prompt, settings):
+    def encode(self, prompt, settings, images=()):
         check_prompt(prompt)
         self._begin("encode", "text_encoder", "512 tokens")
         words = prompt.split()

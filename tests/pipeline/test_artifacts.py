@@ -73,6 +73,7 @@ def test_metadata_say_everything(tmp_path):
         "format": "2",
         "comfy_tpu": comfy_tpu.__version__,
         "model": "demo",
+        "pictures": "",
         "model_fingerprint": "ab12",
         "dtype": "float32",
         "prompt": "ein Würfel 红",

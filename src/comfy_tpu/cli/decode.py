@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         settings = session.settings(header.settings)
         paths = media.check_output(arguments.output or arguments.latents.with_suffix(".mp4"), settings)
-        there = session.videos_are_there(paths, header.prompt, settings)
+        there = session.videos_are_there(paths, header.prompt, settings, header.pictures)
         if not there:
-            session.write_videos(latents, header.prompt, settings, paths)
+            session.write_videos(latents, header.prompt, settings, paths, header.pictures)
     return session.report(paths, header.prompt, settings, cut=header.cut, skipped=there)

@@ -30,8 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
         artifacts.check_guidance(arguments.text, embeddings, settings)
-        skipped = session.is_there(output, header.prompt, settings, there)
+        pictures = header.pictures
+        skipped = session.is_there(output, header.prompt, settings, there, pictures=pictures)
         if not skipped:
             latents = session.pipeline.denoise(embeddings, settings)
-            artifacts.save_latents(output, latents, header.prompt, settings, session.pipeline, cut=header.cut)
+            artifacts.save_latents(
+                output, latents, header.prompt, settings, session.pipeline, cut=header.cut, pictures=pictures
+            )
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

@@ -11,6 +11,7 @@ OUTPUT = "video.mp4"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
+    options.add_images(parser)
     options.add_video_output(parser, f"{OUTPUT}, or {OUTPUT.replace('.', '-1.')} and so on if it is taken")
     options.add_report(parser)
     options.add_settings(parser)
@@ -22,13 +23,14 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.pipeline import media
 
     prompt = options.read_prompt(arguments)
+    images = options.read_images(arguments)
     sessions.check_video_output(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
         output = arguments.output or media.free_output(OUTPUT, settings.num_videos)
         paths = media.check_output(output, settings)
-        embeddings = session.pipeline.encode(prompt, settings)
+        embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)
         latents = session.pipeline.denoise(embeddings, settings)
-        session.write_videos(latents, prompt, settings, paths)
+        session.write_videos(latents, prompt, settings, paths, embeddings.pictures)
     return session.report(paths, prompt, settings, cut=embeddings.cut)

@@ -8,7 +8,10 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
@@ -29,6 +32,8 @@ SETTINGS = (
     Option("num_frames", ("--num-frames",), "frames: 4n+1"),
     Option("num_inference_steps", ("--steps", "--num-inference-steps"), "denoising steps"),
     Option("guidance_scale", ("--guidance-scale",), "how closely to follow the prompt; up to 1: no negative prompt"),
+    Option("guidance_scale_2", ("--guidance-scale-2",), "of the second transformer, where there are two; 0: the same"),
+    Option("boundary", ("--boundary",), "share of the noise below which the second transformer takes over"),
     Option("flow_shift", ("--flow-shift",), "more for larger videos"),
     Option("seed", ("--seed",), "of the noise: the same seed gives the same video"),
     Option("scheduler", ("--scheduler",), "solver; an unknown name gets the list of them"),
@@ -47,6 +52,8 @@ FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "prompt": "PROMPT",
+    "image": "--image",
+    "last_image": "--last-image",
     "comfyui_dir": "COMFYUI_DIR",
 }
 """How a user of the command says what an error calls by its name in Python."""
@@ -54,6 +61,20 @@ FLAGS = {
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what the video should show; - reads it from standard input")
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", type=Path, metavar="PICTURE", help="the first frame, for models that take one")
+    parser.add_argument("--last-image", type=Path, metavar="PICTURE", help="the last frame, for models that take one")
+
+
+def read_images(arguments: argparse.Namespace) -> list[Image]:
+    """The first and the last frame, as far as they are given."""
+    from comfy_tpu.pipeline.images import read_image
+
+    if arguments.last_image is not None and arguments.image is None:
+        raise InvalidValueError("last_image is given without a first one; give --image too")
+    return [read_image(path) for path in (arguments.image, arguments.last_image) if path is not None]
 
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:

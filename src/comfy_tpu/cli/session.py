@@ -44,23 +44,27 @@ class Session:
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
 
-    def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
+    def is_there(
+        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str], pictures: str = ""
+    ) -> bool:
         """Whether what was found is made from the same things, which is then said."""
-        expected = artifacts.describe(prompt, settings, self.pipeline)
+        expected = artifacts.describe(prompt, settings, self.pipeline, pictures)
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
         say(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
         return True
 
-    def videos_are_there(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings) -> bool:
+    def videos_are_there(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings, pictures: str) -> bool:
         sheet = self.arguments.contact_sheet
         found = [media.find_metadata(path, settings.num_frames) for path in paths]
         if sheet is not None:
             found.append(media.find_metadata(sheet, 1))
-        return self.is_there(paths[0], prompt, settings, *found)
+        return self.is_there(paths[0], prompt, settings, *found, pictures=pictures)
 
-    def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
-        description = artifacts.describe(prompt, settings, self.pipeline)
+    def write_videos(
+        self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path], pictures: str
+    ) -> None:
+        description = artifacts.describe(prompt, settings, self.pipeline, pictures)
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),

@@ -57,12 +57,15 @@ class Header:
     settings: GenerationSettings
     model_name: str
     model_fingerprint: str
+    pictures: str = ""
+    """The fingerprint of the pictures that were given."""
 
 
-def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[str, str]:
+def describe(prompt: str, settings: GenerationSettings, model: Model, pictures: str = "") -> dict[str, str]:
     """For an artifact's metadata, and for a video's."""
     return {
         "prompt": prompt,
+        "pictures": pictures,
         "seed": str(settings.seed),
         "settings": json.dumps(dataclasses.asdict(settings), ensure_ascii=False),
         "model": model.model_name,
@@ -73,11 +76,13 @@ def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[st
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt by the same model with the same settings in the same precision.
+    """Made from the same prompt and pictures by the same model with the same settings in the same precision.
 
     The content is then the same but for the mesh, which changes the order of sums.
     """
-    return all(found.get(key) == expected[key] for key in ("prompt", "settings", "model_fingerprint", "dtype"))
+    return all(
+        found.get(key) == expected[key] for key in ("prompt", "pictures", "settings", "model_fingerprint", "dtype")
+    )
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
@@ -87,7 +92,7 @@ def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSett
         "shared": embeddings.shared,
     }
     tensors = {f"{branch}.{name}": tensor for branch, named in branches.items() for name, tensor in named.items()}
-    _save(path, "text", tensors, describe(embeddings.prompt, settings, model), embeddings.cut)
+    _save(path, "text", tensors, describe(embeddings.prompt, settings, model, embeddings.pictures), embeddings.cut)
 
 
 def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
@@ -101,7 +106,12 @@ def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
     if not branches["positive"]:
         raise _damaged(path, "positive is missing", "encode")
     embeddings = PromptEmbeddings(
-        header.prompt, branches["positive"], branches["negative"] or None, header.cut, branches["shared"]
+        header.prompt,
+        branches["positive"],
+        branches["negative"] or None,
+        header.cut,
+        branches["shared"],
+        header.pictures,
     )
     return embeddings, header
 
@@ -116,9 +126,16 @@ def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: Generatio
 
 
 def save_latents(
-    path: Path, latents: torch.Tensor, prompt: str, settings: GenerationSettings, model: Model, *, cut: str = ""
+    path: Path,
+    latents: torch.Tensor,
+    prompt: str,
+    settings: GenerationSettings,
+    model: Model,
+    *,
+    cut: str = "",
+    pictures: str = "",
 ) -> None:
-    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model), cut)
+    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model, pictures), cut)
 
 
 def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
@@ -202,6 +219,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             GenerationSettings(**values),
             metadata["model"],
             metadata["model_fingerprint"],
+            metadata["pictures"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error), MAKER[stage]) from error

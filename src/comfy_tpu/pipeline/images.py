@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def read_image(path: Path) -> Image.Image:
             return as_rgb(ImageOps.exif_transpose(image))
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise InvalidValueError(f"image={path} cannot be read as a picture ({error}); give a PNG or JPEG") from error
+
+
+def fingerprint(images: Sequence[Image.Image]) -> str:
+    """Of what they show; empty if there are none."""
+    digest = hashlib.sha256()
+    for image in images:
+        digest.update(f"{image.mode} {image.size};".encode() + image.tobytes())
+    return digest.hexdigest()[:16] if images else ""
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

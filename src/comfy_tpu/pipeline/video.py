@@ -26,7 +26,7 @@ from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
-from comfy_tpu.pipeline.images import as_values, picture_parts
+from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
@@ -171,7 +171,9 @@ class VideoPipeline:
                 self._tell("encoding", "prompt", done + 1, count)
         positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
         shared = self._encode_images(images, settings) if images else {}
-        return PromptEmbeddings(prompt, positive, negative if guided else None, cut, shared)
+        return PromptEmbeddings(
+            prompt, positive, negative if guided else None, cut, shared, pictures=fingerprint(images)
+        )
 
     def _encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
         """What the family makes of the pictures, by name, the same for every branch."""
