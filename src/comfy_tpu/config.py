@@ -76,6 +76,15 @@ class ResidencyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """A LoRA file, and how much of it is added to a model."""
+
+    path: Path
+    strength: float = 1.0
+    """Negative ones take away what the file adds."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerationSettings:
     """What one video is made with, except its prompt. A model directory may bring its own in `generation.json`."""
 

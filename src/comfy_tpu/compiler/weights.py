@@ -64,6 +64,10 @@ class WeightSlot:
         return math.prod(self.sharding.shard_shape(self.shape)) * np.dtype(self.dtype).itemsize
 
 
+AfterWrite = Callable[[WeightSlot, int, jax.Array], jax.Array]
+"""(slot, position of the source just written, its array) -> the array to go on with; may take over the array's memory."""
+
+
 def abstract_weights(slots: Iterable[WeightSlot]) -> dict[str, jax.ShapeDtypeStruct]:
     """The weights without their values: enough to trace, lower and compile."""
     return {slot.name: jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding) for slot in slots}
@@ -75,6 +79,7 @@ def load_weights(
     *,
     on_progress: ProgressCallback | None = None,
     ignore_unused: Sequence[str] = (),
+    after_write: AfterWrite | None = None,
 ) -> dict[str, jax.Array]:
     """Every slot as an array on its devices. `ignore_unused`: globs of tensors in the checkpoint that no slot needs.
 
@@ -90,6 +95,8 @@ def load_weights(
         with quiet():
             for slot, position in writes:
                 arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name))
+                if after_write:
+                    arrays[slot.name] = after_write(slot, position, arrays[slot.name])
                 done += checkpoint.tensors[slot.sources[position]].nbytes
                 if on_progress:
                     on_progress(done, total)
@@ -125,7 +132,7 @@ def _write(checkpoint: WeightSource, slot: WeightSlot, position: int, stack: jax
     """The slot's array with one more of its sources in it."""
     tensor = checkpoint.read(slot.sources[position])
     if tuple(tensor.shape) == slot.shape:
-        array = _put(tensor, slot.dtype, slot.sharding, keep=True)
+        array = put(tensor, slot.dtype, slot.sharding, keep=True)
     else:
         if stack is None:
             stack = _zeros(slot.shape, np.dtype(slot.dtype), slot.sharding)()
@@ -141,7 +148,7 @@ def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot])
     return sorted(writes, key=lambda write: order[write[0].sources[write[1]]])
 
 
-def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
+def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
     """A tensor on its devices. keep: the array outlives the mapped file that the tensor is a view of."""
     target = getattr(torch, np.dtype(dtype).name)
     if tensor.is_cuda and sharding.num_devices == 1 and sharding.mesh.devices.flat[0].platform == "gpu":
@@ -169,7 +176,7 @@ def adopt(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
 
 def _write_layer(stack: jax.Array, slot: WeightSlot, tensor: torch.Tensor, position: int) -> jax.Array:
     sharding = NamedSharding(slot.sharding.mesh, PartitionSpec(*slot.sharding.spec[1:]))
-    layer = _put(tensor, slot.dtype, sharding, keep=False)
+    layer = put(tensor, slot.dtype, sharding, keep=False)
     return _layer_writer(slot.sharding)(stack, layer, np.int32(position))
 
 

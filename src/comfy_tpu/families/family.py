@@ -15,6 +15,10 @@ from comfy_tpu.parallel.workload import Workload
 SchedulerFactory = Callable[[float], Any]
 """From flow_shift to a diffusers scheduler."""
 
+LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, slice]]
+"""(a module of the transformer, shape of its weight) -> what LoRA files call it beside that, dots between the parts; and
+which of their outputs are the module's, where one module of theirs is several here."""
+
 Cache = list[torch.Tensor | None]
 """What a VAE remembers of the frames before."""
 
@@ -78,6 +82,9 @@ class VideoFamily:
     curves: Mapping[str, Mapping[str, Any]]
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
     Which velocities may be reused; a model directory's own reuse.json goes before them."""
+
+    lora_names: LoraNames | None = None
+    """None: LoRA files are refused."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
