@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
+    options.add_loras(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

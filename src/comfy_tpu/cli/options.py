@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 
@@ -41,7 +41,7 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
-_SAME_AS_FIELD = ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+_SAME_AS_FIELD = ("dtype", "export", "from", "lora", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
@@ -72,6 +72,28 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     group = add_machine(parser, "model and machine")
     shown = default or "the one the input was made with"
     group.add_argument("--model", default=default, help=f"a directory, a hub id, or demo (default: {shown})")
+
+
+def add_loras(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        type=parse_lora,
+        metavar="FILE[:STRENGTH]",
+        help="a LoRA for the transformer, a .safetensors file; strength 1 if none is given; may be repeated",
+    )
+
+
+def parse_lora(text: str) -> Lora:
+    """What is no number stays text: the check of LoRAs refuses it, in the same words as everywhere."""
+    path, colon, strength = text.rpartition(":")
+    try:
+        number = float(strength)
+    except ValueError:
+        # A colon may be part of a path; behind a whole file name it can only be meant as this one.
+        return Lora(Path(path), strength) if path.endswith(".safetensors") else Lora(Path(text))  # type: ignore[arg-type]
+    return Lora(Path(path), number) if colon and not Path(text).is_file() else Lora(Path(text))
 
 
 def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:

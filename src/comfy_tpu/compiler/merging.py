@@ -130,10 +130,7 @@ def _merger(sharding: NamedSharding, layered: bool) -> Callable[..., jax.Array]:
         # As integers, for the reason that weights.py has: of a stack in bfloat16 only one layer is to be float32.
         bits = {2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
         stack = jax.lax.bitcast_convert_type(array, bits)
-        if layered:
-            layer = jax.lax.dynamic_index_in_dim(stack, position, 0, keepdims=False)
-        else:
-            layer = stack
+        layer = jax.lax.dynamic_index_in_dim(stack, position, 0, keepdims=False) if layered else stack
         total = jax.lax.bitcast_convert_type(layer, dtype).astype(jnp.float32)
         if up is not None and down is not None:
             total += jnp.tensordot(up, down, axes=1, precision=jax.lax.Precision.HIGHEST)

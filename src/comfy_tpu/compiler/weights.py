@@ -65,7 +65,7 @@ class WeightSlot:
 
 
 AfterWrite = Callable[[WeightSlot, int, jax.Array], jax.Array]
-"""(slot, position of the source just written, its array) -> the array to go on with; may take over the array's memory."""
+"""(slot, position of the source just written, array) -> the array to go on with; it may take over that one's memory."""
 
 
 def abstract_weights(slots: Iterable[WeightSlot]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,8 +16,8 @@ SchedulerFactory = Callable[[float], Any]
 """From flow_shift to a diffusers scheduler."""
 
 LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, slice]]
-"""(a module of the transformer, shape of its weight) -> what LoRA files call it beside that, dots between the parts; and
-which of their outputs are the module's, where one module of theirs is several here."""
+"""(a module of the transformer, shape of its weight) -> what else LoRA files call it, with dots between the parts, and
+which outputs of theirs are the module's: not all where one module of theirs is several here."""
 
 Cache = list[torch.Tensor | None]
 """What a VAE remembers of the frames before."""

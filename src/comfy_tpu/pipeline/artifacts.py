@@ -3,8 +3,8 @@
     text        positive [1, tokens, features], negative (the same, absent without guidance)
     latents     latents [videos, channels, frames, height, width], float32
 
-The file's metadata carry the stage, the format, the model and its fingerprint, the prompt and all settings, so that
-the next stage needs nothing else and refuses what another model made.
+The file's metadata carry the stage, the format, the model and its fingerprint, the LoRAs in it, the prompt and all
+settings, so that the next stage needs nothing else and refuses what another model made.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class Header:
     settings: GenerationSettings
     model_name: str
     model_fingerprint: str
+    loras: str
+    """As JSON: name, fingerprint and strength of each; empty where there was none."""
 
 
-def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[str, str]:
+def describe(prompt: str, settings: GenerationSettings, model: Model, loras: str = "") -> dict[str, str]:
     """For an artifact's metadata, and for a video's."""
     return {
         "prompt": prompt,
@@ -69,15 +71,17 @@ def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[st
         "model_fingerprint": model.model_fingerprint,
         "dtype": model.dtype_name,
         "comfy_tpu": comfy_tpu.__version__,
+        **({"loras": loras} if loras else {}),
     }
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt by the same model with the same settings in the same precision.
+    """Made from the same prompt by the same model and LoRAs with the same settings in the same precision.
 
     The content is then the same but for the mesh, which changes the order of sums.
     """
-    return all(found.get(key) == expected[key] for key in ("prompt", "settings", "model_fingerprint", "dtype"))
+    keys = ("prompt", "settings", "model_fingerprint", "dtype", "loras")
+    return all(found.get(key) == expected.get(key) for key in keys)
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
@@ -103,9 +107,16 @@ def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: Generatio
 
 
 def save_latents(
-    path: Path, latents: torch.Tensor, prompt: str, settings: GenerationSettings, model: Model, *, cut: str = ""
+    path: Path,
+    latents: torch.Tensor,
+    prompt: str,
+    settings: GenerationSettings,
+    model: Model,
+    *,
+    cut: str = "",
+    loras: str = "",
 ) -> None:
-    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model), cut)
+    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model, loras), cut)
 
 
 def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
@@ -190,6 +201,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             GenerationSettings(**values),
             metadata["model"],
             metadata["model_fingerprint"],
+            metadata.get("loras", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error), MAKER[stage]) from error

@@ -95,10 +95,13 @@ class Loras:
         return [lora for lora in self.opened if lora.strength != 0]
 
 
+NO_LORAS = Loras()
+
+
 def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
     """Everything that headers can tell is checked here, before a weight is loaded."""
     if not loras:
-        return Loras()
+        return NO_LORAS
     names = files.family.lora_names
     if names is None:
         raise UnsupportedError(f"LoRA is not supported with {files.family.name} models; leave out lora={loras[0].path}")

@@ -7,8 +7,8 @@ Trainers and tools write one thing under many names. For the query projection of
     diffusion_model.blocks.0.self_attn.q.lora_down.weight   ComfyUI and the original code; lora_A as well
 
 The table of names is made from the model, so that underscores need not be told apart from dots. diffusers' own
-conversion (0.42) is not used: it raises where a kohya file leaves out a block, a layer or an alpha, where an alpha stands
-outside the blocks and where a text encoder's keys stand beside, and it drops differences of weights without a word.
+conversion (0.42) is not used: of a kohya file it wants every layer of every block with an alpha, of the others no alpha
+outside the blocks and no key of a text encoder, or it raises; and it drops differences of weights without a word.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class LoraFile:
         if "up" in parts:
             up, down = (self.checkpoint.tensors[parts[part]].shape for part in ("up", "down"))
             product = _product(up, down, target.rows, shape)
-            scale = self._scale(module, parts, rank=down[0] if down else 1)
+            scale = self._scale(module, parts, rank=max(down[0], 1) if down else 1)
             made[target.weight] = Factors(shape, product, target.rows, parts["up"], parts["down"], scale)
         elif "difference" in parts:
             made[target.weight] = self._difference(parts["difference"], target.rows, shape)

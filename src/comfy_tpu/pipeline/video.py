@@ -23,7 +23,7 @@ from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
-from comfy_tpu.pipeline.lora import Loras, open_loras
+from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
@@ -55,7 +55,7 @@ class VideoPipeline:
         cache: CacheConfig,
         residency: Residency,
         on_progress: Listener,
-        loras: Loras = Loras(),
+        loras: Loras = NO_LORAS,
     ) -> None:
         self._files = files
         self._placement = placement
@@ -381,7 +381,7 @@ class VideoPipeline:
     @contextlib.contextmanager
     def _weights(self, spec: ComponentSpec) -> Iterator[dict[str, jax.Array]]:
         component = self._component(spec)
-        loras = self.loras if spec is self.family.transformer else Loras()
+        loras = self.loras if spec is self.family.transformer else NO_LORAS
 
         def load() -> dict[str, jax.Array]:
             return component.load(
