@@ -57,7 +57,7 @@ class Header:
     settings: GenerationSettings
     model_name: str
     model_fingerprint: str
-    loras: str
+    loras: str = ""
     """As JSON: name, fingerprint and strength of each; empty where there was none."""
 
 
