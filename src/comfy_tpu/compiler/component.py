@@ -129,7 +129,7 @@ class Component:
         if changes is None:
             return load_weights(checkpoint, self.slots, on_progress=on_progress)
         try:
-            return load_weights(checkpoint, self.slots, on_progress=on_progress, after_write=merging(changes))
+            return load_weights(checkpoint, self.slots, on_progress=on_progress, change=merging(changes))
         finally:
             changes.close()
 
