@@ -1,4 +1,4 @@
-"""TPU Load LoRA in a real server: it changes the frames, a changed file is another LoRA, and without it nothing stays."""
+"""TPU Load LoRA in a real server: it changes the video, a changed file is another LoRA, without it nothing stays."""
 
 from pathlib import Path
 
