@@ -98,6 +98,7 @@ class Targets:
     by_name: Mapping[str, tuple[Target, ...]]
     """By every name that files have for a module; several targets where one module of theirs is several here."""
     examples: tuple[str, ...]
+    """Keys of one module, one of each style."""
 
     def find(self, module: str) -> tuple[Target, ...]:
         names = (module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix))
@@ -118,7 +119,7 @@ def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets
             target = Target(name, bias, rows)
             for written in dict.fromkeys((alias, alias.replace(".", "_"))):
                 by_name[written] = (*by_name.get(written, ()), target)
-        if not examples and len(aliases) > 1 and len(shape) == 2:
+        if not examples and ".0." in module and len(aliases) > 1 and len(shape) == 2:  # of a block: where LoRAs are
             alias = list(aliases)[1]
             examples = [f"transformer.{module}.lora_A.weight", f"diffusion_model.{alias}.lora_down.weight"]
             examples.append(f"lora_unet_{alias.replace('.', '_')}.lora_down.weight")
