@@ -5,6 +5,7 @@ say so on the file descriptor FAKE_READY.
 """
 
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -48,6 +49,7 @@ class FakePipeline:
         quantize="none",
         cache=None,
         on_progress=ignore,
+        loras=(),
     ):
         if model not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
@@ -59,6 +61,8 @@ class FakePipeline:
             "quantize": quantize,
             "cache": cache,
         }
+        notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]
+        pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "")
         return pipeline
 
     def settings(self, **chosen):

@@ -73,7 +73,6 @@ def test_metadata_say_everything(tmp_path):
         "format": "2",
         "comfy_tpu": comfy_tpu.__version__,
         "model": "demo",
-        "pictures": "",
         "model_fingerprint": "ab12",
         "dtype": "float32",
         "prompt": "ein Würfel 红",
@@ -175,6 +174,7 @@ def test_same_means_prompt_model_and_settings(change):
     assert not artifacts.is_same(artifacts.describe("p", dataclasses.replace(SETTINGS, **change), MODEL), mine)
     assert not artifacts.is_same(artifacts.describe("q", SETTINGS, MODEL), mine)
     assert not artifacts.is_same(artifacts.describe("p", SETTINGS, OTHER), mine)
+    assert not artifacts.is_same(artifacts.describe("p", SETTINGS, MODEL, "[a LoRA]"), mine)
     assert not artifacts.is_same({}, mine)
 
 

@@ -31,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     there = sessions.artifact_there(output, "text", arguments.force)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
-        if session.is_there(output, prompt, settings, there, pictures=fingerprint(images)):
+        session.pictures = fingerprint(images)
+        if session.is_there(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
         embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)

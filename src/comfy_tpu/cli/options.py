@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 
@@ -46,7 +46,7 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
-_SAME_AS_FIELD = ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+_SAME_AS_FIELD = ("dtype", "export", "from", "lora", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
@@ -93,6 +93,34 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     group = add_machine(parser, "model and machine")
     shown = default or "the one the input was made with"
     group.add_argument("--model", default=default, help=f"a directory, a hub id, or demo (default: {shown})")
+
+
+def add_loras(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        type=parse_lora,
+        metavar="FILE[:STRENGTH][:high|low]",
+        help="a LoRA for the transformer, a .safetensors file; strength 1 if none is given; may be repeated; high or low: "
+        "for one of two transformers",
+    )
+
+
+def parse_lora(text: str) -> Lora:
+    """What is no number stays text: the check of LoRAs refuses it, in the same words as everywhere."""
+    if Path(text).is_file():  # colons may be part of a path
+        return Lora(Path(text))
+    rest, _, last = text.rpartition(":")
+    noise: Any = last if rest and last in ("high", "low") else "all"
+    rest = rest if noise != "all" else text
+    path, _, strength = rest.rpartition(":")
+    try:
+        return Lora(Path(path or rest), float(strength) if path else 1.0, noise)
+    except ValueError:
+        # Behind a whole file name it can only be meant as a strength.
+        given: Any = strength
+        return Lora(Path(path), given, noise) if path.endswith(".safetensors") else Lora(Path(rest), 1.0, noise)
 
 
 def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:

@@ -22,6 +22,10 @@ Config = Mapping[str, Any]
 SchedulerFactory = Callable[[GenerationSettings], Any]
 """A diffusers scheduler with its timesteps set."""
 
+LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, slice]]
+"""(a module of the transformer, shape of its weight) -> what else LoRA files call it, with dots between the parts, and
+which outputs of theirs are the module's: not all where one module of theirs is several here."""
+
 Cache = list[torch.Tensor | None]
 """What a VAE remembers of the frames before."""
 
@@ -136,6 +140,9 @@ class VideoFamily:
     curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
     Which velocities may be reused; a model directory's own reuse.json goes before them."""
+
+    lora_names: LoraNames | None = None
+    """None: LoRA files are refused."""
 
     @property
     def transformer(self) -> ComponentSpec:

@@ -4,8 +4,8 @@
                 without guidance; shared.NAME of the pictures that are given
     latents     latents [videos, channels, frames, height, width], float32
 
-The file's metadata carry the stage, the format, the model and its fingerprint, the prompt and all settings, so that
-the next stage needs nothing else and refuses what another model made.
+The file's metadata carry the stage, the format, the model and its fingerprint, the LoRAs in it, the prompt and all
+settings, so that the next stage needs nothing else and refuses what another model made.
 """
 
 from __future__ import annotations
@@ -59,30 +59,33 @@ class Header:
     model_fingerprint: str
     pictures: str = ""
     """The fingerprint of the pictures that were given."""
+    loras: str = ""
+    """As JSON: name, fingerprint and strength of each; empty where there was none."""
 
 
-def describe(prompt: str, settings: GenerationSettings, model: Model, pictures: str = "") -> dict[str, str]:
+def describe(
+    prompt: str, settings: GenerationSettings, model: Model, *, pictures: str = "", loras: str = ""
+) -> dict[str, str]:
     """For an artifact's metadata, and for a video's."""
     return {
         "prompt": prompt,
-        "pictures": pictures,
         "seed": str(settings.seed),
         "settings": json.dumps(dataclasses.asdict(settings), ensure_ascii=False),
         "model": model.model_name,
         "model_fingerprint": model.model_fingerprint,
         "dtype": model.dtype_name,
         "comfy_tpu": comfy_tpu.__version__,
+        **{name: value for name, value in (("pictures", pictures), ("loras", loras)) if value},
     }
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt and pictures by the same model with the same settings in the same precision.
+    """Made from the same prompt and pictures by the same model and LoRAs with the same settings in the same precision.
 
     The content is then the same but for the mesh, which changes the order of sums.
     """
-    return all(
-        found.get(key) == expected[key] for key in ("prompt", "pictures", "settings", "model_fingerprint", "dtype")
-    )
+    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras")
+    return all(found.get(key) == expected.get(key) for key in keys)
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
@@ -92,7 +95,13 @@ def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSett
         "shared": embeddings.shared,
     }
     tensors = {f"{branch}.{name}": tensor for branch, named in branches.items() for name, tensor in named.items()}
-    _save(path, "text", tensors, describe(embeddings.prompt, settings, model, embeddings.pictures), embeddings.cut)
+    _save(
+        path,
+        "text",
+        tensors,
+        describe(embeddings.prompt, settings, model, pictures=embeddings.pictures),
+        embeddings.cut,
+    )
 
 
 def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
@@ -134,8 +143,10 @@ def save_latents(
     *,
     cut: str = "",
     pictures: str = "",
+    loras: str = "",
 ) -> None:
-    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model, pictures), cut)
+    description = describe(prompt, settings, model, pictures=pictures, loras=loras)
+    _save(path, "latents", {"latents": latents}, description, cut)
 
 
 def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
@@ -219,7 +230,8 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             GenerationSettings(**values),
             metadata["model"],
             metadata["model_fingerprint"],
-            metadata["pictures"],
+            metadata.get("pictures", ""),
+            metadata.get("loras", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error), MAKER[stage]) from error

@@ -120,7 +120,7 @@ class ModelFiles:
             for path in sorted((self.directory / folder).glob("*")):
                 digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
                 if path.suffix == ".safetensors":
-                    _digest_tensors(path, digest)
+                    digest_tensors(path, digest)
                 elif path.suffix == ".json":
                     digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
@@ -147,7 +147,7 @@ class ModelFiles:
             )
 
 
-def _digest_tensors(path: Path, digest: Any) -> None:
+def digest_tensors(path: Path, digest: Any) -> None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length)

@@ -19,7 +19,7 @@ from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency, shared_residency
-from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Quantization
+from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
@@ -27,6 +27,7 @@ from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
 from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
+from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
@@ -58,6 +59,7 @@ class VideoPipeline:
         cache: CacheConfig,
         residency: Residency,
         on_progress: Listener,
+        loras: Loras = NO_LORAS,
     ) -> None:
         self._files = files
         self._placement = placement
@@ -68,6 +70,8 @@ class VideoPipeline:
         self._residency = residency
         self.on_progress = on_progress
         """Whoever runs the pipeline next may put another listener here."""
+        self.loras = loras
+        """In the transformer. Others by `use_loras`."""
         self._components: dict[str, Component] = {}
         self._programs: dict[str, Program] = {}
         self._size = ""
@@ -86,6 +90,7 @@ class VideoPipeline:
         cache: CacheConfig = CacheConfig(),
         residency: Residency | None = None,
         on_progress: Listener = ignore,
+        loras: Sequence[Lora] = (),
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU. `quantize`: the
         transformer's large products in 8 bits, which is faster and not quite the same.
@@ -95,6 +100,7 @@ class VideoPipeline:
         if dtype not in ("auto", *DTYPES):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
         files = ModelFiles.open(model, name=name)
+        opened = open_loras(loras, files)
         workload = files.family.workload(files.config(files.family.transformer), files.defaults)
         placement = make_placement(mesh, platform=platform, workload=workload)
         chosen = DTYPES["float32" if placement.platform == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
@@ -107,7 +113,12 @@ class VideoPipeline:
             cache=cache,
             residency=residency or shared_residency(),
             on_progress=on_progress,
+            loras=opened,
         )
+
+    def use_loras(self, loras: Sequence[Lora]) -> None:
+        """From now on the transformer has these, and no others. Nothing is loaded before it is needed, or compiled."""
+        self.loras = open_loras(loras, self._files)
 
     @property
     def model_name(self) -> str:
@@ -459,15 +470,19 @@ class VideoPipeline:
     @contextlib.contextmanager
     def _weights(self, spec: ComponentSpec) -> Iterator[dict[str, jax.Array]]:
         component = self._component(spec)
+        numbers = {part.name: number for number, part in enumerate(self.family.transformers)}
+        loras = self.loras.of(numbers[spec.name]) if spec.name in numbers else NO_LORAS
 
         def load() -> dict[str, jax.Array]:
             return component.load(
-                self._files.checkpoint(spec), lambda done, total: self._tell("loading", spec.name, done, total)
+                self._files.checkpoint(spec),
+                lambda done, total: self._tell("loading", spec.name, done, total),
+                loras if loras.key else None,
             )
 
         with self._residency.use(
-            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize),
-            label=f"{self.model_name} {spec.name}",
+            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize, loras.key),
+            label=f"{self.model_name} {spec.name}{loras.label}",
             nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
             load=load,
         ) as weights:
