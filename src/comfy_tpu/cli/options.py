@@ -102,8 +102,8 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=parse_lora,
         metavar="FILE[:STRENGTH][:high|low]",
-        help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one of "
-        "two transformers; may be repeated",
+        help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one "
+        "of two transformers; may be repeated",
     )
 
 

@@ -159,10 +159,17 @@ class VideoPipeline:
 
     def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
         """`images`: the first frame and maybe the last, for models that begin with a picture."""
+        check_images(self.model_name, self.family.image, len(images), settings)
+        text = self.encode_text(prompt, settings)
+        if not images:
+            return text
+        shared = self.encode_images(images, settings)
+        return dataclasses.replace(text, shared=shared, pictures=fingerprint(images))
+
+    def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
         check_prompt(prompt)
         check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
-        check_images(self.model_name, self.family.image, len(images), settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
@@ -181,14 +188,13 @@ class VideoPipeline:
                 rows |= {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
                 self._tell("encoding", "prompt", done + 1, count)
         positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
-        shared = self._encode_images(images, settings) if images else {}
-        return PromptEmbeddings(
-            prompt, positive, negative if guided else None, cut, shared, pictures=fingerprint(images)
-        )
+        return PromptEmbeddings(prompt, positive, negative if guided else None, cut)
 
-    def _encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
+    def encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
         """What the family makes of the pictures, by name, the same for every branch."""
+        check_settings(settings, self.limits)
         family = self.family.image
+        check_images(self.model_name, family, len(images), settings)
         assert family is not None
         seen: dict[str, torch.Tensor] = {}
         if family.encoder is not None and family.embed is not None:
