@@ -122,7 +122,7 @@ def check_video_output(arguments: argparse.Namespace) -> None:
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
             raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is a picture; give it a name in .png")
-        atomic.check_place(arguments.contact_sheet)
+        atomic.check_place(arguments.contact_sheet, field="contact_sheet")
 
 
 def artifact_there(path: Path, stage: artifacts.Stage, force: bool) -> dict[str, str]:
