@@ -29,6 +29,8 @@ from comfy_tpu.cli.progress import Display, say
 from comfy_tpu.config import CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts, atomic, media, video
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.settings import make_settings
 
 
 class Session:
@@ -111,8 +113,14 @@ def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]
             quantize=arguments.quantize,
             cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
+            check=lambda files: _check_settings(arguments, files),
         )
         yield Session(arguments, pipeline, display)
+
+
+def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
+    """Each by itself, before devices are started: what is said of those would stand before the refusal."""
+    make_settings(files.defaults, options.chosen(arguments, files.family.presets), files.family.limits)
 
 
 def check_video_output(arguments: argparse.Namespace) -> None:
