@@ -218,7 +218,7 @@ def _source_lines(plan: Plan) -> Iterable[str]:
     if factor != 1:
         yield (
             f"Temporaries{' without *' if compiled else ''} are fitted on v6e, times {factor:g} for "
-            f"{plan.slice.chip.name} after one program compiled for it: they may be larger (docs/plan.md)."
+            f"{plan.slice.chip.name} after what its compiler wants for Wan 14B: they may be larger (docs/plan.md)."
         )
     yield "+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas (docs/plan.md)."
     yield "Times are estimates: the share of the peak that a chip reaches is an assumption."

@@ -33,7 +33,7 @@ class Chip:
     compiler_name: str = ""
     """What the compiler calls it, where that is something else."""
     temporaries: float = 1.0
-    """Times what layouts.py says, which is fitted on v6e: one program of each generation, by its compiler."""
+    """Times what layouts.py says, which is fitted on v6e: the most its compiler wanted for Wan 14B (docs/plan.md)."""
 
 
 # Fractions: the profile of Wan 2.1 14B at 720p on v6e-8 (4.60 s a step, 67 % splash, 14 % products; docs/plan.md) gives
