@@ -27,7 +27,9 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
-    family = types.SimpleNamespace(name="Fake", presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
+    family = types.SimpleNamespace(
+        name="Fake", presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}}, limits=limits
+    )
 
     def __init__(self, model, on_progress):
         self.model_name = model
@@ -50,10 +52,12 @@ class FakePipeline:
         cache=None,
         on_progress=ignore,
         loras=(),
+        check=lambda files: None,
     ):
         if model not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
         pipeline = cls(model, on_progress)
+        check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
         pipeline.opened_with = {
             "mesh": mesh,
             "platform": platform,

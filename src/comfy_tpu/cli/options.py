@@ -46,11 +46,15 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
-_SAME_AS_FIELD = ("dtype", "export", "from", "lora", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+_SAME_AS_FIELD = (
+    *("dtype", "export", "from", "json", "lora", "markdown", "mesh", "model", "output", "peers", "platform", "plot"),
+    *("quantize", "repeats", "size", "steps", "tpu"),
+)
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
+    "contact_sheet": "--contact-sheet",
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
@@ -205,7 +209,7 @@ def _add_setting(parser: argparse._ActionsContainer, option: Option) -> None:
     )
 
 
-def _number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
+def number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
     """What is not a number stays text: the check of the settings refuses it, in the same words as everywhere."""
 
     def parse(text: str) -> int | float | str:
@@ -217,4 +221,4 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]
     return parse
 
 
-_PARSERS: Mapping[type, Callable[[str], Any]] = {int: _number(int), float: _number(float), str: str}
+_PARSERS: Mapping[type, Callable[[str], Any]] = {int: number(int), float: number(float), str: str}

@@ -30,6 +30,8 @@ from comfy_tpu.cli.progress import Display, say
 from comfy_tpu.config import CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts, atomic, media, video
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.settings import make_settings
 
 
 class Session:
@@ -118,8 +120,14 @@ def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]
             cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
             loras=getattr(arguments, "lora", ()),
+            check=lambda files: _check_settings(arguments, files),
         )
         yield Session(arguments, pipeline, display)
+
+
+def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
+    """Each by itself, before devices are started: what is said of those would stand before the refusal."""
+    make_settings(files.defaults, options.chosen(arguments, files.family.presets), files.family.limits)
 
 
 def check_video_output(arguments: argparse.Namespace) -> None:
@@ -129,7 +137,7 @@ def check_video_output(arguments: argparse.Namespace) -> None:
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
             raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is a picture; give it a name in .png")
-        atomic.check_place(arguments.contact_sheet)
+        atomic.check_place(arguments.contact_sheet, field="contact_sheet")
 
 
 def artifact_there(path: Path, stage: artifacts.Stage, force: bool) -> dict[str, str]:

@@ -118,7 +118,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         weights=_weight_bytes(work, sizes),
         prompt=2 * work.layers * share.batch * work.text_tokens * work.hidden * work.itemsize // sizes.tp,
         latents=2 * work.history * work.latent_bytes,
-        temporaries=_temporaries(share),
+        temporaries=round(chip.temporaries * _temporaries(share)),
     )
     matmul = work.layers * 2.0 * share.rows * sum(_products(matrix, sizes) for matrix in work.block if matrix.used)
     attention = work.layers * 4.0 * share.batch * share.heads * work.head_dim * share.score_count
@@ -217,13 +217,13 @@ def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
     return total * work.models
 
 
-def _temporaries(share: _Share) -> int:
+def _temporaries(share: _Share) -> float:
     work = share.work
     embedding = _LIVE_EMBEDDING * share.batch * work.tokens * work.hidden * work.itemsize
     block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
     if share.attention == "ring":
         block += _LIVE_RING * share.head_bytes
-    return round(max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(work.block, share)))
+    return max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(work.block, share))
 
 
 def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:

@@ -91,15 +91,18 @@ class VideoPipeline:
         residency: Residency | None = None,
         on_progress: Listener = ignore,
         loras: Sequence[Lora] = (),
+        check: Callable[[ModelFiles], object] = lambda files: None,
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU. `quantize`: the
         transformer's large products in 8 bits, which is faster and not quite the same.
 
-        `name` is what the model is called in labels and messages, instead of `model` itself.
+        `name` is what the model is called in labels and messages, instead of `model` itself. `check` is called when the
+        model is known and no device is started: what it raises comes before anything about devices.
         """
         if dtype not in ("auto", *DTYPES):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
         files = ModelFiles.open(model, name=name)
+        check(files)
         opened = open_loras(loras, files)
         workload = files.family.workload(files.config(files.family.transformer), files.defaults)
         placement = make_placement(mesh, platform=platform, workload=workload)
