@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.compiler.arranging import ArrangedSource, Packed
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
@@ -45,6 +46,10 @@ class ComponentSpec:
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
     """Globs of linear layers that compute in 8 bits where that is asked for."""
+    rename: Callable[[str], str] | None = None
+    """From a name in the checkpoint to the module's. None: they are the same."""
+    packed: Callable[[Mapping[str, Any]], tuple[Packed, ...]] | None = None
+    """From the configuration: row-parallel weights whose columns belong to several inputs."""
 
 
 class Component:
@@ -73,6 +78,7 @@ class Component:
         self.placement = placement
         self._cache = cache
         self._quantize = quantize
+        self._packed = spec.packed(config) if spec.packed else ()
         self.module = build_skeleton(lambda: _build(spec, config))
         quantize_layers(self.module, spec.quantized, quantize)
         if scan:
@@ -115,6 +121,9 @@ class Component:
         self, checkpoint: WeightSource, on_progress: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
+        if self.spec.rename or self._packed:
+            tp = self.placement.sizes.tp
+            checkpoint = ArrangedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
         if self._quantize != "none":
             scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]

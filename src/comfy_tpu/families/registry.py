@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.family import Config, VideoFamily
+from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
 from comfy_tpu.families.wan import WAN21
 
-FAMILIES: tuple[VideoFamily, ...] = (WAN21,)
+FAMILIES: tuple[VideoFamily, ...] = (WAN21, FLUX_DEV, FLUX_SCHNELL)
 
 
 def family_of(index: Config, transformer: Config) -> VideoFamily:
