@@ -46,6 +46,8 @@ class ComponentSpec:
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
     """Globs of linear layers that compute in 8 bits where that is asked for."""
+    shared: bool = True
+    """Its attention is shared by the mesh. False: each device computes all, so its heads need not divide."""
     rename: Callable[[str], str] | None = None
     """From a name in the checkpoint to the module's. None: they are the same."""
     packed: Callable[[Mapping[str, Any]], tuple[Packed, ...]] | None = None
@@ -93,7 +95,7 @@ class Component:
         )
         self.context = TraceContext(
             placement=placement,
-            attention=attention,
+            attention=attention if spec.shared else dataclasses.replace(attention, over_mesh=False),
             weight_axes={name: self._axes_of_one_layer(name, name in stacked) for name in shapes},
         )
 

@@ -18,8 +18,9 @@ def clip_component(name: str) -> ComponentSpec:
         classes=("CLIPTextModel",),
         build=_build_clip,
         stacks=(LayerStack("encoder.layers"),),
-        # CLIP-L: 0.25 GB, and twelve heads that eight devices do not divide.
+        # CLIP-L: 0.25 GB, 77 tokens, and twelve heads that eight devices do not divide.
         rules=(replicate("*"),),
+        shared=False,
         rename=_without_prefix("text_model."),
     )
 
