@@ -26,7 +26,11 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
-    family = types.SimpleNamespace(name="Fake", presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
+    family = types.SimpleNamespace(
+        name="Fake",
+        guidance="branches",
+        presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
+    )
 
     def __init__(self, model, on_progress):
         self.model_name = model

@@ -78,9 +78,7 @@ def _tokenizer(vocabulary: list[str], template: str, length: int, **special: str
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     used = [(word, numbers[word]) for word in template.split() if word != "$A"]
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=length, **special
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=length, **special)
 
 
 def _clip_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""comfy-tpu generate: a prompt becomes a video."""
+"""comfy-tpu generate: a prompt becomes a video, or a picture where the model makes those."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import argparse
 from comfy_tpu.cli import options
 
 OUTPUT = "video.mp4"
+PICTURE = "picture.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
-    options.add_video_output(parser, f"{OUTPUT}, or {OUTPUT.replace('.', '-1.')} and so on if it is taken")
+    options.add_video_output(parser, f"{OUTPUT} or {PICTURE}; {OUTPUT.replace('.', '-1.')} and so on if it is taken")
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
@@ -25,7 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     sessions.check_video_output(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
-        output = arguments.output or media.free_output(OUTPUT, settings.num_videos)
+        own = PICTURE if session.makes_pictures else OUTPUT
+        output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)
         embeddings = session.pipeline.encode(prompt, settings)
         sessions.warn_of_cut(embeddings.cut)

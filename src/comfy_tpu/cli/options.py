@@ -58,7 +58,9 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     group = parser.add_argument_group("settings", "A model has its own defaults; those of Wan 2.1 are shown.")
-    group.add_argument("--size", metavar="NAME", help="height, width and flow shift by name: 480P or 720P")
+    group.add_argument(
+        "--size", metavar="NAME", help="height, width and flow shift by name: 480P, 720P; Flux: 512, 768, 1024"
+    )
     for option in SETTINGS:
         if option.field not in without:
             _add_setting(group, option)
@@ -101,7 +103,7 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         "-o",
         "--output",
         metavar="PATH",
-        help=f"x.mp4, x.gif, x.npy, a directory/ of PNG frames, or x-%%04d.png (default: {default})",
+        help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
     parser.add_argument("--contact-sheet", type=Path, metavar="PNG", help="also a picture of every second frame")
 

@@ -37,6 +37,10 @@ class Session:
         self.pipeline = pipeline
         self.display = display
 
+    @property
+    def makes_pictures(self) -> bool:
+        return self.pipeline.limits.frames_max == 1
+
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, with what the command line says in their place."""
         known = dataclasses.asdict(base) if base else {}

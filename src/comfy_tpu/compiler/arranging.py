@@ -38,9 +38,7 @@ class ArrangedSource:
         self._packed = packed
         self._tp = tp
         self._names = {rename(name) if rename else name: name for name in source.tensors}
-        self._tensors = {
-            name: dataclasses.replace(source.tensors[own], name=name) for name, own in self._names.items()
-        }
+        self._tensors = {name: dataclasses.replace(source.tensors[own], name=name) for name, own in self._names.items()}
 
     @property
     def path(self) -> Path:

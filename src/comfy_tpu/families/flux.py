@@ -259,9 +259,7 @@ def predict(
     text_tokens = text.shape[1]
     rotary = rope_tables(module.pos_embed, text_tokens, height // 2, width // 2, latents.device)
     for block in module.transformer_blocks:
-        text, hidden = block(
-            hidden_states=hidden, encoder_hidden_states=text, temb=condition, image_rotary_emb=rotary
-        )
+        text, hidden = block(hidden_states=hidden, encoder_hidden_states=text, temb=condition, image_rotary_emb=rotary)
     hidden = joined(text, hidden)
     for block in module.single_transformer_blocks:
         hidden = block(hidden_states=hidden, temb=condition, image_rotary_emb=rotary)
@@ -412,7 +410,8 @@ def workload(config: Config, settings: GenerationSettings) -> Workload:
             Matrix("gather", (2 * hidden, hidden), rows="samples"),
             Matrix("gather", (channels, hidden)),
         ),
-        small_bytes=2 * (double * (2 * (13 * hidden + ffn) + 4 * head_dim) + single * (7 * hidden + ffn + 2 * head_dim)),
+        small_bytes=2
+        * (double * (2 * (13 * hidden + ffn) + 4 * head_dim) + single * (7 * hidden + ffn + 2 * head_dim)),
         output_features=channels,
         latent_bytes=settings.num_videos * channels * picture_tokens(settings) * 4,
     )
@@ -483,9 +482,7 @@ FLUX_SCHNELL = dataclasses.replace(
     name="Flux.1 schnell",
     matches=lambda index, config: _is_flux(index, config) and not config.get("guidance_embeds"),
     limits=dataclasses.replace(FLUX_DEV.limits, schedulers=tuple(SCHNELL_SCHEDULERS)),
-    defaults=dataclasses.replace(
-        FLUX_DEV.defaults, num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256
-    ),
+    defaults=dataclasses.replace(FLUX_DEV.defaults, num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256),
     schedulers=SCHNELL_SCHEDULERS,
     published={"black-forest-labs/FLUX.1-schnell": {**_PUBLISHED, "guidance_embeds": False}},
     guidance="none",

@@ -249,6 +249,7 @@ class VideoPipeline:
         """The last samples and velocities after each step, newest first, until the next one takes over their memory."""
         plan = self.plan(settings)
         self._check_embeddings(embeddings, plan.guided, settings)
+        self._warn_of_ignored(settings)
         if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:
             logger.warning(
                 "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; "
@@ -329,6 +330,21 @@ class VideoPipeline:
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.guidance == "branches" and max(guidance_of(settings)) > 1
+
+    def _warn_of_ignored(self, settings: GenerationSettings) -> None:
+        """Of settings that somebody chose, and that this family has no use for."""
+        of_branches = ("negative_prompt", "guidance_until")
+        ignored = {"branches": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
+        for name in ignored[self.family.guidance]:
+            if getattr(settings, name) != getattr(self.defaults, name):
+                logger.warning(
+                    "%s=%s has no effect: %s",
+                    name,
+                    getattr(settings, name),
+                    f"{self.family.name} was distilled to do without guidance"
+                    if name == "guidance_scale"
+                    else f"{self.family.name} has no branch for a negative prompt",
+                )
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self._files) if settings.reuse > 0 else None
