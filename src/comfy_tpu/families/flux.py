@@ -128,7 +128,8 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
         block.attn.processor = FluxProcessor()
         block.norm.linear = Modulation(block.norm.linear.in_features, block.norm.linear.out_features)
         model.single_transformer_blocks[index] = JointBlock(block)
-    return model  # type: ignore[no-any-return]
+    built: torch.nn.Module = model
+    return built
 
 
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -268,7 +269,7 @@ def predict(
 
 
 def as_tokens(latents: torch.Tensor) -> torch.Tensor:
-    """[batch, channels, 1, height, width] -> a token for each 2 × 2 latents, with their channels one after the other."""
+    """[batch, channels, 1, height, width] -> a token for each 2 × 2 latents, channel by channel."""
     patches = latents.squeeze(2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
