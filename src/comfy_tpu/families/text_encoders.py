@@ -19,7 +19,7 @@ def clip_component(name: str) -> ComponentSpec:
         build=_build_clip,
         stacks=(LayerStack("encoder.layers"),),
         # CLIP-L: 0.25 GB, 77 tokens, and twelve heads that eight devices do not divide.
-        rules=(replicate("*"),),
+        rules=(replicate("embeddings.*"), replicate("encoder.layers.*"), replicate("final_layer_norm.*")),
         shared=False,
         rename=_without_prefix("text_model."),
     )
