@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline, UniPCMultistepScheduler
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -364,3 +364,55 @@ def test_flux_dev_lowers_for_eight_chips() -> None:
     assert programs["encode_pooled"]["loops"] == programs["encode_text"]["loops"] == 1
     assert programs["decode_frame"]["outputs"] == [[1, 1, 1024, 1024, 3]]
     assert seen["peak"] < 4e9
+
+
+def photograph(path: Path) -> Path:
+    rows, columns = np.mgrid[0:120, 0:160]
+    colours = np.stack((rows * 2, columns, (rows * columns) % 256), axis=-1).astype(np.uint8)
+    Image.fromarray(colours).save(path)
+    return path
+
+
+@pytest.mark.parametrize(("variant", "strength", "mesh"), [("dev", 0.6, "single"), ("schnell", 0.9, "dp=2,tp=4")])
+def test_from_a_picture_as_diffusers_does_it(tmp_path: Path, variant: str, strength: float, mesh: str) -> None:
+    parts = {name: part for name, part in small_flux.reference(variant).components.items() if part is not None}
+    reference = FluxImg2ImgPipeline(**parts)
+    reference.set_progress_bar_config(disable=True)
+    file = photograph(tmp_path / "photograph.png")
+    with Image.open(file) as image:
+        wanted = reference(
+            PROMPT,
+            image=image.convert("RGB"),
+            strength=strength,
+            num_images_per_prompt=2,
+            generator=torch.Generator().manual_seed(CHOSEN["seed"]),
+            output_type="pt",
+            **{name: value for name, value in CHOSEN.items() if name != "seed"},
+        ).images.permute(0, 2, 3, 1)
+    pipeline = opened(variant, mesh)
+    settings = pipeline.settings(**CHOSEN, num_videos=2)
+    beginning = pipeline.encode_picture(media.read_picture(file, settings), settings, strength)
+    latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings, beginning)
+    (actual,) = pipeline.decode(latents, settings)
+    assert psnr(actual[:, 0], wanted) >= 40
+    assert psnr(actual[:, 0], picture(pipeline, num_videos=2)) < 40, "the picture has its part in it"
+
+
+def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    photograph(tmp_path / "photograph.png")
+    command = ["generate", PROMPT, "--model", str(small_flux.directory("dev")), "--mesh", "single"]
+    command += ["--height", "48", "--width", "80", "--steps", "4"]
+    assert cli.main([*command, "--image", "photograph.png", "--strength", "0.5"]) == 0
+    metadata = media.read_metadata("picture.png")
+    assert (metadata["image"], metadata["strength"]) == ("photograph.png", "0.5")
+    for more, message in [
+        (["--image", "photograph.png", "--strength", "0"], "--strength 0.0 is not a number over 0, up to 1"),
+        (["--image", "photograph.png", "--strength", "some"], "--strength 'some' is not a number over 0, up to 1"),
+        (["--strength", "0.5"], "--strength 0.5 is for a picture to start from; give --image too"),
+        (["--image", "none.png"], "--image none.png cannot be read as a picture"),
+    ]:
+        assert cli.main([*command, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert cli.main(["generate", PROMPT, "--model", "demo", "--mesh", "single", "--image", "photograph.png"]) == 1
+    assert "--image cannot be used: Wan 2.1 does not start from a picture" in capsys.readouterr().err

@@ -13,6 +13,7 @@ PICTURE = "picture.png"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
     options.add_video_output(parser, f"{OUTPUT} or {PICTURE}; {OUTPUT.replace('.', '-1.')} and so on if it is taken")
+    options.add_picture(parser)
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
@@ -29,8 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
         own = PICTURE if session.makes_pictures else OUTPUT
         output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)
+        beginning = session.encode_picture(settings)
         embeddings = session.pipeline.encode(prompt, settings)
         sessions.warn_of_cut(embeddings.cut)
-        latents = session.pipeline.denoise(embeddings, settings)
+        latents = session.pipeline.denoise(embeddings, settings, beginning)
         session.write_videos(latents, prompt, settings, paths)
     return session.report(paths, prompt, settings, cut=embeddings.cut)

@@ -41,7 +41,20 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
-_SAME_AS_FIELD = ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+_SAME_AS_FIELD = (
+    "dtype",
+    "export",
+    "from",
+    "image",
+    "mesh",
+    "model",
+    "output",
+    "platform",
+    "quantize",
+    "size",
+    "strength",
+    "tpu",
+)
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
@@ -106,6 +119,19 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
     parser.add_argument("--contact-sheet", type=Path, metavar="PNG", help="also a picture of every second frame")
+
+
+STRENGTH = 0.6
+
+
+def add_picture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", type=Path, metavar="FILE", help="a picture to start from (Flux)")
+    parser.add_argument(
+        "--strength",
+        type=_number(float),
+        metavar="X",
+        help=f"how much of --image is made anew, over 0 to 1: all ({STRENGTH})",
+    )
 
 
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:

@@ -28,7 +28,7 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display, say
 from comfy_tpu.config import CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.pipeline import artifacts, atomic, media, video
+from comfy_tpu.pipeline import artifacts, atomic, media, picture, video
 
 
 class Session:
@@ -36,6 +36,7 @@ class Session:
         self.arguments = arguments
         self.pipeline = pipeline
         self.display = display
+        self._from_picture: dict[str, str] = {}
 
     @property
     def makes_pictures(self) -> bool:
@@ -47,6 +48,23 @@ class Session:
         chosen = options.chosen(self.arguments, self.pipeline.family.presets)
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
+
+    def encode_picture(self, settings: GenerationSettings) -> picture.Beginning | None:
+        """What --image shows, to start from."""
+        image, strength = self.arguments.image, self.arguments.strength
+        if image is None:
+            if strength is not None:
+                raise InvalidValueError(f"strength={strength} is for a picture to start from; give --image too")
+            return None
+        pixels = media.read_picture(image, settings)
+        self._from_picture = {"image": image.name, "strength": str(self._strength)}
+        return self.pipeline.encode_picture(pixels, settings, self._strength)
+
+    @property
+    def _strength(self) -> float:
+        said = self.arguments.strength
+        strength: float = options.STRENGTH if said is None else said
+        return strength
 
     def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether what was found is made from the same things, which is then said."""
@@ -64,7 +82,7 @@ class Session:
         return self.is_there(paths[0], prompt, settings, *found)
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
-        description = artifacts.describe(prompt, settings, self.pipeline)
+        description = artifacts.describe(prompt, settings, self.pipeline) | self._from_picture
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),

@@ -317,6 +317,17 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
     return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 1).unsqueeze(1), []
 
 
+def encode_picture(module: Any, picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """A sample of what the VAE sees in a picture, as diffusers' image-to-image pipeline takes it."""
+    pixels = picture.permute(0, 3, 1, 2).mul(2).sub(1).to(module.encoder.conv_in.weight.dtype)
+    moments = module.encoder(pixels)
+    moments = (moments if module.quant_conv is None else module.quant_conv(moments)).float()
+    middle, spread = moments.chunk(2, dim=1)
+    sample = middle + torch.exp(0.5 * spread.clamp(-30, 20)) * noise.squeeze(2)
+    mean, std = (torch.tensor(x, device=sample.device).view(1, -1, 1, 1) for x in latent_statistics(module.config))
+    return ((sample - mean) / std).unsqueeze(2)
+
+
 def picture_tokens(settings: GenerationSettings) -> int:
     return (settings.height // 16) * (settings.width // 16)
 
@@ -473,6 +484,7 @@ FLUX_DEV = VideoFamily(
     prepare=prepare,
     predict=predict,
     decode_frame=decode_frame,
+    encode_picture=encode_picture,
     workload=workload,
     published={"black-forest-labs/FLUX.1-dev": {**_PUBLISHED, "guidance_embeds": True}},
     guidance="embedded",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import av.error
+import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image
@@ -160,6 +161,16 @@ def write_videos(
         if sheet:
             with atomic.replacing(sheet) as partial, atomic.explained(sheet), partial.open("wb") as file:
                 write_png(file, pictures.image(), metadata[0])
+
+
+def read_picture(path: Path, settings: GenerationSettings) -> Float[Tensor, "1 height width 3"]:
+    """A picture file at the size of the settings, in 0..1; stretched as diffusers does it."""
+    try:
+        with Image.open(path) as file:
+            picture = file.convert("RGB").resize((settings.width, settings.height), Image.Resampling.LANCZOS)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InvalidValueError(f"image={path} cannot be read as a picture ({error}); give a PNG or JPEG") from error
+    return torch.from_numpy(np.array(picture)).float().div(255).unsqueeze(0)
 
 
 class ContactSheet:
