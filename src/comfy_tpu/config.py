@@ -58,6 +58,8 @@ class AttentionConfig:
     """None: from the table by chip and length."""
     dense_max_tokens: int = 4096
     """Up to this many keys an L×L score array may be made; above it never, on any backend."""
+    over_mesh: bool = True
+    """False: every device computes all of it, whatever the mesh. For models that are too small to share."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,12 @@ WORDS = 8
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
     family = types.SimpleNamespace(
-        name="Fake", presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}}, limits=limits
+        name="Fake",
+        guidance="branches",
+        image=None,
+        encode_picture=None,
+        presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
+        limits=limits,
     )
 
     def __init__(self, model, on_progress):
@@ -83,7 +88,7 @@ class FakePipeline:
         cut = " ".join(words[WORDS:])
         return PromptEmbeddings(prompt, {"text": positive}, {"text": negative} if guided else None, cut)
 
-    def denoise(self, embeddings, settings):
+    def denoise(self, embeddings, settings, beginning=None):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"
         self._begin("denoise", "transformer", size)
         shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)

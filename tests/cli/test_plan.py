@@ -164,7 +164,7 @@ def test_files_that_are_none_of_ours(capsys, tmp_path, exported):
         archive.writestr("something", "else")
     refused("is not a program that `comfy-tpu plan --export` wrote")
     changed(exported, path, header=lambda header: header | {"format": "comfy-tpu program 9"})
-    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 1'")
+    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 2'")
     changed(exported, path, header=lambda header: header | {"unknown": 1})
     refused("is damaged")
     changed(exported, path, header=lambda header: header | {"sizes": {"dp": 1, "sp": 2, "tp": 1}})

@@ -48,7 +48,7 @@ OF_THE_TEXT = ("negative_prompt",)
 
 _SAME_AS_FIELD = (
     *("dtype", "export", "from", "json", "lora", "markdown", "mesh", "model", "output", "peers", "platform", "plot"),
-    *("quantize", "repeats", "size", "steps", "tpu"),
+    *("quantize", "repeats", "size", "steps", "strength", "tpu"),
 )
 
 FLAGS = {
@@ -68,7 +68,9 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image", type=Path, metavar="PICTURE", help="the first frame, for models that take one")
+    parser.add_argument(
+        "--image", type=Path, metavar="PICTURE", help="the first frame of a video, or a picture to start from"
+    )
     parser.add_argument("--last-image", type=Path, metavar="PICTURE", help="the last frame, for models that take one")
 
 
@@ -83,7 +85,9 @@ def read_images(arguments: argparse.Namespace) -> list[Image]:
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     group = parser.add_argument_group("settings", "A model has its own defaults; those of Wan 2.1 are shown.")
-    group.add_argument("--size", metavar="NAME", help="height, width and flow shift by name: 480P or 720P")
+    group.add_argument(
+        "--size", metavar="NAME", help="height, width and flow shift by name: 480P, 720P; Flux: 512, 768, 1024"
+    )
     for option in SETTINGS:
         if option.field not in without:
             _add_setting(group, option)
@@ -154,9 +158,21 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         "-o",
         "--output",
         metavar="PATH",
-        help=f"x.mp4, x.gif, x.npy, a directory/ of PNG frames, or x-%%04d.png (default: {default})",
+        help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
     parser.add_argument("--contact-sheet", type=Path, metavar="PNG", help="also a picture of every second frame")
+
+
+STRENGTH = 0.6
+
+
+def add_strength(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strength",
+        type=number(float),
+        metavar="X",
+        help=f"for Flux: how much of --image is made anew, over 0 to 1: all ({STRENGTH})",
+    )
 
 
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:

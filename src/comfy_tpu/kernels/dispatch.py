@@ -45,7 +45,7 @@ def attention(
     """
     platform: Platform = "cpu" if placement is None else placement.platform
     chip = "cpu" if placement is None else placement.chip
-    sizes = MeshSizes() if placement is None else placement.sizes
+    sizes = MeshSizes() if placement is None or not config.over_mesh else placement.sizes
 
     key, value = _check_shapes(query, key, value, enable_gqa)
     batch, heads, queries, head_dim = query.shape

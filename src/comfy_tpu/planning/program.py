@@ -159,7 +159,7 @@ def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes
 
     Short sequences may have them: dense attention is faster there.
     """
-    if work.tokens <= work.dense_max_tokens:
+    if work.sequence <= work.dense_max_tokens:
         return ()
     features = {size // way for size in _features(work) for way in (1, sizes.tp, sizes.sp, sizes.sp * sizes.tp)}
     found = [shape for shape in shapes if sum(_is_sequence(size, work, sizes, features) for size in shape) > 1]
@@ -167,12 +167,12 @@ def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes
 
 
 def _features(work: Workload) -> set[int]:
-    return {work.ffn, work.text_tokens, *(size for matrix in (*work.block, *work.outer) for size in matrix.shape)}
+    return {work.ffn, work.text_tokens, *(size for _, matrix in work.matrices for size in matrix.shape)}
 
 
 def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]) -> bool:
     """Padded to a kernel's blocks or not. A size that weights have is a feature dimension."""
-    lengths = (work.tokens, -(-work.tokens // sizes.sp))
+    lengths = (work.sequence, -(-work.sequence // sizes.sp))
     return size not in features and any(
         length <= size <= -(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in lengths
     )
