@@ -39,12 +39,15 @@ class ComponentSpec:
     """From the `config.json` of the component."""
     rules: tuple[Rule, ...]
     heads: str | None = None
-    """The key of its configuration that counts attention heads."""
+    """The key of its configuration that counts attention heads, where tp must divide them. None: where tp does not,
+    every device computes all heads of its share of the queries."""
     stacks: tuple[LayerStack, ...] = ()
     float32: tuple[str, ...] = ()
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
     """Globs of linear layers that compute in 8 bits where that is asked for."""
+    unused: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    """From the configuration: globs of weights that a checkpoint has and `build` leaves out."""
 
 
 class Component:
@@ -73,6 +76,7 @@ class Component:
         self.placement = placement
         self._cache = cache
         self._quantize = quantize
+        self._unused = spec.unused(config) if spec.unused else ()
         self.module = build_skeleton(lambda: _build(spec, config))
         quantize_layers(self.module, spec.quantized, quantize)
         if scan:
@@ -87,7 +91,7 @@ class Component:
         )
         self.context = TraceContext(
             placement=placement,
-            attention=attention,
+            attention=attention if spec.heads else dataclasses.replace(attention, uneven_heads="whole"),
             weight_axes={name: self._axes_of_one_layer(name, name in stacked) for name in shapes},
         )
 
@@ -119,7 +123,7 @@ class Component:
             scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
             checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
-        return load_weights(checkpoint, self.slots, on_progress=on_progress)
+        return load_weights(checkpoint, self.slots, on_progress=on_progress, ignore_unused=self._unused)
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         return abstract_weights(self.slots)

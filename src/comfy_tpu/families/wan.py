@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -15,8 +14,10 @@ import torch.nn.functional as F
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import CheckpointError, UnsupportedError
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, TextEncoder, VideoFamily
+from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import FLOW_SCHEDULERS
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Workload
@@ -58,10 +59,7 @@ def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """RoPE on neighbouring pairs of [batch, tokens, heads, head_dim]; both tables hold every value twice."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = cosine[..., 0::2], sine[..., 1::2]
-    pairs = torch.stack((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-    return pairs.flatten(-2).type_as(x)
+    return rotate_pairs(x, cosine[..., 0::2], sine[..., 1::2])
 
 
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -71,7 +69,7 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
         raise UnsupportedError(
             "the transformer takes image embeddings: an image-to-video model; use a text-to-video one"
         )
-    _refuse_unknown_keys(WanTransformer3DModel, config)
+    refuse_unknown_keys(WanTransformer3DModel, config)
     model = WanTransformer3DModel.from_config(dict(config))
     for block in model.blocks:
         block.attn1.processor = block.attn2.processor = WanProcessor()
@@ -89,17 +87,8 @@ def _build_text_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLWan
 
-    _refuse_unknown_keys(AutoencoderKLWan, config)
+    refuse_unknown_keys(AutoencoderKLWan, config)
     return AutoencoderKLWan.from_config(dict(config))
-
-
-def _refuse_unknown_keys(model_class: type, config: Mapping[str, Any]) -> None:
-    """diffusers would only log them, and build something other than what was trained."""
-    if unknown := sorted(set(config) - set(inspect.signature(model_class).parameters)):
-        raise UnsupportedError(
-            f"the configuration of {model_class.__name__} has {', '.join(unknown)}, which this version of diffusers "
-            "does not know: a newer model; try `pip install --upgrade diffusers`"
-        )
 
 
 TRANSFORMER = ComponentSpec(
@@ -235,12 +224,7 @@ _WHOLE_NUMBERS = (
 def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workload:
     # What a configuration leaves out is as in the 14B, which is where diffusers has its defaults from.
     config = {**PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"], **config}
-    for name in _WHOLE_NUMBERS:
-        if not isinstance(config[name], int) or config[name] < 1:
-            raise CheckpointError(
-                f"the config.json of the transformer has {name}={config[name]!r}, expected a whole number; "
-                "download the model again"
-            )
+    check_whole_numbers(config, _WHOLE_NUMBERS)
     heads, head_dim, ffn = config["num_attention_heads"], config["attention_head_dim"], config["ffn_dim"]
     layers, hidden, patch = config["num_layers"], heads * head_dim, tuple(config["patch_size"])
     frames = (settings.num_frames - 1) // WAN21.temporal_scale + 1
