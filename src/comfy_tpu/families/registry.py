@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.family import Config, VideoFamily
+from comfy_tpu.families.hunyuan import HUNYUAN15
 from comfy_tpu.families.wan import WAN21
 
-FAMILIES: tuple[VideoFamily, ...] = (WAN21,)
+FAMILIES: tuple[VideoFamily, ...] = (WAN21, HUNYUAN15)
 
 
 def family_of(index: Config, transformer: Config) -> VideoFamily:

@@ -116,11 +116,11 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
     chip, share = slice_.chip, _Share(work, sizes)
     memory = Memory(
         weights=_weight_bytes(work, sizes),
-        prompt=2 * work.layers * share.batch * work.text_tokens * work.hidden * work.itemsize // sizes.tp,
+        prompt=_prompt_bytes(share),
         latents=2 * work.history * work.latent_bytes,
         temporaries=_temporaries(share),
     )
-    matmul = work.layers * 2.0 * share.rows * sum(_products(matrix, sizes) for matrix in work.block if matrix.used)
+    matmul = work.layers * 2.0 * sum(share.of(m) * _products(m, sizes) for m in work.block if m.used)
     attention = work.layers * 4.0 * share.batch * share.heads * work.head_dim * share.score_count
     memory_bytes = _memory_bytes(share)
     traffic = tuple(item for item in _traffic(share) if item.nbytes)
@@ -159,7 +159,9 @@ class _Share:
     def __init__(self, work: Workload, sizes: MeshSizes) -> None:
         self.work, self.sizes = work, sizes
         self.batch = work.batch // sizes.dp if work.batch % sizes.dp == 0 else work.batch
-        self.tokens = -(-work.tokens // sizes.sp)
+        self.video = -(-work.tokens // sizes.sp)
+        self.text = -(-work.text_tokens // sizes.sp) if work.joint else 0
+        self.tokens = self.video + self.text
         self.heads = work.heads // sizes.tp
         self.attention: Literal["ulysses", "ring", "whole"] = (
             "whole" if sizes.sp == 1 else "ulysses" if self.heads % sizes.sp == 0 else "ring"
@@ -169,17 +171,24 @@ class _Share:
     def rows(self) -> int:
         return self.batch * self.tokens
 
+    def of(self, matrix: Matrix) -> int:
+        """Rows that a device multiplies with a matrix."""
+        tokens = {"tokens": self.video, "text": self.text, "one": 1}[matrix.rows]
+        return self.batch * tokens
+
     @property
     def score_count(self) -> float:
         """Pairs of query and key for each of the device's heads, as if Ulysses did not divide heads further."""
         work, sizes = self.work, self.sizes
-        if work.tokens <= work.dense_max_tokens:
-            own: float = self.tokens * work.tokens
+        if work.sequence <= work.dense_max_tokens:
+            own: float = self.tokens * work.sequence
         elif self.attention == "ring":
             own = sizes.sp * padded(self.tokens, _QUERY_STEP) * padded(self.tokens, _KEY_STEP)
         else:
             whole = self.tokens * sizes.sp
             own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp
+        if work.joint:
+            return own
         if self.tokens * work.text_tokens <= work.dense_max_tokens**2:
             return own + self.tokens * work.text_tokens
         return own + padded(self.tokens, _QUERY_STEP) * padded(work.text_tokens, _KEY_STEP)
@@ -206,6 +215,13 @@ def _ways(axes: tuple[str, ...], sizes: MeshSizes) -> int:
 def _products(matrix: Matrix, sizes: MeshSizes) -> float:
     _, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
     return matrix.count * math.prod(matrix.shape) / _ways(compute, sizes)
+
+
+def _prompt_bytes(share: _Share) -> int:
+    """Keys and values of every layer; or, of a text that is a stream of its own, what goes into it."""
+    work = share.work
+    text = share.batch * work.text_tokens * work.hidden * work.itemsize
+    return text if work.joint else 2 * work.layers * text // share.sizes.tp
 
 
 def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
@@ -241,9 +257,9 @@ def _memory_bytes(share: _Share) -> float:
     if sizes.sp > 1:
         weights *= 2  # written by the gather, read by the product
     activations = _PASSES_HIDDEN * share.hidden_bytes + _PASSES_FFN * share.ffn_bytes
-    queries = work.tokens if share.attention != "ring" else share.tokens
+    queries = work.sequence if share.attention != "ring" else share.tokens
     heads = share.heads / sizes.sp if share.attention == "ulysses" else share.heads
-    pairs = 2 * share.batch * heads * work.tokens * work.head_dim * work.itemsize
+    pairs = 2 * share.batch * heads * work.sequence * work.head_dim * work.itemsize
     return work.layers * (weights + activations + math.ceil(queries / _TILE) * pairs)
 
 
@@ -260,7 +276,8 @@ def _traffic(share: _Share) -> list[Traffic]:
     if share.attention == "ring":
         count = 2 * (sizes.sp - 1) * work.layers
         add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
-    if work.tokens > work.dense_max_tokens:
+    # Joint sequences are smoothed where they are whole: after the exchange.
+    if work.tokens > work.dense_max_tokens and not work.joint:
         means = share.batch * share.heads * work.head_dim * 4
         add("mean key", "all-reduce", ("sp",), work.layers, means)
     add("sum over columns (tp)", "all-reduce", ("tp",), work.sums * work.layers, share.hidden_bytes)
@@ -272,7 +289,7 @@ def _traffic(share: _Share) -> list[Traffic]:
             if matrix.used:
                 whole = matrix.nbytes // _ways(compute, sizes)
                 add("weight gather", "all-gather", missing, times * matrix.count, whole)
-    answer = share.batch * share.tokens * sizes.sp * work.output_features * work.itemsize
+    answer = share.batch * share.video * sizes.sp * work.output_features * work.itemsize
     add("prediction gather", "all-gather", ("sp",), 1, answer)
     # Latents to both branches, and the guided answer back to all: three times a sample.
     add("guidance branches", "collective-permute", ("dp",), 2, work.latent_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.parallel.rules import RuleKind
@@ -18,6 +19,8 @@ class Matrix:
     """How many a block has, or the whole model."""
     used: bool = True
     """A step multiplies with it. False: only the preparation of the prompt does."""
+    rows: Literal["tokens", "text", "one"] = "tokens"
+    """What it is multiplied with: every token of the video or of the text, or one row for all of them."""
 
     @property
     def nbytes(self) -> int:
@@ -30,6 +33,7 @@ class Workload:
     """Videos, times two for the branches of guidance."""
     tokens: int
     text_tokens: int
+    """That the video reads; or, where they are joint, that stand in one sequence with it."""
     layers: int
     heads: int
     head_dim: int
@@ -52,8 +56,15 @@ class Workload:
     """Norms in a block over features that tp splits."""
     history: int = 3
     """Samples and answers, each, that the solver keeps."""
+    joint: bool = False
+    """The text is a stream beside the video: one attention over both, weights of its own."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
     """Sequences up to this length take dense attention, which smooths no keys."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens that attend to each other."""
+        return self.tokens + (self.text_tokens if self.joint else 0)
 
     @property
     def hidden(self) -> int:

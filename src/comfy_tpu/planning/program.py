@@ -168,7 +168,7 @@ def _features(work: Workload) -> set[int]:
 
 def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]) -> bool:
     """Padded to a kernel's blocks or not. A size that weights have is a feature dimension."""
-    lengths = (work.tokens, -(-work.tokens // sizes.sp))
+    lengths = {part for whole in (work.tokens, work.sequence) for part in (whole, -(-whole // sizes.sp))}
     return size not in features and any(
         length <= size <= -(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in lengths
     )
