@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.parallel.constraints import constrain as constrain_array
+from comfy_tpu.parallel.constraints import even_batch
 
 
 def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torch.Tensor:
     """Asks that `tensor` be split over the mesh, an axis name (or several, or None) per dimension.
 
     `constrain(hidden_states, "dp", "sp", None)`. Outside a trace, and on one device, it does nothing: a model that
-    has such lines stays an ordinary torch model.
+    has such lines stays an ordinary torch model. A batch that dp does not divide stays whole.
     """
     if not isinstance(tensor, DeviceTensor):
         return tensor
@@ -22,5 +22,6 @@ def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torc
     if placement is None:
         return tensor
     bridge = environment()
-    constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, PartitionSpec(*axes)))
+    spec = even_batch(axes, tuple(tensor.shape), placement)
+    constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, spec))
     return constrained

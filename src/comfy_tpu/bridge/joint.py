@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from comfy_tpu.bridge.environment import environment
@@ -19,9 +21,9 @@ def joint_attention(
     Each row sees the first `kv_lengths` keys: all of the video, and the tokens of its text that are not filling.
     """
     bridge, trace = environment(), current_trace()
-    first, second, kv_lengths = bridge.as_jax((first, second, kv_lengths))
+    arrays: Any = bridge.as_jax((first, second, kv_lengths))
     out = joint_attention_of_arrays(
-        first, second, placement=trace.placement, config=trace.attention, kv_lengths=kv_lengths
+        arrays[0], arrays[1], placement=trace.placement, config=trace.attention, kv_lengths=arrays[2]
     )
     results: tuple[torch.Tensor, torch.Tensor] = bridge.as_torch(out)
     return results

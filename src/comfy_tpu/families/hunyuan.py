@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import joint_attention
+from comfy_tpu.bridge import constrain, joint_attention
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
@@ -212,7 +212,9 @@ def predict(
 
     context = _refined(module.context_embedder, text, text_visible, pooled, timestep)
     context = torch.cat((glyph, context + module.cond_type_embed.weight[_TEXT]), dim=1)
-    context = torch.gather(context, 1, order.long().unsqueeze(-1).expand(-1, -1, context.shape[2]))
+    # A product with a permutation: the partitioner divides it by batch, where a gather would bring all rows together.
+    places = order.unsqueeze(-1) == torch.arange(order.shape[1], device=order.device)
+    context = constrain(places.to(dtype) @ context, "dp", None, None)
 
     hidden = module.x_embedder(latents)
     keys = visible_count + hidden.shape[1]

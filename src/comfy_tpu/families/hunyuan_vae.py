@@ -68,14 +68,15 @@ class _FrameDecoder:
     """diffusers' decoder on one latent frame, with what it remembers of those before."""
 
     def __init__(self, cache: Cache) -> None:
-        self._seen, *rest = cache
+        self._seen, *rest = (entry for entry in cache if entry is not None)
         self._is_first = not rest
-        self._keys, self._values = rest[:2] if rest else (None, None)
+        self._pairs = rest[:2]
+        """Keys and values."""
         self._before = iter(rest[2:])
         self._remembered: list[torch.Tensor] = []
 
     def after(self) -> Cache:
-        return [self._seen, self._keys, self._values, *self._remembered]
+        return [self._seen, *self._pairs, *self._remembered]
 
     def decode(self, decoder: Any, z: torch.Tensor) -> torch.Tensor:
         x = self._convolve(decoder.conv_in, z) + z.repeat_interleave(decoder.repeat, dim=1)
@@ -105,21 +106,19 @@ class _FrameDecoder:
 
     def _attend(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
         normed = attention.norm(x)
-        query, key, value = attention.to_q(normed), attention.to_k(normed), attention.to_v(normed)
-        assert self._seen is not None
+        query, new = attention.to_q(normed), (attention.to_k(normed), attention.to_v(normed))
         frames = self._seen.shape[2]
         place = torch.arange(frames, device=x.device).view(1, 1, -1, 1, 1)
         here = place == self._seen.sum().to(place.dtype)
         if self._is_first:
-            room = torch.zeros(*key.shape[:2], frames, *key.shape[3:], dtype=key.dtype, device=key.device)
-            self._keys = self._values = room
-        self._keys, self._values = torch.where(here, key, self._keys), torch.where(here, value, self._values)
+            room = torch.zeros(*x.shape[:2], frames, *x.shape[3:], dtype=x.dtype, device=x.device)
+            self._pairs = [room, room]
+        self._pairs = [torch.where(here, one, known) for one, known in zip(new, self._pairs, strict=True)]
         self._seen = torch.where(here, 1.0, self._seen)
         shown = (self._seen > 0).expand(1, 1, frames, *x.shape[3:]).reshape(1, 1, 1, -1)
-        out = F.scaled_dot_product_attention(
-            *(part.flatten(2).transpose(1, 2).unsqueeze(1) for part in (query, self._keys, self._values)),
-            attn_mask=shown,
-        )
+        # One head: [batch, 1, tokens, channels].
+        q, k, v = (part.flatten(2).transpose(1, 2).unsqueeze(1) for part in (query, *self._pairs))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
         return x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape))
 
     def _upsample(self, upsampler: Any, x: torch.Tensor) -> torch.Tensor:
