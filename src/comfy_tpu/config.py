@@ -78,6 +78,17 @@ class ResidencyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """A LoRA file, and how much of it is added to a model."""
+
+    path: Path
+    strength: float = 1.0
+    """Negative ones take away what the file adds."""
+    noise: Literal["all", "high", "low"] = "all"
+    """Of a model with two transformers, which of them gets it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerationSettings:
     """What one video is made with, except its prompt. A model directory may bring its own in `generation.json`."""
 

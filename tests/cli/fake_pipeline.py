@@ -5,6 +5,7 @@ say so on the file descriptor FAKE_READY.
 """
 
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -48,6 +49,7 @@ class FakePipeline:
         quantize="none",
         cache=None,
         on_progress=ignore,
+        loras=(),
     ):
         if model not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
@@ -59,12 +61,14 @@ class FakePipeline:
             "quantize": quantize,
             "cache": cache,
         }
+        notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]
+        pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "")
         return pipeline
 
     def settings(self, **chosen):
         return make_settings(self.defaults, chosen, self.limits)
 
-    def encode(self, prompt, settings):
+    def encode(self, prompt, settings, images=()):
         check_prompt(prompt)
         self._begin("encode", "text_encoder", "512 tokens")
         words = prompt.split()

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Account, spans
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import artifacts, media, video
 from comfy_tpu.pipeline.progress import Progress
@@ -102,7 +102,7 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     document = json.loads(out)
     assert set(document) == {
         *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs"),
-        "reused",
+        *("reused", "loras"),
     }
     assert document["reused"] == []
     assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)
@@ -139,6 +139,56 @@ def test_reuse_is_a_setting_of_the_latents(opened, capsys):
 )
 def test_a_bar_names_the_last_reused_steps(numbers, shown):
     assert spans(numbers) == shown
+
+
+LORAS = {
+    "a/style.safetensors": ("a/style.safetensors", 1.0),
+    "style.safetensors:0.8": ("style.safetensors", 0.8),
+    "style.safetensors:-1": ("style.safetensors", -1.0),
+    "odd:name.safetensors:.5": ("odd:name.safetensors", 0.5),
+    "odd:name.safetensors": ("odd:name.safetensors", 1.0),
+    "style.safetensors:strong": ("style.safetensors", "strong"),
+    "style.safetensors:": ("style.safetensors", ""),
+}
+
+
+@pytest.mark.parametrize("text", LORAS)
+def test_lora_and_its_strength(text):
+    lora = options.parse_lora(text)
+    assert (str(lora.path), lora.strength) == LORAS[text]
+
+
+def test_a_file_whose_name_ends_like_a_strength(tmp_path):
+    path = tmp_path / "style:2"
+    path.touch()
+    assert options.parse_lora(str(path)) == Lora(path, 1.0)
+
+
+def test_loras_are_recorded_and_another_one_is_another_video(opened, capsys):
+    run(capsys, "encode", PROMPT, "-o", "t.safetensors")
+    denoise = ("denoise", "t.safetensors", "-o", "l.safetensors", "--json", "--lora", "a.safetensors:0.5", "--lora")
+    notes = [
+        {"name": name, "fingerprint": "ef56", "strength": s}
+        for name, s in (("a.safetensors", 0.5), ("b.safetensors", 1.0))
+    ]
+    decode = ("decode", "l.safetensors", "-o", "x.mp4", "--json")
+    for skipped in (False, True):
+        document = json.loads(run(capsys, *denoise, "b.safetensors")[1])
+        assert (document["loras"], document["skipped"]) == (notes, skipped)
+        document = json.loads(run(capsys, *decode)[1])
+        assert (document["loras"], document["skipped"]) == (notes, skipped)
+    assert json.loads(artifacts.read_header(Path("l.safetensors"), "latents").loras) == notes
+    assert json.loads(media.read_metadata("x.mp4")["loras"]) == notes
+    assert not json.loads(run(capsys, *denoise, "b.safetensors:2")[1])["skipped"]
+    assert not json.loads(run(capsys, *decode)[1])["skipped"]
+    document = json.loads(run(capsys, "denoise", "t.safetensors", "-o", "l.safetensors", "--json")[1])
+    assert (document["loras"], document["skipped"]) == ([], False)
+
+
+def test_generate_with_a_lora(opened, capsys):
+    document = json.loads(run(capsys, "generate", PROMPT, "-o", "x.mp4", "--json", "--lora", "a.safetensors:-1")[1])
+    assert document["loras"] == [{"name": "a.safetensors", "fingerprint": "ef56", "strength": -1.0}]
+    assert json.loads(media.read_metadata("x.mp4")["loras"]) == document["loras"]
 
 
 def test_default_output_replaces_nothing(opened, capsys):

@@ -111,7 +111,7 @@ def install(models: Path) -> _Routes:
         add(f"comfy.{name}")
     add("comfy.cli_args", args=types.SimpleNamespace(listen="127.0.0.1"))
     add("comfy_api")
-    io = add("comfy_api.io", Schema=Schema, **declarers)
+    io = add("comfy_api.io", Schema=Schema, Custom=_declarer, **declarers)
     add("comfy_api.latest", io=io, ComfyExtension=extension, ui=add("comfy_api.ui"))
     add("comfy_execution")
     add("comfy_execution.utils")

@@ -13,6 +13,7 @@ IDS = (
     "Wan21TPUSampler",
     "Wan21TPUVAEDecoder",
     "Wan21TPUPipeline",
+    "TPULoraLoader",
     "TPUCompileModel",
     "TPUCompileVAE",
     "TPUCompileCLIP",

@@ -26,6 +26,7 @@ SCHEDULER = (
     "COMBO",
     {"default": "unipc", "options": ["unipc", "euler", "dpm++"], "optional": True},
 )
+LORA = ("lora", "TPU_LORA", {"optional": True})
 FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 
 CHOICES = [
@@ -45,7 +46,7 @@ SPECIFIED = {
     "Wan21TPUSampler": (
         "Wan 2.1 TPU Sampler",
         "TPU/Wan2.1",
-        [*EMBEDS, *SAMPLING, MODEL, SCHEDULER],
+        [*EMBEDS, *SAMPLING, MODEL, SCHEDULER, LORA],
         [("latents", "LATENT"), ("num_frames", "INT")],
     ),
     "Wan21TPUVAEDecoder": (
@@ -57,8 +58,18 @@ SPECIFIED = {
     "Wan21TPUPipeline": (
         "Wan 2.1 TPU Full Pipeline",
         "TPU/Wan2.1",
-        [*PROMPTS, *SAMPLING, FPS, MODEL, SCHEDULER],
+        [*PROMPTS, *SAMPLING, FPS, MODEL, SCHEDULER, LORA],
         FRAMES,
+    ),
+    "TPULoraLoader": (
+        "TPU Load LoRA",
+        "TPU",
+        [
+            ("lora_name", "COMBO", {}),
+            ("strength", "FLOAT", {"default": 1.0, "min": -100, "max": 100, "step": 0.01}),
+            ("previous_lora", "TPU_LORA", {"optional": True}),
+        ],
+        [("lora", "TPU_LORA")],
     ),
     "TPUCompileModel": ("TPU Compile Model", "TPU", [("model", "MODEL", {}), *CHOICES], [("model", "MODEL")]),
     "TPUCompileVAE": ("TPU Compile VAE", "TPU", [("vae", "VAE", {}), *CHOICES], [("vae", "VAE")]),

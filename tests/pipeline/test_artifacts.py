@@ -83,7 +83,9 @@ def test_metadata_say_everything(tmp_path):
 
 def rewritten(path, tensors=None, **changes):
     metadata = {**artifacts.read_metadata(path, "text"), **changes}
-    save_file(tensors or {"positive": torch.zeros(1, 2, 3)}, path, {k: v for k, v in metadata.items() if v is not None})
+    save_file(
+        tensors or {"positive.text": torch.zeros(1, 2, 3)}, path, {k: v for k, v in metadata.items() if v is not None}
+    )
 
 
 def truncate(path):
@@ -125,7 +127,7 @@ REFUSED = {
     ),
     "other tensors": (lambda path: rewritten(path, {"x": torch.zeros(1)}), CheckpointError, r"x has shape \[1\]"),
     "no tensor": (
-        lambda path: rewritten(path, {"negative": torch.zeros(1, 2, 3)}),
+        lambda path: rewritten(path, {"negative.text": torch.zeros(1, 2, 3)}),
         CheckpointError,
         "positive is missing",
     ),
@@ -172,6 +174,8 @@ def test_same_means_prompt_model_and_settings(change):
     assert not artifacts.is_same(artifacts.describe("p", dataclasses.replace(SETTINGS, **change), MODEL), mine)
     assert not artifacts.is_same(artifacts.describe("q", SETTINGS, MODEL), mine)
     assert not artifacts.is_same(artifacts.describe("p", SETTINGS, OTHER), mine)
+    assert not artifacts.is_same(artifacts.describe("p", SETTINGS, MODEL, loras="[a LoRA]"), mine)
+    assert not artifacts.is_same(artifacts.describe("p", SETTINGS, MODEL, pictures="ab12"), mine)
     assert not artifacts.is_same({}, mine)
 
 

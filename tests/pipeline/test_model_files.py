@@ -64,7 +64,7 @@ def test_a_whole_directory_is_accepted(directory: Path) -> None:
         (
             lambda d: edit(d / "model_index.json", _class_name="FluxPipeline"),
             UnsupportedError,
-            "the model is a FluxPipeline; supported are WanPipeline",
+            "the model is a FluxPipeline; supported are Wan 2.1",
         ),
         (
             lambda d: edit(d / "transformer" / "config.json", _class_name="FluxTransformer2DModel"),

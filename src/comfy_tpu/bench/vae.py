@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import torch
 
 from comfy_tpu.bench.devices import Bench, exact_float32, free_torch_memory, relative_error
-from comfy_tpu.bench.encoder import encode_frames
 from comfy_tpu.bench.flops import counted_operations
 from comfy_tpu.bench.job import TEMPORAL, Job, VideoSize
 from comfy_tpu.bench.peers import StageClock, chosen, compiled, torch_entrant
@@ -24,6 +23,7 @@ from comfy_tpu.bench.timing import Entrant, Judge, Listener, Prepare, race
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.families import wan
+from comfy_tpu.families.wan_image import encode_moments
 from comfy_tpu.quiet import quiet
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -118,7 +118,7 @@ def encode_call(bench: Bench, job: Job, module: Any, pixels: torch.Tensor) -> En
     facts: dict[str, Any] = {}
     component = Component(wan.VAE, job.configurations.vae, bench.placement, dtype=bench.dtype, cache=bench.cache)
     weights = component.load(HostWeights(module))
-    program = component.program(encode_frames, donate=("cache",), on_event=StageClock(facts))
+    program = component.program(encode_moments, donate=("cache",), on_event=StageClock(facts))
     starts = [0, *range(1, pixels.shape[2], TEMPORAL)]
     parts = [pixels[:, :, start : 1 if start == 0 else start + TEMPORAL] for start in starts]
     frames = [bench.array(part.contiguous()) for part in parts]

@@ -25,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     sessions.check_video_output(arguments)
     with sessions.open_session(arguments, arguments.model or header.model_name) as session:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
+        session.loras, session.pictures = header.loras, header.pictures
         settings = session.settings(header.settings)
         paths = media.check_output(arguments.output or arguments.latents.with_suffix(".mp4"), settings)
         there = session.videos_are_there(paths, header.prompt, settings)

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_report(parser)
     options.add_settings(parser, without=options.OF_THE_TEXT)
     options.add_model(parser, default=None)
+    options.add_loras(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,8 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
         artifacts.check_guidance(arguments.text, embeddings, settings)
+        session.pictures = header.pictures
         skipped = session.is_there(output, header.prompt, settings, there)
         if not skipped:
             latents = session.pipeline.denoise(embeddings, settings)
-            artifacts.save_latents(output, latents, header.prompt, settings, session.pipeline, cut=header.cut)
+            artifacts.save_latents(
+                output,
+                latents,
+                header.prompt,
+                settings,
+                session.pipeline,
+                cut=header.cut,
+                pictures=session.pictures,
+                loras=session.loras,
+            )
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

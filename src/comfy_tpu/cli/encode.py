@@ -12,6 +12,7 @@ OUTPUT = "text.safetensors"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
+    options.add_images(parser)
     options.add_artifact_output(parser, OUTPUT)
     options.add_force(parser)
     options.add_report(parser)
@@ -22,15 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli import session as sessions
     from comfy_tpu.pipeline import artifacts
+    from comfy_tpu.pipeline.images import fingerprint
 
     prompt = options.read_prompt(arguments)
+    images = options.read_images(arguments)
     output = arguments.output or Path(OUTPUT)
     there = sessions.artifact_there(output, "text", arguments.force)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
+        session.pictures = fingerprint(images)
         if session.is_there(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
-        embeddings = session.pipeline.encode(prompt, settings)
+        embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)
         artifacts.save_text(output, embeddings, settings, session.pipeline)
     return session.report([output], prompt, settings, cut=embeddings.cut)

@@ -11,23 +11,28 @@ OUTPUT = "video.mp4"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
+    options.add_images(parser)
     options.add_video_output(parser, f"{OUTPUT}, or {OUTPUT.replace('.', '-1.')} and so on if it is taken")
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
+    options.add_loras(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli import session as sessions
     from comfy_tpu.pipeline import media
+    from comfy_tpu.pipeline.images import fingerprint
 
     prompt = options.read_prompt(arguments)
+    images = options.read_images(arguments)
     sessions.check_video_output(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
+        session.pictures = fingerprint(images)
         output = arguments.output or media.free_output(OUTPUT, settings.num_videos)
         paths = media.check_output(output, settings)
-        embeddings = session.pipeline.encode(prompt, settings)
+        embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)
         latents = session.pipeline.denoise(embeddings, settings)
         session.write_videos(latents, prompt, settings, paths)

@@ -8,9 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from comfy_tpu.config import GenerationSettings
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 
@@ -29,6 +32,8 @@ SETTINGS = (
     Option("num_frames", ("--num-frames",), "frames: 4n+1"),
     Option("num_inference_steps", ("--steps", "--num-inference-steps"), "denoising steps"),
     Option("guidance_scale", ("--guidance-scale",), "how closely to follow the prompt; up to 1: no negative prompt"),
+    Option("guidance_scale_2", ("--guidance-scale-2",), "of the second transformer, where there are two; 0: the same"),
+    Option("boundary", ("--boundary",), "share of the noise below which the second transformer takes over"),
     Option("flow_shift", ("--flow-shift",), "more for larger videos"),
     Option("seed", ("--seed",), "of the noise: the same seed gives the same video"),
     Option("scheduler", ("--scheduler",), "solver; an unknown name gets the list of them"),
@@ -41,12 +46,14 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
-_SAME_AS_FIELD = ("dtype", "export", "from", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+_SAME_AS_FIELD = ("dtype", "export", "from", "lora", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "prompt": "PROMPT",
+    "image": "--image",
+    "last_image": "--last-image",
     "comfyui_dir": "COMFYUI_DIR",
 }
 """How a user of the command says what an error calls by its name in Python."""
@@ -54,6 +61,20 @@ FLAGS = {
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what the video should show; - reads it from standard input")
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", type=Path, metavar="PICTURE", help="the first frame, for models that take one")
+    parser.add_argument("--last-image", type=Path, metavar="PICTURE", help="the last frame, for models that take one")
+
+
+def read_images(arguments: argparse.Namespace) -> list[Image]:
+    """The first and the last frame, as far as they are given."""
+    from comfy_tpu.pipeline.images import read_image
+
+    if arguments.last_image is not None and arguments.image is None:
+        raise InvalidValueError("last_image is given without a first one; give --image too")
+    return [read_image(path) for path in (arguments.image, arguments.last_image) if path is not None]
 
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -72,6 +93,34 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     group = add_machine(parser, "model and machine")
     shown = default or "the one the input was made with"
     group.add_argument("--model", default=default, help=f"a directory, a hub id, or demo (default: {shown})")
+
+
+def add_loras(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        type=parse_lora,
+        metavar="FILE[:STRENGTH][:high|low]",
+        help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one of "
+        "two transformers; may be repeated",
+    )
+
+
+def parse_lora(text: str) -> Lora:
+    """What is no number stays text: the check of LoRAs refuses it, in the same words as everywhere."""
+    if Path(text).is_file():  # colons may be part of a path
+        return Lora(Path(text))
+    rest, _, last = text.rpartition(":")
+    noise: Any = last if rest and last in ("high", "low") else "all"
+    rest = rest if noise != "all" else text
+    path, _, strength = rest.rpartition(":")
+    try:
+        return Lora(Path(path or rest), float(strength) if path else 1.0, noise)
+    except ValueError:
+        # Behind a whole file name it can only be meant as a strength.
+        given: Any = strength
+        return Lora(Path(path), given, noise) if path.endswith(".safetensors") else Lora(Path(rest), 1.0, noise)
 
 
 def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:

@@ -9,6 +9,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     seed
     settings    all of them, by their Python names
     model       name, fingerprint
+    loras       name, fingerprint and strength of each that has one
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
     reused      numbers of the steps, from 1, at which the transformer did not run
@@ -36,6 +37,10 @@ class Session:
         self.arguments = arguments
         self.pipeline = pipeline
         self.display = display
+        self.loras: str = pipeline.loras.text
+        """Those that the latents are made with, as artifacts note them."""
+        self.pictures = ""
+        """The fingerprint of those that are given."""
 
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, with what the command line says in their place."""
@@ -46,7 +51,7 @@ class Session:
 
     def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether what was found is made from the same things, which is then said."""
-        expected = artifacts.describe(prompt, settings, self.pipeline)
+        expected = artifacts.describe(prompt, settings, self.pipeline, pictures=self.pictures, loras=self.loras)
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
         say(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
@@ -60,7 +65,7 @@ class Session:
         return self.is_there(paths[0], prompt, settings, *found)
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
-        description = artifacts.describe(prompt, settings, self.pipeline)
+        description = artifacts.describe(prompt, settings, self.pipeline, pictures=self.pictures, loras=self.loras)
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),
@@ -92,6 +97,7 @@ class Session:
             "seed": settings.seed,
             "settings": dataclasses.asdict(settings),
             "model": {"name": self.pipeline.model_name, "fingerprint": self.pipeline.model_fingerprint},
+            "loras": json.loads(self.loras or "[]"),
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
             "reused": account.reused,
@@ -111,6 +117,7 @@ def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]
             quantize=arguments.quantize,
             cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
+            loras=getattr(arguments, "lora", ()),
         )
         yield Session(arguments, pipeline, display)
 

@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
 from comfy_tpu.comfy.info_node import TPUInfo
+from comfy_tpu.comfy.lora_node import TPULoraLoader
 from comfy_tpu.comfy.routes import add_routes
 from comfy_tpu.comfy.wan_nodes import Wan21TextEncoder, Wan21TPUPipeline, Wan21TPUSampler, Wan21TPUVAEDecoder
 
@@ -14,6 +15,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     Wan21TPUSampler,
     Wan21TPUVAEDecoder,
     Wan21TPUPipeline,
+    TPULoraLoader,
     TPUCompileModel,
     TPUCompileVAE,
     TPUCompileCLIP,

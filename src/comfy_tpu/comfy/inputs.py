@@ -10,12 +10,15 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import HUB_MODELS, model_choices
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import InvalidValueError
 
 SIZE_MIN, SIZE_MAX, SIZE_STEP = 256, 1280, 16
 FRAMES_MIN, FRAMES_MAX, FRAMES_STEP = 17, 121, 4
 SCHEDULERS = ["unipc", "euler", "dpm++"]
+
+LORA_TYPE = io.Custom("TPU_LORA")
+"""A tuple of `Lora`."""
 
 _DEFAULTS = GenerationSettings()
 
@@ -128,6 +131,12 @@ def scheduler() -> io.Input:
     )
 
 
+def lora() -> io.Input:
+    return LORA_TYPE.Input(
+        "lora", optional=True, tooltip="From TPU Load LoRA. Another file or strength loads the model again."
+    )
+
+
 def frame_outputs() -> list[io.Output]:
     return [
         io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
@@ -151,6 +160,15 @@ def check_whole(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidValueError(f"{name}={value!r} is not a whole number")
+
+
+def check_loras(given: Any) -> tuple[Lora, ...]:
+    """What came over a link that may be absent, and can be of any type."""
+    if given is None:
+        return ()
+    if not isinstance(given, tuple) or not all(isinstance(each, Lora) for each in given):
+        raise InvalidValueError(f"lora is a {type(given).__name__}, expected what TPU Load LoRA gives")
+    return given
 
 
 def _size_range(default: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import comfy.latent_formats
@@ -22,6 +22,7 @@ from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.routes import announce
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.config import Lora
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.pipeline.progress import Progress, ignore
 
@@ -38,8 +39,9 @@ _turn = threading.RLock()
 
 
 @contextlib.contextmanager
-def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipeline]:
-    """The model's pipeline, reporting to the node that runs now. `stages`: what its bar counts, with totals."""
+def pipeline_run(model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()) -> Iterator[VideoPipeline]:
+    """The model's pipeline with these LoRAs, reporting to the node that runs now. `stages`: what its bar counts, with
+    totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages)
     with _turn:
@@ -54,6 +56,7 @@ def pipeline_run(model_id: str, stages: Mapping[str, int]) -> Iterator[VideoPipe
                 ) from error
             start()
             stand_in_line()
+            pipeline.use_loras(loras)
             pipeline.on_progress = report
             try:
                 yield pipeline

@@ -74,6 +74,7 @@ class Wan21TPUSampler(io.ComfyNode):
                 *inputs.sampling(),
                 inputs.model_id(),
                 inputs.scheduler(),
+                inputs.lora(),
             ],
             outputs=[
                 io.Latent.Output("latents", tooltip="For Wan 2.1 TPU VAE Decoder, or for ComfyUI's own VAE Decode."),
@@ -87,10 +88,15 @@ class Wan21TPUSampler(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, prompt_embeds: Conditioning, negative_prompt_embeds: Conditioning, model_id: str, **chosen: Any
+        cls,
+        prompt_embeds: Conditioning,
+        negative_prompt_embeds: Conditioning,
+        model_id: str,
+        lora: Any = None,
+        **chosen: Any,
     ) -> io.NodeOutput:
         inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"])
-        with pipeline_run(model_id, {"denoising": chosen["num_inference_steps"]}) as pipeline:
+        with pipeline_run(model_id, {"denoising": chosen["num_inference_steps"]}, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.text import PromptEmbeddings
 
             settings = _settings(pipeline, **chosen)
@@ -141,6 +147,7 @@ class Wan21TPUPipeline(io.ComfyNode):
                 inputs.fps(),
                 inputs.model_id(),
                 inputs.scheduler(),
+                inputs.lora(),
             ],
             outputs=inputs.frame_outputs(),
         )
@@ -150,11 +157,11 @@ class Wan21TPUPipeline(io.ComfyNode):
         return _check_frames(num_frames)
 
     @classmethod
-    def execute(cls, prompt: str, fps: int, model_id: str, **chosen: Any) -> io.NodeOutput:
+    def execute(cls, prompt: str, fps: int, model_id: str, lora: Any = None, **chosen: Any) -> io.NodeOutput:
         inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"], fps=fps)
         latent_frames = (chosen["num_frames"] - 1) // inputs.FRAMES_STEP + 1
         stages = {"denoising": chosen["num_inference_steps"], "decoding": latent_frames}
-        with pipeline_run(model_id, stages) as pipeline:
+        with pipeline_run(model_id, stages, inputs.check_loras(lora)) as pipeline:
             settings = _settings(pipeline, fps=fps, **chosen)
             embeddings = pipeline.encode(prompt, settings)
             _warn_of_cut(embeddings.cut)

@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec
 from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
+from comfy_tpu.compiler.merging import MergedSource, WeightChanges, merging
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
+from comfy_tpu.compiler.renaming import without_prefix
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
 from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig
@@ -46,8 +48,10 @@ class ComponentSpec:
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
     """Globs of linear layers that compute in 8 bits where that is asked for."""
-    unused: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
-    """From the configuration: globs of weights that a checkpoint has and `build` leaves out."""
+    prefix: str = ""
+    """What checkpoints may put before every name, as transformers did in earlier versions."""
+    unused: tuple[str, ...] = ()
+    """Globs of tensors that a checkpoint may hold and the component does not need."""
 
 
 class Component:
@@ -76,7 +80,6 @@ class Component:
         self.placement = placement
         self._cache = cache
         self._quantize = quantize
-        self._unused = spec.unused(config) if spec.unused else ()
         self.module = build_skeleton(lambda: _build(spec, config))
         quantize_layers(self.module, spec.quantized, quantize)
         if scan:
@@ -116,14 +119,27 @@ class Component:
         return PartitionSpec(*spec[1:]) if stacked else spec
 
     def load(
-        self, checkpoint: WeightSource, on_progress: Callable[[int, int], None] | None = None
+        self,
+        checkpoint: WeightSource,
+        on_progress: Callable[[int, int], None] | None = None,
+        changes: WeightChanges | None = None,
     ) -> dict[str, jax.Array]:
+        """`changes` are added to the weights: on the devices, but before they are quantized."""
+        checkpoint = without_prefix(checkpoint, self.spec.prefix)
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
+        if changes is not None and self._quantize != "none":
+            checkpoint, changes = MergedSource(checkpoint, changes), None
         if self._quantize != "none":
             scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
             checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
-        return load_weights(checkpoint, self.slots, on_progress=on_progress, ignore_unused=self._unused)
+        options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused}
+        if changes is None:
+            return load_weights(checkpoint, self.slots, **options)
+        try:
+            return load_weights(checkpoint, self.slots, change=merging(changes), **options)
+        finally:
+            changes.close()
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         return abstract_weights(self.slots)

@@ -30,6 +30,9 @@ _LISTED = 10
 ProgressCallback = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
 
+Changer = Callable[[str, jax.Array], jax.Array]
+"""(name of a tensor in the checkpoint, it on its devices) -> what is taken for it, in the same dtype and place."""
+
 
 class WeightSource(Protocol):
     """Where tensors come from: a `Checkpoint`, or a module in host memory."""
@@ -75,6 +78,7 @@ def load_weights(
     *,
     on_progress: ProgressCallback | None = None,
     ignore_unused: Sequence[str] = (),
+    change: Changer | None = None,
 ) -> dict[str, jax.Array]:
     """Every slot as an array on its devices. `ignore_unused`: globs of tensors in the checkpoint that no slot needs.
 
@@ -89,7 +93,7 @@ def load_weights(
     try:
         with quiet():
             for slot, position in writes:
-                arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name))
+                arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name), change)
                 done += checkpoint.tensors[slot.sources[position]].nbytes
                 if on_progress:
                     on_progress(done, total)
@@ -121,15 +125,20 @@ def update_weights(
     return moved
 
 
-def _write(checkpoint: WeightSource, slot: WeightSlot, position: int, stack: jax.Array | None) -> jax.Array:
+def _write(
+    checkpoint: WeightSource, slot: WeightSlot, position: int, stack: jax.Array | None, change: Changer | None = None
+) -> jax.Array:
     """The slot's array with one more of its sources in it."""
     tensor = checkpoint.read(slot.sources[position])
-    if tuple(tensor.shape) == slot.shape:
-        array = _put(tensor, slot.dtype, slot.sharding, keep=True)
-    else:
+    whole = tuple(tensor.shape) == slot.shape
+    layer = NamedSharding(slot.sharding.mesh, PartitionSpec(*slot.sharding.spec[1:]))
+    array = put(tensor, slot.dtype, slot.sharding if whole else layer, keep=whole)
+    if change is not None:
+        array = change(slot.sources[position], array)
+    if not whole:
         if stack is None:
             stack = _zeros(slot.shape, np.dtype(slot.dtype), slot.sharding)()
-        array = _write_layer(stack, slot, tensor, position)
+        array = _layer_writer(slot.sharding)(stack, array, np.int32(position))
     # Until then the devices may read from the mapped file, which would stay mapped with all its pages.
     return array.block_until_ready()
 
@@ -141,7 +150,7 @@ def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot])
     return sorted(writes, key=lambda write: order[write[0].sources[write[1]]])
 
 
-def _put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
+def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
     """A tensor on its devices. keep: the array outlives the mapped file that the tensor is a view of."""
     target = getattr(torch, np.dtype(dtype).name)
     if tensor.is_cuda and sharding.num_devices == 1 and sharding.mesh.devices.flat[0].platform == "gpu":
@@ -165,12 +174,6 @@ def adopt(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
     """A tensor that torch has on the one device of `sharding`, as an array over the same memory: nothing is copied."""
     array = jax.dlpack.from_dlpack(tensor.detach().contiguous())
     return jax.make_array_from_single_device_arrays(tuple(tensor.shape), sharding, [array])
-
-
-def _write_layer(stack: jax.Array, slot: WeightSlot, tensor: torch.Tensor, position: int) -> jax.Array:
-    sharding = NamedSharding(slot.sharding.mesh, PartitionSpec(*slot.sharding.spec[1:]))
-    layer = _put(tensor, slot.dtype, sharding, keep=False)
-    return _layer_writer(slot.sharding)(stack, layer, np.int32(position))
 
 
 @functools.cache  # jit compiles once per function object: loading a model again must compile nothing

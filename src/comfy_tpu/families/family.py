@@ -22,6 +22,10 @@ Config = Mapping[str, Any]
 SchedulerFactory = Callable[[GenerationSettings], Any]
 """A diffusers scheduler with its timesteps set."""
 
+LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, slice]]
+"""(a module of the transformer, shape of its weight) -> what else LoRA files call it, with dots between the parts, and
+which outputs of theirs are the module's: not all where one module of theirs is several here."""
+
 Cache = list[torch.Tensor | None]
 """What a VAE remembers of the frames before."""
 
@@ -59,6 +63,31 @@ class TextEncoder:
     """(tokenizer, prompts, length) -> inputs of `encode`. None: input_ids and attention_mask, filled up to length."""
     length: int | None = None
     """Tokens that it always reads. None: settings.max_sequence_length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """How a family begins with a picture that is given, and may end with another one."""
+
+    encode_frames: Callable[..., tuple[torch.Tensor, Cache]]
+    """(the VAE's module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame
+    of the transformer's latents, and the cache after it."""
+    condition: Callable[[torch.Tensor, int, GenerationSettings], dict[str, torch.Tensor]]
+    """(latents of the pictures' video, how many pictures, settings) -> embeddings by name, on the host."""
+    encoder: ComponentSpec | None = None
+    """Of the picture's content, beside the VAE."""
+    embed: Callable[..., dict[str, torch.Tensor]] | None = None
+    """(the encoder's module, pixel_values) -> embeddings by name."""
+    processor: str = "image_processor"
+    """The folder that says how `pixel_values` are made."""
+    required: bool = True
+    """Without a picture the model makes nothing."""
+    last: bool = False
+    """A last picture may be given too."""
+    first_only: bool = False
+    """Only the first frame is encoded: there is nothing to say about the others."""
+    finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """(latents after the last step, embeddings) -> latents, on the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +140,13 @@ class VideoFamily:
     """(latent frames) -> the cache that comes with the first one: for a VAE that must know how many there will be."""
     own_settings: Callable[[Callable[[str], Config]], Mapping[str, Any]] = lambda read: {}
     """(reads a JSON file of the model directory, empty where there is none) -> settings that the model brings along."""
+    image: ImageInput | None = None
     curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
     Which velocities may be reused; a model directory's own reuse.json goes before them."""
+
+    lora_names: LoraNames | None = None
+    """None: LoRA files are refused."""
 
     @property
     def transformer(self) -> ComponentSpec:
@@ -121,4 +154,5 @@ class VideoFamily:
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        return (*(encoder.component for encoder in self.text_encoders), *self.transformers, self.vae)
+        image = (self.image.encoder,) if self.image is not None and self.image.encoder is not None else ()
+        return (*(encoder.component for encoder in self.text_encoders), *image, *self.transformers, self.vae)

@@ -29,7 +29,7 @@ from comfy_tpu.families.hunyuan_vae import (
 from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import FLOW_SCHEDULERS, euler_from_one
 from comfy_tpu.parallel.rules import column, gather, replicate, row
-from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
 
 class HunyuanProcessor:
@@ -290,21 +290,25 @@ def workload(config: Config, settings: GenerationSettings) -> Workload:
         batch=settings.num_videos * (2 if settings.guidance_scale > 1 else 1),
         tokens=(frames // patch[0]) * (height // patch[1]) * (width // patch[2]),
         text_tokens=settings.max_sequence_length + GLYPH_TOKENS,
-        joint=True,
-        layers=layers,
+        text="joint",
         heads=heads,
         head_dim=head_dim,
         ffn=ffn,
-        block=(
-            Matrix("column", square, count=3),
-            Matrix("row", square),
-            Matrix("column", (ffn, hidden)),
-            Matrix("row", (hidden, ffn)),
-            Matrix("column", square, count=3, rows="text"),
-            Matrix("row", square, rows="text"),
-            Matrix("column", (ffn, hidden), rows="text"),
-            Matrix("row", (hidden, ffn), rows="text"),
-            Matrix("column", (6 * hidden, hidden), count=2, rows="one"),
+        stacks=(
+            Stack(
+                layers=layers,
+                matrices=(
+                    Matrix("column", square, count=3),
+                    Matrix("row", square),
+                    Matrix("column", (ffn, hidden)),
+                    Matrix("row", (hidden, ffn)),
+                    Matrix("column", square, count=3, rows="text"),
+                    Matrix("row", square, rows="text"),
+                    Matrix("column", (ffn, hidden), rows="text"),
+                    Matrix("row", (hidden, ffn), rows="text"),
+                    Matrix("column", (6 * hidden, hidden), count=2, rows="samples"),
+                ),
+            ),
         ),
         outer=(
             Matrix("gather", (hidden, config["in_channels"], *patch)),
@@ -327,8 +331,6 @@ def workload(config: Config, settings: GenerationSettings) -> Workload:
         small_bytes=layers * 2 * (22 * hidden + 2 * ffn + 4 * head_dim),
         output_features=output,
         latent_bytes=settings.num_videos * config["out_channels"] * frames * height * width * 4,
-        sums=2,
-        norms=0,
     )
 
 

@@ -53,11 +53,6 @@ def _layers_used(config: Mapping[str, Any]) -> int:
     return layers - _LAYERS_SKIPPED
 
 
-def _layers_left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
-    skipped = range(_layers_used(config), config["num_hidden_layers"])
-    return ("norm.weight", *(f"layers.{layer}.*" for layer in skipped))
-
-
 def _build_glyph_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
     from transformers import T5Config, T5EncoderModel
 
@@ -68,7 +63,7 @@ TEXT_ENCODER = ComponentSpec(
     name="text_encoder",
     classes=("Qwen2_5_VLTextModel",),
     build=_build_text_encoder,
-    unused=_layers_left_out,
+    unused=("norm.weight", "layers.*"),  # of the layers, the last
     stacks=(LayerStack("layers"),),
     # 28 heads, of which tp=8 takes no whole share: `heads` is not named, and the columns are divided all the same.
     rules=(

@@ -37,7 +37,7 @@ VAE = ComponentSpec(
     name="vae",
     classes=("AutoencoderKLHunyuanVideo15",),
     build=_build_vae,
-    unused=lambda config: ("encoder.*",),
+    unused=("encoder.*",),
     rules=(replicate("*"),),  # the picture is split over the mesh, not the weights
 )
 

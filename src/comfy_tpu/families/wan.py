@@ -20,7 +20,7 @@ from comfy_tpu.families.family import Cache, Config, Limits, TextEncoder, VideoF
 from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import FLOW_SCHEDULERS
 from comfy_tpu.parallel.rules import column, gather, replicate, row
-from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
 
 class WanProcessor:
@@ -48,6 +48,9 @@ class WanProcessor:
             query, key = rotated(query, *rotary_emb), rotated(key, *rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        if encoder_hidden_states is not None and attn.image_key is not None:  # what the model sees of a given picture
+            seen = (x.transpose(1, 2) for x in (attn.image_key, attn.image_value))
+            out = out + F.scaled_dot_product_attention(query, *seen)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)))
 
 
@@ -62,20 +65,25 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
     return rotate_pairs(x, cosine[..., 0::2], sine[..., 1::2])
 
 
-def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
+def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import WanTransformer3DModel
 
-    if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
-        raise UnsupportedError(
-            "the transformer takes image embeddings: an image-to-video model; use a text-to-video one"
-        )
     refuse_unknown_keys(WanTransformer3DModel, config)
     model = WanTransformer3DModel.from_config(dict(config))
     for block in model.blocks:
         block.attn1.processor = block.attn2.processor = WanProcessor()
-        block.attn2.register_buffer("prompt_key", None)
-        block.attn2.register_buffer("prompt_value", None)
+        for name in ("prompt_key", "prompt_value", "image_key", "image_value"):
+            block.attn2.register_buffer(name, None)
     return model
+
+
+def _build_text_only(config: Mapping[str, Any]) -> torch.nn.Module:
+    if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
+        raise UnsupportedError(
+            "the transformer takes image embeddings, but the model says that it is a text-to-video one; "
+            "use the model's own model_index.json"
+        )
+    return build_transformer(config)
 
 
 def _build_text_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -95,7 +103,7 @@ TRANSFORMER = ComponentSpec(
     name="transformer",
     classes=("WanTransformer3DModel",),
     heads="num_attention_heads",
-    build=_build_transformer,
+    build=_build_text_only,
     stacks=(LayerStack("blocks"),),
     float32=("*time_embedder*", "*scale_shift_table", "*.norm[123].*"),
     # Not the keys and values of the prompt: they are computed once.
@@ -146,6 +154,10 @@ VAE = ComponentSpec(
 )
 
 
+TEMPORAL_SCALE = 4
+"""Frames of a latent, except the first."""
+
+
 def latent_channels(config: Config) -> int:
     return int(config.get("z_dim", 16))
 
@@ -190,11 +202,15 @@ def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, guidance
     batch, dtype = latents.shape[0], module.blocks.template.attn2.to_k.weight.dtype
     # The forward wants a text to embed; the real one is in the prompt cache already.
     unused_text = torch.zeros(batch, 1, module.config.text_dim, dtype=dtype, device=latents.device)
-    return module(latents.to(dtype), timestep.expand(batch), unused_text, return_dict=False)[0]
+    # One timestep for all tokens, or one for each.
+    timestep = timestep.expand(batch) if timestep.numel() == 1 else timestep.expand(batch, -1)
+    return module(latents.to(dtype), timestep, unused_text, return_dict=False)[0]
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
     """[batch, channels, 1, height, width] of the transformer's latents -> one frame if it is the first, else four."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
     dtype = module.post_quant_conv.weight.dtype
     shape = (1, -1, 1, 1, 1)
     mean, std = (torch.tensor(x, device=latent.device).view(shape) for x in latent_statistics(module.config))
@@ -205,8 +221,40 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
         slots = ["Rep" if entry is None else entry for entry in cache]
     x = module.post_quant_conv((latent * std + mean).to(dtype))
     pixels = module.decoder(x, feat_cache=slots, feat_idx=[0], first_chunk=cache is None)
+    if module.config.patch_size is not None:
+        pixels = unpatchify(pixels, module.config.patch_size)
     frames = pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)
     return frames, [None if isinstance(entry, str) else entry for entry in slots]
+
+
+_ORIGINAL_NAMES = (
+    (r"\battn1\.", "self_attn."),
+    (r"\battn2\.", "cross_attn."),
+    (r"\bto_([qkv])$", r"\1"),
+    (r"\bto_out\.0$", "o"),
+    (r"\badd_([kv])_proj$", r"\1_img"),
+    (r"\bnorm_added_k$", "norm_k_img"),
+    (r"\bffn\.net\.0\.proj$", "ffn.0"),
+    (r"\bffn\.net\.2$", "ffn.2"),
+    (r"^(blocks\.\d+)\.norm2$", r"\1.norm3"),
+    (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"^proj_out$", "head.head"),
+    (r"^condition_embedder\.time_proj$", "time_projection.1"),
+    (r"^condition_embedder\.(text|time)_embedder\.linear_1$", r"\1_embedding.0"),
+    (r"^condition_embedder\.(text|time)_embedder\.linear_2$", r"\1_embedding.2"),
+    (r"^condition_embedder\.image_embedder\.norm1$", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2$", "img_emb.proj.4"),
+)
+
+
+def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, slice]:
+    """What Wan's own code calls a module of diffusers'; ComfyUI and most trainers do as it does."""
+    for pattern, name in _ORIGINAL_NAMES:
+        module = re.sub(pattern, name, module)
+    return {module: slice(None)}
 
 
 _WHOLE_NUMBERS = (
@@ -221,29 +269,37 @@ _WHOLE_NUMBERS = (
 )
 
 
-def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workload:
+def workload(config: Config, settings: GenerationSettings, *, spatial_scale: int = 8, models: int = 1) -> Workload:
+    """`models`: transformers of this size that stay on the devices."""
     # What a configuration leaves out is as in the 14B, which is where diffusers has its defaults from.
     config = {**PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"], **config}
     check_whole_numbers(config, _WHOLE_NUMBERS)
     heads, head_dim, ffn = config["num_attention_heads"], config["attention_head_dim"], config["ffn_dim"]
     layers, hidden, patch = config["num_layers"], heads * head_dim, tuple(config["patch_size"])
-    frames = (settings.num_frames - 1) // WAN21.temporal_scale + 1
-    height, width = (side // WAN21.spatial_scale for side in (settings.height, settings.width))
+    frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
+    height, width = (side // spatial_scale for side in (settings.height, settings.width))
     square = (hidden, hidden)
     return Workload(
         batch=settings.num_videos * (2 if settings.guidance_scale > 1 else 1),
         tokens=(frames // patch[0]) * (height // patch[1]) * (width // patch[2]),
         text_tokens=settings.max_sequence_length,
-        layers=layers,
+        text="keys",
         heads=heads,
         head_dim=head_dim,
         ffn=ffn,
-        block=(
-            Matrix("column", square, count=4),  # q, k, v of the video, q of the text
-            Matrix("column", square, count=2, used=False),  # k, v of the text: in the prompt cache
-            Matrix("row", square, count=2),
-            Matrix("column", (ffn, hidden)),
-            Matrix("row", (hidden, ffn)),
+        stacks=(
+            Stack(
+                layers=layers,
+                matrices=(
+                    Matrix("column", square, count=4),  # q, k, v of the video, q of the text
+                    # k, v of the text, and of a picture: in the prompt cache
+                    Matrix("column", square, count=4 if config.get("added_kv_proj_dim") else 2, used=False),
+                    Matrix("row", square, count=2),
+                    Matrix("column", (ffn, hidden)),
+                    Matrix("row", (hidden, ffn)),
+                ),
+                norms=3,
+            ),
         ),
         outer=(
             Matrix("gather", (hidden, config["freq_dim"]), itemsize=4),
@@ -256,7 +312,8 @@ def workload(config: Mapping[str, Any], settings: GenerationSettings) -> Workloa
         ),
         small_bytes=layers * (2 * (13 * hidden + ffn) + 4 * 8 * hidden),
         output_features=config["out_channels"] * math.prod(patch),
-        latent_bytes=settings.num_videos * config["in_channels"] * frames * height * width * 4,
+        latent_bytes=settings.num_videos * config["out_channels"] * frames * height * width * 4,
+        models=models,
     )
 
 
@@ -318,7 +375,7 @@ WAN21 = VideoFamily(
     },
     schedulers=FLOW_SCHEDULERS,
     spatial_scale=8,
-    temporal_scale=4,
+    temporal_scale=TEMPORAL_SCALE,
     latent_channels=latent_channels,
     latent_statistics=latent_statistics,
     clean_prompt=clean_prompt,
@@ -333,4 +390,5 @@ WAN21 = VideoFamily(
         "wan21-t2v-14b.json": {"num_layers": 40, "num_attention_heads": 40},
         "wan21-t2v-1.3b.json": {"num_layers": 30, "num_attention_heads": 12},
     },
+    lora_names=lora_names,
 )

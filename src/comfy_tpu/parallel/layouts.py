@@ -103,7 +103,8 @@ def rank_layouts(work: Workload, slice_: Slice, device_count: int | None = None)
 
 def sensible_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
     """All devices in use, dp no larger than the batch, heads and columns divided evenly."""
-    columns = [matrix.shape[0 if matrix.kind == "column" else 1] for matrix in work.block if matrix.kind != "gather"]
+    split = [matrix for stack in work.stacks for matrix in stack.matrices if matrix.kind != "gather"]
+    columns = [matrix.shape[0 if matrix.kind == "column" else 1] for matrix in split]
     layouts = []
     for dp in _divisors(math.gcd(work.batch, device_count)):
         for tp in _divisors(device_count // dp):
@@ -120,7 +121,12 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         latents=2 * work.history * work.latent_bytes,
         temporaries=_temporaries(share),
     )
-    matmul = work.layers * 2.0 * sum(share.of(m) * _products(m, sizes) for m in work.block if m.used)
+    matmul = 2.0 * sum(
+        stack.layers * share.rows_of(matrix) * _products(matrix, sizes)
+        for stack in work.stacks
+        for matrix in stack.matrices
+        if matrix.used
+    )
     attention = work.layers * 4.0 * share.batch * share.heads * work.head_dim * share.score_count
     memory_bytes = _memory_bytes(share)
     traffic = tuple(item for item in _traffic(share) if item.nbytes)
@@ -159,9 +165,10 @@ class _Share:
     def __init__(self, work: Workload, sizes: MeshSizes) -> None:
         self.work, self.sizes = work, sizes
         self.batch = work.batch // sizes.dp if work.batch % sizes.dp == 0 else work.batch
-        self.video = -(-work.tokens // sizes.sp)
-        self.text = -(-work.text_tokens // sizes.sp) if work.joint else 0
-        self.tokens = self.video + self.text
+        self.tokens = -(-work.tokens // sizes.sp)
+        self.text_tokens = -(-work.text_tokens // sizes.sp)
+        self.sequence = self.tokens + (self.text_tokens if work.text == "joint" else 0)
+        """Its tokens of those that attend to each other."""
         self.heads = work.heads // sizes.tp
         self.attention: Literal["ulysses", "ring", "whole"] = (
             "whole" if sizes.sp == 1 else "ulysses" if self.heads % sizes.sp == 0 else "ring"
@@ -169,25 +176,25 @@ class _Share:
 
     @property
     def rows(self) -> int:
-        return self.batch * self.tokens
+        return self.batch * self.sequence
 
-    def of(self, matrix: Matrix) -> int:
-        """Rows that a device multiplies with a matrix."""
-        tokens = {"tokens": self.video, "text": self.text, "one": 1}[matrix.rows]
-        return self.batch * tokens
+    def rows_of(self, matrix: Matrix) -> int:
+        """That it multiplies."""
+        rows = {"tokens": self.tokens, "text": self.text_tokens, "both": self.tokens + self.text_tokens, "samples": 1}
+        return self.batch * rows[matrix.rows]
 
     @property
     def score_count(self) -> float:
         """Pairs of query and key for each of the device's heads, as if Ulysses did not divide heads further."""
         work, sizes = self.work, self.sizes
         if work.sequence <= work.dense_max_tokens:
-            own: float = self.tokens * work.sequence
+            own: float = self.sequence * work.sequence
         elif self.attention == "ring":
-            own = sizes.sp * padded(self.tokens, _QUERY_STEP) * padded(self.tokens, _KEY_STEP)
+            own = sizes.sp * padded(self.sequence, _QUERY_STEP) * padded(self.sequence, _KEY_STEP)
         else:
-            whole = self.tokens * sizes.sp
+            whole = self.sequence * sizes.sp
             own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp
-        if work.joint:
+        if work.text == "joint":
             return own
         if self.tokens * work.text_tokens <= work.dense_max_tokens**2:
             return own + self.tokens * work.text_tokens
@@ -218,19 +225,17 @@ def _products(matrix: Matrix, sizes: MeshSizes) -> float:
 
 
 def _prompt_bytes(share: _Share) -> int:
-    """Keys and values of every layer; or, of a text that is a stream of its own, what goes into it."""
     work = share.work
     text = share.batch * work.text_tokens * work.hidden * work.itemsize
-    return text if work.joint else 2 * work.layers * text // share.sizes.tp
+    return text if work.text == "joint" else 2 * work.layers * text // share.sizes.tp
 
 
 def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
     total = work.small_bytes
-    for matrices, times in ((work.block, work.layers), (work.outer, 1)):
-        for matrix in matrices:
-            rest, _ = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
-            total += times * matrix.count * matrix.nbytes // _ways(rest, sizes)
-    return total
+    for times, matrix in work.matrices:
+        rest, _ = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+        total += times * matrix.nbytes // _ways(rest, sizes)
+    return total * work.models
 
 
 def _temporaries(share: _Share) -> int:
@@ -239,7 +244,8 @@ def _temporaries(share: _Share) -> int:
     block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
     if share.attention == "ring":
         block += _LIVE_RING * share.head_bytes
-    return round(max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(work.block, share)))
+    stacked = tuple(matrix for stack in work.stacks for matrix in stack.matrices)
+    return round(max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(stacked, share)))
 
 
 def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:
@@ -253,14 +259,15 @@ def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:
 
 def _memory_bytes(share: _Share) -> float:
     work, sizes = share.work, share.sizes
-    weights = sum(item.count * item.nbytes for item in work.block if item.used) / sizes.tp
+    stacked = [(stack.layers, matrix) for stack in work.stacks for matrix in stack.matrices if matrix.used]
+    weights = sum(layers * matrix.count * matrix.nbytes for layers, matrix in stacked) / sizes.tp
     if sizes.sp > 1:
         weights *= 2  # written by the gather, read by the product
     activations = _PASSES_HIDDEN * share.hidden_bytes + _PASSES_FFN * share.ffn_bytes
-    queries = work.sequence if share.attention != "ring" else share.tokens
+    queries = work.sequence if share.attention != "ring" else share.sequence
     heads = share.heads / sizes.sp if share.attention == "ulysses" else share.heads
     pairs = 2 * share.batch * heads * work.sequence * work.head_dim * work.itemsize
-    return work.layers * (weights + activations + math.ceil(queries / _TILE) * pairs)
+    return weights + work.layers * (activations + math.ceil(queries / _TILE) * pairs)
 
 
 def _traffic(share: _Share) -> list[Traffic]:
@@ -276,20 +283,22 @@ def _traffic(share: _Share) -> list[Traffic]:
     if share.attention == "ring":
         count = 2 * (sizes.sp - 1) * work.layers
         add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
-    # Joint sequences are smoothed where they are whole: after the exchange.
-    if work.tokens > work.dense_max_tokens and not work.joint:
+    if work.sequence > work.dense_max_tokens:
         means = share.batch * share.heads * work.head_dim * 4
         add("mean key", "all-reduce", ("sp",), work.layers, means)
-    add("sum over columns (tp)", "all-reduce", ("tp",), work.sums * work.layers, share.hidden_bytes)
-    add("norm over columns (tp)", "all-reduce", ("tp",), work.norms * work.layers, share.rows * 4)
-    for matrices, times in ((work.block, work.layers), (work.outer, 1)):
-        for matrix in matrices:
-            rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
-            missing = tuple(axis for axis in rest if axis not in compute)
-            if matrix.used:
-                whole = matrix.nbytes // _ways(compute, sizes)
-                add("weight gather", "all-gather", missing, times * matrix.count, whole)
-    answer = share.batch * share.video * sizes.sp * work.output_features * work.itemsize
+    for stack in work.stacks:
+        add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, share.rows * 4)
+    for times, matrix in work.matrices:
+        rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+        missing = tuple(axis for axis in rest if axis not in compute)
+        if matrix.used:
+            add("weight gather", "all-gather", missing, times, matrix.nbytes // _ways(compute, sizes))
+            answer = share.rows_of(matrix) * matrix.shape[0] * work.itemsize
+            if matrix.kind == "row":
+                add("sum over columns (tp)", "all-reduce", ("tp",), times, answer)
+            if matrix.kind == "column" and matrix.rows == "samples":
+                add("modulation gather", "all-gather", ("tp",), times, answer)
+    answer = share.batch * share.tokens * sizes.sp * work.output_features * work.itemsize
     add("prediction gather", "all-gather", ("sp",), 1, answer)
     # Latents to both branches, and the guided answer back to all: three times a sample.
     add("guidance branches", "collective-permute", ("dp",), 2, work.latent_bytes)

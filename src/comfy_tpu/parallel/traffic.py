@@ -17,6 +17,7 @@ Cause = Literal[
     "norm over columns (tp)",
     "mean key",
     "weight gather",
+    "modulation gather",
     "patch embedding",
     "prediction gather",
     "guidance branches",

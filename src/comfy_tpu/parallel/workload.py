@@ -9,6 +9,9 @@ from typing import Literal
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.parallel.rules import RuleKind
 
+Rows = Literal["tokens", "text", "both", "samples"]
+"""What a matrix multiplies: the tokens of the video, those of the text, all of them, or one row a sample."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
@@ -19,12 +22,22 @@ class Matrix:
     """How many a block has, or the whole model."""
     used: bool = True
     """A step multiplies with it. False: only the preparation of the prompt does."""
-    rows: Literal["tokens", "text", "one"] = "tokens"
-    """What it is multiplied with: every token of the video or of the text, or one row for all of them."""
+    rows: Rows = "tokens"
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A list of equal blocks."""
+
+    layers: int
+    matrices: tuple[Matrix, ...]
+    """Of one layer."""
+    norms: int = 0
+    """Norms in a block over features that tp splits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +46,13 @@ class Workload:
     """Videos, times two for the branches of guidance."""
     tokens: int
     text_tokens: int
-    """That the video reads; or, where they are joint, that stand in one sequence with it."""
-    layers: int
+    text: Literal["keys", "joint"]
+    """keys: every block reads keys and values that were made of the text before. joint: the text goes through the
+    blocks with the video, and one attention is over both."""
     heads: int
     head_dim: int
     ffn: int
-    block: tuple[Matrix, ...]
-    """Of one layer."""
+    stacks: tuple[Stack, ...]
     outer: tuple[Matrix, ...]
     """Outside of the layers."""
     small_bytes: int
@@ -50,22 +63,28 @@ class Workload:
     """Of one sample of all videos, as the solver keeps it: float32."""
     itemsize: int = 2
     """Of activations."""
-    sums: int = 3
-    """Sums over tp in a block: one behind each row-parallel product."""
-    norms: int = 3
-    """Norms in a block over features that tp splits."""
     history: int = 3
     """Samples and answers, each, that the solver keeps."""
-    joint: bool = False
-    """The text is a stream beside the video: one attention over both, weights of its own."""
+    models: int = 1
+    """Transformers of this size that stay on the devices; a step runs one of them."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
     """Sequences up to this length take dense attention, which smooths no keys."""
 
     @property
-    def sequence(self) -> int:
-        """Tokens that attend to each other."""
-        return self.tokens + (self.text_tokens if self.joint else 0)
-
-    @property
     def hidden(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def layers(self) -> int:
+        return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens that attend to each other."""
+        return self.tokens + (self.text_tokens if self.text == "joint" else 0)
+
+    @property
+    def matrices(self) -> tuple[tuple[int, Matrix], ...]:
+        """All of them, each with how often it occurs."""
+        stacked = [(stack.layers * matrix.count, matrix) for stack in self.stacks for matrix in stack.matrices]
+        return (*stacked, *((matrix.count, matrix) for matrix in self.outer))

@@ -1,10 +1,11 @@
 """What the stages hand on, as safetensors files that say how they were made.
 
-    text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent without guidance
+    text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent
+                without guidance; shared.NAME of the pictures that are given
     latents     latents [videos, channels, frames, height, width], float32
 
-The file's metadata carry the stage, the format, the model and its fingerprint, the prompt and all settings, so that
-the next stage needs nothing else and refuses what another model made.
+The file's metadata carry the stage, the format, the model and its fingerprint, the LoRAs in it, the prompt and all
+settings, so that the next stage needs nothing else and refuses what another model made.
 """
 
 from __future__ import annotations
@@ -56,9 +57,15 @@ class Header:
     settings: GenerationSettings
     model_name: str
     model_fingerprint: str
+    pictures: str = ""
+    """The fingerprint of the pictures that were given."""
+    loras: str = ""
+    """As JSON: name, fingerprint and strength of each; empty where there was none."""
 
 
-def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[str, str]:
+def describe(
+    prompt: str, settings: GenerationSettings, model: Model, *, pictures: str = "", loras: str = ""
+) -> dict[str, str]:
     """For an artifact's metadata, and for a video's."""
     return {
         "prompt": prompt,
@@ -68,26 +75,38 @@ def describe(prompt: str, settings: GenerationSettings, model: Model) -> dict[st
         "model_fingerprint": model.model_fingerprint,
         "dtype": model.dtype_name,
         "comfy_tpu": comfy_tpu.__version__,
+        **{name: value for name, value in (("pictures", pictures), ("loras", loras)) if value},
     }
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt by the same model with the same settings in the same precision.
+    """Made from the same prompt and pictures by the same model and LoRAs with the same settings in the same precision.
 
     The content is then the same but for the mesh, which changes the order of sums.
     """
-    return all(found.get(key) == expected[key] for key in ("prompt", "settings", "model_fingerprint", "dtype"))
+    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras")
+    return all(found.get(key) == expected.get(key) for key in keys)
 
 
 def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
-    branches = {"positive": embeddings.positive, "negative": embeddings.negative or {}}
+    branches = {
+        "positive": embeddings.positive,
+        "negative": embeddings.negative or {},
+        "shared": embeddings.shared,
+    }
     tensors = {f"{branch}.{name}": tensor for branch, named in branches.items() for name, tensor in named.items()}
-    _save(path, "text", tensors, describe(embeddings.prompt, settings, model), embeddings.cut)
+    _save(
+        path,
+        "text",
+        tensors,
+        describe(embeddings.prompt, settings, model, pictures=embeddings.pictures),
+        embeddings.cut,
+    )
 
 
 def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
     header, tensors = _load(path, "text", model)
-    branches: dict[str, dict[str, torch.Tensor]] = {"positive": {}, "negative": {}}
+    branches: dict[str, dict[str, torch.Tensor]] = {"positive": {}, "negative": {}, "shared": {}}
     for full, tensor in tensors.items():
         branch, _, name = full.partition(".")
         if branch not in branches or not name or tensor.ndim < 2 or tensor.shape[0] != 1:
@@ -95,7 +114,15 @@ def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
         branches[branch][name] = tensor
     if not branches["positive"]:
         raise _damaged(path, "positive is missing", "encode")
-    return PromptEmbeddings(header.prompt, branches["positive"], branches["negative"] or None, header.cut), header
+    embeddings = PromptEmbeddings(
+        header.prompt,
+        branches["positive"],
+        branches["negative"] or None,
+        header.cut,
+        branches["shared"],
+        header.pictures,
+    )
+    return embeddings, header
 
 
 def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:
@@ -108,9 +135,18 @@ def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: Generatio
 
 
 def save_latents(
-    path: Path, latents: torch.Tensor, prompt: str, settings: GenerationSettings, model: Model, *, cut: str = ""
+    path: Path,
+    latents: torch.Tensor,
+    prompt: str,
+    settings: GenerationSettings,
+    model: Model,
+    *,
+    cut: str = "",
+    pictures: str = "",
+    loras: str = "",
 ) -> None:
-    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model), cut)
+    description = describe(prompt, settings, model, pictures=pictures, loras=loras)
+    _save(path, "latents", {"latents": latents}, description, cut)
 
 
 def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
@@ -194,6 +230,8 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             GenerationSettings(**values),
             metadata["model"],
             metadata["model_fingerprint"],
+            metadata.get("pictures", ""),
+            metadata.get("loras", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error), MAKER[stage]) from error

@@ -85,6 +85,18 @@ class ModelFiles:
                 f"model={self.name} has a {folder} that cannot be read ({reason}); download the model again"
             ) from error
 
+    def image_processor(self, folder: str) -> Any:
+        with quiet():
+            from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(self.directory / folder, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"model={self.name} has an {folder} that cannot be read ({reason}); download the model again"
+            ) from error
+
     @property
     def defaults(self) -> GenerationSettings:
         """The family's, with what the directory's own files say in their place; generation.json has the last word."""
@@ -112,7 +124,7 @@ class ModelFiles:
             for path in sorted((self.directory / folder).glob("*")):
                 digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
                 if path.suffix == ".safetensors":
-                    _digest_tensors(path, digest)
+                    digest_tensors(path, digest)
                 elif path.suffix == ".json":
                     digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
@@ -139,7 +151,7 @@ class ModelFiles:
             )
 
 
-def _digest_tensors(path: Path, digest: Any) -> None:
+def digest_tensors(path: Path, digest: Any) -> None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length)

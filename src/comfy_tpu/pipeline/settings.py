@@ -9,7 +9,7 @@ from typing import Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.family import Limits
+from comfy_tpu.families.family import ImageInput, Limits
 
 
 def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
@@ -51,6 +51,20 @@ def check_prompt(prompt: str) -> None:
         raise InvalidValueError(f"prompt is a {type(prompt).__name__}, expected text")
     if not prompt.strip():
         raise InvalidValueError(f"prompt={prompt!r} is empty; say what the video should show")
+
+
+def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:
+    if wanted is None and count:
+        raise InvalidValueError(f"image is given, but model {model} begins with a prompt alone; leave it out")
+    if wanted is None:
+        return
+    if wanted.required and not count:
+        raise InvalidValueError(f"image is missing: model {model} begins with a picture; give one")
+    if count > (2 if wanted.last else 1):
+        takes = "a first and a last picture" if wanted.last else "a first picture only"
+        raise InvalidValueError(f"image is given {count} times, but model {model} takes {takes}; leave the others out")
+    if count == 2 and settings.num_frames == 1:
+        raise InvalidValueError("num_frames=1 has no last frame; give more frames, or one picture")
 
 
 def _check_size(name: str, value: int, limits: Limits) -> None:

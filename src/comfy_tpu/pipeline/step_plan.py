@@ -77,7 +77,7 @@ def make_plan(
 ) -> Plan:
     """`curve` None: every step is computed."""
     count = len(schedule)
-    low_noise = [settings.boundary > 0 and timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps]
+    low_noise = [timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps.tolist()]
     guidance = [guidance_of(settings)[second] for second in low_noise]
     guided = [index < round(settings.guidance_until * count) and scale > 1 for index, scale in enumerate(guidance)]
     scales: list[float | None] = [None] * count

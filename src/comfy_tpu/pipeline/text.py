@@ -23,6 +23,10 @@ class PromptEmbeddings:
     """None without guidance."""
     cut: str = ""
     """What of the prompt did not fit."""
+    shared: Embeddings = dataclasses.field(default_factory=dict)
+    """What both read of the pictures that are given."""
+    pictures: str = ""
+    """The fingerprint of those."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,29 +7,32 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
+from PIL import Image
 
 from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency, shared_residency
-from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Quantization
+from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
+from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
+from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
-from comfy_tpu.pipeline.settings import check_prompt, check_settings, make_settings
+from comfy_tpu.pipeline.settings import check_images, check_prompt, check_settings, make_settings
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep, guidance_of, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.quiet import quiet
@@ -56,6 +59,7 @@ class VideoPipeline:
         cache: CacheConfig,
         residency: Residency,
         on_progress: Listener,
+        loras: Loras = NO_LORAS,
     ) -> None:
         self._files = files
         self._placement = placement
@@ -66,6 +70,8 @@ class VideoPipeline:
         self._residency = residency
         self.on_progress = on_progress
         """Whoever runs the pipeline next may put another listener here."""
+        self.loras = loras
+        """In the transformer. Others by `use_loras`."""
         self._components: dict[str, Component] = {}
         self._programs: dict[str, Program] = {}
         self._size = ""
@@ -84,6 +90,7 @@ class VideoPipeline:
         cache: CacheConfig = CacheConfig(),
         residency: Residency | None = None,
         on_progress: Listener = ignore,
+        loras: Sequence[Lora] = (),
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU. `quantize`: the
         transformer's large products in 8 bits, which is faster and not quite the same.
@@ -93,6 +100,7 @@ class VideoPipeline:
         if dtype not in ("auto", *DTYPES):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
         files = ModelFiles.open(model, name=name)
+        opened = open_loras(loras, files)
         workload = files.family.workload(files.config(files.family.transformer), files.defaults)
         placement = make_placement(mesh, platform=platform, workload=workload)
         chosen = DTYPES["float32" if placement.platform == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
@@ -105,7 +113,12 @@ class VideoPipeline:
             cache=cache,
             residency=residency or shared_residency(),
             on_progress=on_progress,
+            loras=opened,
         )
+
+    def use_loras(self, loras: Sequence[Lora]) -> None:
+        """From now on the transformer has these, and no others. Nothing is loaded before it is needed, or compiled."""
+        self.loras = open_loras(loras, self._files)
 
     @property
     def model_name(self) -> str:
@@ -144,10 +157,12 @@ class VideoPipeline:
         """The model's defaults with what was chosen in their place (None: not chosen), checked."""
         return make_settings(self.defaults, chosen, self.limits)
 
-    def encode(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
+    def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
+        """`images`: the first frame and maybe the last, for models that begin with a picture."""
         check_prompt(prompt)
         check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
+        check_images(self.model_name, self.family.image, len(images), settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
@@ -166,13 +181,43 @@ class VideoPipeline:
                 rows |= {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
                 self._tell("encoding", "prompt", done + 1, count)
         positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
-        return PromptEmbeddings(prompt, positive, negative if guided else None, cut)
+        shared = self._encode_images(images, settings) if images else {}
+        return PromptEmbeddings(
+            prompt, positive, negative if guided else None, cut, shared, pictures=fingerprint(images)
+        )
+
+    def _encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
+        """What the family makes of the pictures, by name, the same for every branch."""
+        family = self.family.image
+        assert family is not None
+        seen: dict[str, torch.Tensor] = {}
+        if family.encoder is not None and family.embed is not None:
+            values = as_values(self._files.image_processor(family.processor), images)
+            embed = self._program(family.encoder, family.embed)
+            with self._weights(family.encoder) as weights:
+                self._tell("encoding", "picture", 0, 1)
+                seen |= {name: to_host(array) for name, array in embed(weights, pixel_values=values).items()}
+        self._size = _size(settings)
+        encode = self._program(
+            self.family.vae, family.encode_frames, input_axes={"pixels": _WIDTH, "cache": _WIDTH}, donate=("cache",)
+        )
+        parts = list(picture_parts(images, settings, self.family.temporal_scale))[: 1 if family.first_only else None]
+        latents: list[torch.Tensor] = []
+        with self._weights(self.family.vae) as weights:
+            cache = None
+            for done, pixels in enumerate(parts, 1):
+                latent, cache = encode(weights, pixels=pixels, cache=cache)
+                latents.append(to_host(latent))
+                self._tell("encoding", "picture", done, len(parts))
+        return seen | family.condition(torch.cat(latents, dim=2), len(images), settings)
 
     def denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> torch.Tensor:
         """[num_videos, channels, frames, height, width] float32, in the transformer's own scale."""
         for samples, _ in self._steps(embeddings, settings):
             latents = samples[0]
-        return to_host(latents, consume=True)
+        made = to_host(latents, consume=True)
+        image = self.family.image
+        return image.finish(made, embeddings.shared) if image and image.finish and embeddings.shared else made
 
     def velocities(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """What each step of `denoise` takes for the model's answer, in the shape of the latents, on the host."""
@@ -241,9 +286,11 @@ class VideoPipeline:
                 f"latents have shape {tuple(latents.shape)}, which cannot be decoded: {error}"
             ) from error
 
-    def generate(self, prompt: str, settings: GenerationSettings) -> Iterator[torch.Tensor]:
+    def generate(
+        self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
+    ) -> Iterator[torch.Tensor]:
         """All three stages; frames as `decode` gives them."""
-        return self.decode(self.denoise(self.encode(prompt, settings), settings), settings)
+        return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
     def _steps(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings
@@ -313,16 +360,20 @@ class VideoPipeline:
         self, number: int, loaded: dict[str, jax.Array], embeddings: PromptEmbeddings, guided: bool, num_videos: int
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """The prompt, and the negative one where there is guidance: the weights with it, and inputs of a step."""
-        names = list(embeddings.positive)
+        names = [*embeddings.positive, *embeddings.shared]
         prepare = self._program(
             self.family.transformers[number],
             self.family.prepare,
             input_axes=dict.fromkeys(names, ("dp",)),
             output_axes=self.family.prepared_axes,
         )
-        branches = [embeddings.positive, embeddings.negative] if guided else [embeddings.positive]
+        branches = [
+            {**branch, **embeddings.shared}
+            for branch in (embeddings.positive, embeddings.negative if guided else None)
+            if branch is not None
+        ]
         rows = {
-            name: torch.cat([branch[name].expand(num_videos, *branch[name].shape[1:]) for branch in branches if branch])
+            name: torch.cat([branch[name].expand(num_videos, *branch[name].shape[1:]) for branch in branches])
             for name in names
         }
         prepared: dict[str, jax.Array] = prepare(loaded, **rows)
@@ -341,8 +392,21 @@ class VideoPipeline:
 
     def _check_embeddings(self, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings) -> None:
         for branch in filter(None, (embeddings.positive, embeddings.negative)):
-            found = {name: rows.shape[-1] for name, rows in branch.items()}
-            wanted = {name: shape[-1] for name, shape in self.embedding_shapes(settings).items()}
+            every = {**branch, **embeddings.shared}
+            shapes = self.embedding_shapes(settings)
+            if missing := sorted(set(shapes) - set(every)):
+                how = " and a picture" if self.family.image else ""
+                raise InvalidValueError(
+                    f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
+                )
+            for name, rows in every.items():
+                if rows.ndim == 5 and rows.shape[-2:] != self._latent_shape(settings)[-2:]:
+                    raise InvalidValueError(
+                        f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape)}; encode it "
+                        f"for {_size(settings)}"
+                    )
+            found = {name: rows.shape[-1] for name, rows in every.items() if rows.ndim != 5}
+            wanted = {name: shape[-1] for name, shape in shapes.items() if len(shape) != 4}
             if found != wanted:
                 raise InvalidValueError(
                     f"embeddings have {_widths(found)} features, this model wants {_widths(wanted)}; "
@@ -382,6 +446,10 @@ class VideoPipeline:
         return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.family.latent_statistics(config)]
 
     def _component(self, spec: ComponentSpec) -> Component:
+        # Two transformers of one make are one component with two sets of weights: nothing is traced twice.
+        first = self.family.transformer
+        if spec in self.family.transformers and self._files.config(spec) == self._files.config(first):
+            spec = first
         if spec.name not in self._components:
             self._components[spec.name] = Component(
                 spec,
@@ -395,23 +463,28 @@ class VideoPipeline:
         return self._components[spec.name]
 
     def _program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> Program:
-        name = f"{spec.name}.{function.__name__}"
+        component = self._component(spec)
+        name = f"{component.spec.name}.{function.__name__}"
         if name not in self._programs:
-            self._programs[name] = self._component(spec).program(function, on_event=self._on_program, **options)
+            self._programs[name] = component.program(function, on_event=self._on_program, **options)
         return self._programs[name]
 
     @contextlib.contextmanager
     def _weights(self, spec: ComponentSpec) -> Iterator[dict[str, jax.Array]]:
         component = self._component(spec)
+        numbers = {part.name: number for number, part in enumerate(self.family.transformers)}
+        loras = self.loras.of(numbers[spec.name]) if spec.name in numbers else NO_LORAS
 
         def load() -> dict[str, jax.Array]:
             return component.load(
-                self._files.checkpoint(spec), lambda done, total: self._tell("loading", spec.name, done, total)
+                self._files.checkpoint(spec),
+                lambda done, total: self._tell("loading", spec.name, done, total),
+                loras if loras.key else None,
             )
 
         with self._residency.use(
-            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize),
-            label=f"{self.model_name} {spec.name}",
+            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize, loras.key),
+            label=f"{self.model_name} {spec.name}{loras.label}",
             nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
             load=load,
         ) as weights:

@@ -133,7 +133,7 @@ def _lower_step(
         prepared={name: x for name, x in outputs.items() if "." not in name},
         guided=family.guidance == "branches" and settings.guidance_scale > 1,
     )
-    resident = sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
+    resident = work.models * sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
     resident += sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
     facts = ProgramFacts(
         model=model.name,
@@ -155,7 +155,7 @@ def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes
 
     Short sequences may have them: dense attention is faster there.
     """
-    if work.tokens <= work.dense_max_tokens:
+    if work.sequence <= work.dense_max_tokens:
         return ()
     features = {size // way for size in _features(work) for way in (1, sizes.tp, sizes.sp, sizes.sp * sizes.tp)}
     found = [shape for shape in shapes if sum(_is_sequence(size, work, sizes, features) for size in shape) > 1]
@@ -163,12 +163,12 @@ def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes
 
 
 def _features(work: Workload) -> set[int]:
-    return {work.ffn, work.text_tokens, *(size for matrix in (*work.block, *work.outer) for size in matrix.shape)}
+    return {work.ffn, work.text_tokens, *(size for _, matrix in work.matrices for size in matrix.shape)}
 
 
 def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]) -> bool:
     """Padded to a kernel's blocks or not. A size that weights have is a feature dimension."""
-    lengths = {part for whole in (work.tokens, work.sequence) for part in (whole, -(-whole // sizes.sp))}
+    lengths = (work.sequence, -(-work.sequence // sizes.sp))
     return size not in features and any(
         length <= size <= -(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in lengths
     )

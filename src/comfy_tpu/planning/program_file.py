@@ -14,11 +14,11 @@ import jax.export
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.parallel.chips import parse_slice
-from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
 from comfy_tpu.planning.program import ProgramFacts, StepProgram
 
-_FORMAT = "comfy-tpu program 1"
+_FORMAT = "comfy-tpu program 2"
 _HEADER, _PROGRAM = "plan.json", "program.jax-export"
 
 
@@ -82,8 +82,9 @@ def read_program(path: Path) -> StepProgram:
 
 
 def _workload(values: dict[str, Any]) -> Workload:
-    matrices = {
-        part: tuple(Matrix(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values[part])
-        for part in ("block", "outer")
-    }
-    return Workload(**{**values, **matrices})
+    stacks = tuple(Stack(**{**stack, "matrices": _matrices(stack["matrices"])}) for stack in values["stacks"])
+    return Workload(**{**values, "stacks": stacks, "outer": _matrices(values["outer"])})
+
+
+def _matrices(values: list[dict[str, Any]]) -> tuple[Matrix, ...]:
+    return tuple(Matrix(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values)

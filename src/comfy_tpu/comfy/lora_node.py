@@ -1,0 +1,60 @@
+"""TPU Load LoRA: LoRA files for the nodes that run models of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy_api.latest import io
+
+from comfy_tpu.comfy.inputs import LORA_TYPE, check_loras
+from comfy_tpu.config import Lora
+
+_FOLDER = "loras"
+
+
+class TPULoraLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TPULoraLoader",
+            display_name="TPU Load LoRA",
+            category="TPU",
+            description="A LoRA for Wan 2.1 TPU Sampler and Wan 2.1 TPU Full Pipeline. Several go one after the other.",
+            inputs=[
+                io.Combo.Input(
+                    "lora_name",
+                    options=[name for name in folder_paths.get_filename_list(_FOLDER) if name.endswith(".safetensors")],
+                    tooltip="A safetensors file in ComfyUI's models/loras, of any trainer.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How much of it is added to the model. 0 is none; below 0 takes away.",
+                ),
+                LORA_TYPE.Input(
+                    "previous_lora", optional=True, tooltip="From another TPU Load LoRA: both are then in the model."
+                ),
+            ],
+            outputs=[
+                LORA_TYPE.Output("lora", tooltip="For the lora input of a sampler, or for the next TPU Load LoRA.")
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str | None = None, **_: Any) -> str:
+        """A file that was trained further under its name is another one. No name: it comes over a link."""
+        path = folder_paths.get_full_path(_FOLDER, lora_name) if lora_name else None
+        if path is None:
+            return ""
+        status = Path(path).stat()
+        return f"{status.st_size} {status.st_mtime_ns}"
+
+    @classmethod
+    def execute(cls, lora_name: str, strength: float, previous_lora: Any = None) -> io.NodeOutput:
+        path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora_name))
+        return io.NodeOutput((*check_loras(previous_lora), Lora(path, strength)))

@@ -1,0 +1,137 @@
+"""Changes of weights, such as LoRA's: added to them on their devices, or on the host where they are quantized after."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from comfy_tpu.compiler.checkpoint import TensorInfo
+from comfy_tpu.compiler.weights import Changer, WeightSource, put
+
+RANK_MIN = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightChange:
+    """What is added to one tensor of a checkpoint: up @ down, or a difference, or both. All are float32."""
+
+    up: torch.Tensor | None = None
+    """[outputs, rank]"""
+    down: torch.Tensor | None = None
+    """[rank, inputs…]"""
+    difference: torch.Tensor | None = None
+    """[outputs, inputs…]"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.up is not None and self.down is not None:
+            return (self.up.shape[0], *self.down.shape[1:])
+        assert self.difference is not None
+        return tuple(self.difference.shape)
+
+    def added_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """float32: whoever rounds it then rounds once."""
+        total = tensor.float()
+        if self.up is not None and self.down is not None:
+            total = total + torch.tensordot(self.up, self.down, dims=1)
+        return total if self.difference is None else total + self.difference
+
+
+class WeightChanges(Protocol):
+    """By the names that tensors have in the checkpoint."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read(self, name: str) -> WeightChange: ...
+
+    def close(self) -> None: ...
+
+
+class MergedSource:
+    """A checkpoint whose tensors have the changes in them, made on the host as they are read."""
+
+    def __init__(self, source: WeightSource, changes: WeightChanges) -> None:
+        self._source = source
+        self._changes = changes
+
+    @property
+    def path(self) -> Path:
+        return self._source.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._source.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._source.read(name)
+        return self._changes.read(name).added_to(tensor) if name in self._changes else tensor
+
+    def close(self) -> None:
+        self._changes.close()
+        self._source.close()
+
+
+def merging(changes: WeightChanges) -> Changer:
+    """For `load_weights`: adds each tensor's change on its devices, before it goes into the stack of its layers."""
+
+    def change(name: str, array: jax.Array) -> jax.Array:
+        return merge(array, changes.read(name)) if name in changes else array
+
+    return change
+
+
+def merge(array: jax.Array, change: WeightChange) -> jax.Array:
+    """A weight with its change, in the same dtype and place.
+
+    Before it is in its stack: a program that reads a layer of a stack and writes it back copies the whole stack first
+    (30 layers of 1536 × 1536 in bfloat16, rank 64, two CPU cores: 142 MB and 2.0 s, against 9 MB and 0.6 s).
+    """
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding)
+    axes_of_all = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    rows, columns = axes_of_all[0], axes_of_all[1:]
+    up, down = _padded(change)
+    parts = ((up, (rows,)), (down, (None, *columns)), (change.difference, (rows, *columns)))
+    # Cut as the weight is: each device makes its own piece of the product, and nothing goes between them.
+    placed = [None if part is None else _place(part, sharding, axes) for part, axes in parts]
+    # Until then the devices may read from host memory that is about to go.
+    return _merger(sharding)(array, *placed).block_until_ready()
+
+
+def _padded(change: WeightChange) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Ranks up to a power of two, with zeros: or every rank, and every sum of ranks, would compile its own program."""
+    if change.up is None or change.down is None:
+        return None, None
+    rank = change.up.shape[1]
+    more = max(RANK_MIN, 1 << (rank - 1).bit_length()) - rank
+    down = torch.cat([change.down, change.down.new_zeros(more, *change.down.shape[1:])])
+    return torch.nn.functional.pad(change.up, (0, more)), down
+
+
+def _place(part: torch.Tensor, sharding: NamedSharding, axes: tuple[Any, ...]) -> jax.Array:
+    return put(part, np.dtype(np.float32), NamedSharding(sharding.mesh, PartitionSpec(*axes)), keep=False)
+
+
+@functools.cache  # jit compiles once per function object: another LoRA of the same rank must compile nothing
+def _merger(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    def merge(
+        array: jax.Array, up: jax.Array | None, down: jax.Array | None, difference: jax.Array | None
+    ) -> jax.Array:
+        total = array.astype(jnp.float32)
+        if up is not None and down is not None:
+            total += jnp.tensordot(up, down, axes=1, precision=jax.lax.Precision.HIGHEST)
+        if difference is not None:
+            total += difference
+        return total.astype(array.dtype)
+
+    # Not donated: on a CPU the array may be the mapped checkpoint itself. It is one layer, and goes when this is done.
+    return jax.jit(merge, out_shardings=sharding)

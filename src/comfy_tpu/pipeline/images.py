@@ -1,0 +1,75 @@
+"""Pictures that a video begins or ends with: read, brought to size, as numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+
+_SIDE_MAX = 16384
+"""A picture with a longer side is refused before it is unpacked."""
+
+
+def read_image(path: Path) -> Image.Image:
+    """RGB, upright. Transparency is dropped, as ComfyUI's Load Image does."""
+    if not path.is_file():
+        raise InvalidValueError(f"image={path} is not a file; give a picture such as first.png")
+    try:
+        with Image.open(path) as image:
+            if max(image.size) > _SIDE_MAX:
+                raise InvalidValueError(
+                    f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller"
+                )
+            return as_rgb(ImageOps.exif_transpose(image))
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidValueError(f"image={path} cannot be read as a picture ({error}); give a PNG or JPEG") from error
+
+
+def fingerprint(images: Sequence[Image.Image]) -> str:
+    """Of what they show; empty if there are none."""
+    digest = hashlib.sha256()
+    for image in images:
+        digest.update(f"{image.mode} {image.size};".encode() + image.tobytes())
+    return digest.hexdigest()[:16] if images else ""
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits, which PIL would cut off at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def as_pixels(image: Image.Image, width: int, height: int) -> torch.Tensor:
+    """[3, height, width] in -1..1. Resized to the size itself, whatever its shape, as diffusers does."""
+    fitted = image.resize((width, height), resample=Image.Resampling.LANCZOS)
+    values = torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0)
+    return values.permute(2, 0, 1) * 2.0 - 1.0
+
+
+def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
+    """As the image encoder was trained to see them: [pictures, 3, side, side]."""
+    values: torch.Tensor = processor(images=list(images), return_tensors="pt").pixel_values
+    return values
+
+
+def picture_parts(
+    images: Sequence[Image.Image], settings: GenerationSettings, temporal_scale: int
+) -> Iterator[torch.Tensor]:
+    """A video [1, 3, frames, height, width] that is gray but for the given pictures, as a VAE takes it: the first frame
+    alone, then as many at a time as a latent holds."""
+    first, *last = (as_pixels(image, settings.width, settings.height) for image in images)
+    yield first[None, :, None]
+    count = (settings.num_frames - 1) // temporal_scale
+    for index in range(count):
+        part = torch.zeros(1, 3, temporal_scale, settings.height, settings.width)
+        if last and index == count - 1:
+            part[0, :, -1] = last[0]
+        yield part

@@ -1,0 +1,171 @@
+"""LoRA files for a model: opened, checked against it, and read tensor by tensor while its weights are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from comfy_tpu.compiler.merging import WeightChange
+from comfy_tpu.config import Lora
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
+from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
+from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenLora:
+    """A file that fits the model: what it adds to which tensors of the model's checkpoint."""
+
+    file: LoraFile
+    strength: float
+    noise: str
+    """ "all", or the one of two transformers that gets it: "high" or "low"."""
+    fingerprint: str
+    factors: dict[str, Factors]
+
+    def change(self, name: str) -> WeightChange:
+        factors = self.factors[name]
+        if factors.up is None or factors.down is None:
+            return WeightChange(difference=self._read(factors.difference, factors.rows) * self.strength)
+        up = self._read(factors.up, factors.rows).flatten(1)
+        down = self._read(factors.down).reshape(-1, *factors.shape[1:])
+        # Into up, which the strength and alpha / rank then reach in float32 whatever the file is in.
+        return WeightChange(up * (self.strength * factors.scale), down)
+
+    def _read(self, key: str | None, rows: slice = slice(None)) -> torch.Tensor:
+        assert key is not None
+        tensor = self.file.checkpoint.read(key)[rows].float()
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"lora={self.file.path}: {key} holds NaN or infinity; download it again")
+        return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Loras:
+    """All that are in a model at once, in the form in which a component takes changes of its weights."""
+
+    opened: tuple[OpenLora, ...] = ()
+
+    def of(self, transformer: int) -> Loras:
+        """Those of the family's first or second transformer."""
+        return Loras(tuple(lora for lora in self.opened if lora.noise in ("all", NOISE[transformer])))
+
+    @property
+    def key(self) -> tuple[tuple[str, float], ...]:
+        """Which weights come out: empty where they are those of the model itself."""
+        return tuple((lora.fingerprint, lora.strength) for lora in self._acting)
+
+    @property
+    def label(self) -> str:
+        return "".join(f" + {lora.file.path.name}:{lora.strength:g}" for lora in self._acting)
+
+    @property
+    def text(self) -> str:
+        """For the metadata of what was made with them: empty without any, so that older files stay what they are."""
+        notes = [
+            {"name": lora.file.path.name, "fingerprint": lora.fingerprint, "strength": lora.strength}
+            | ({"noise": lora.noise} if lora.noise != "all" else {})
+            for lora in self._acting
+        ]
+        return json.dumps(notes, ensure_ascii=False) if notes else ""
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in lora.factors for lora in self._acting)
+
+    def read(self, name: str) -> WeightChange:
+        """One change of all files: side by side along the rank, so that the weight is rounded once."""
+        changes = [lora.change(name) for lora in self._acting if name in lora.factors]
+        ups = [change.up for change in changes if change.up is not None]
+        downs = [change.down for change in changes if change.down is not None]
+        differences = [change.difference for change in changes if change.difference is not None]
+        return WeightChange(
+            torch.cat(ups, dim=1) if ups else None,
+            torch.cat(downs) if downs else None,
+            torch.stack(differences).sum(0) if differences else None,
+        )
+
+    def close(self) -> None:
+        for lora in self.opened:
+            lora.file.checkpoint.close()
+
+    @property
+    def _acting(self) -> list[OpenLora]:
+        return [lora for lora in self.opened if lora.strength != 0]
+
+
+NO_LORAS = Loras()
+
+NOISE = ("high", "low")
+"""What the first and the second of two transformers are for."""
+
+
+def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
+    """Everything that headers can tell is checked here, before a weight is loaded."""
+    if not loras:
+        return NO_LORAS
+    names = files.family.lora_names
+    if names is None:
+        raise UnsupportedError(f"LoRA is not supported with {files.family.name} models; leave out lora={loras[0].path}")
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, names)
+    return Loras(tuple(_open(lora, targets, files) for lora in loras))
+
+
+def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
+    strength = lora.strength
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not math.isfinite(strength):
+        raise InvalidValueError(
+            f"lora={lora.path} has strength {strength!r}, which is not a finite number; 1 takes it as it was trained"
+        )
+    if lora.noise not in ("all", *NOISE):
+        raise InvalidValueError(f"lora={lora.path} is for noise {lora.noise!r}; choose from all, {', '.join(NOISE)}")
+    if lora.noise != "all" and len(files.family.transformers) == 1:
+        raise InvalidValueError(
+            f"lora={lora.path} is for {lora.noise} noise, but model {files.name} has one transformer for all; leave "
+            f"{lora.noise} out"
+        )
+    file = LoraFile.open(lora.path)
+    matched = file.match(targets)
+    if not matched.factors:
+        raise InvalidValueError(
+            f"lora={lora.path} fits nothing in model {files.name}, it holds {listed(file.checkpoint.tensors, 3)}; "
+            f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}"
+        )
+    if matched.text_keys:
+        logger.warning(
+            "lora=%s: its %d text encoder tensors are ignored; the text encoder stays as it is",
+            lora.path,
+            len(matched.text_keys),
+        )
+    if matched.unknown:
+        logger.warning(
+            "lora=%s: model %s has no place for %s; the rest is applied",
+            lora.path,
+            files.name,
+            listed(matched.unknown),
+        )
+    _check_shapes(lora.path, matched.factors, files)
+    return OpenLora(file, float(strength), lora.noise, _fingerprint(lora.path), matched.factors)
+
+
+def _check_shapes(path: Path, factors: dict[str, Factors], files: ModelFiles) -> None:
+    for name, found in factors.items():
+        if found.made != found.shape:
+            raise InvalidValueError(
+                f"lora={path} changes {name} by a tensor of shape {found.made}, and in model {files.name} it has shape "
+                f"{found.shape}: use a LoRA made for this size of {files.family.name}"
+            )
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.sha256()
+    digest_tensors(path, digest)
+    return digest.hexdigest()[:16]

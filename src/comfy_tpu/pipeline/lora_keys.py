@@ -1,0 +1,258 @@
+"""What is in a LoRA file, by the names that the model's own checkpoint has.
+
+Trainers and tools write one thing under many names. For the query projection of Wan's first block:
+
+    transformer.blocks.0.attn1.to_q.lora_A.weight           diffusers and PEFT
+    lora_unet_blocks_0_self_attn_q.lora_down.weight         kohya, with .alpha beside it
+    diffusion_model.blocks.0.self_attn.q.lora_down.weight   ComfyUI and the original code; lora_A as well
+
+The table of names is made from the model, so that underscores need not be told apart from dots. diffusers' own
+conversion (0.42) is not used: of a kohya file it wants every layer of every block with an alpha, of the others no alpha
+outside the blocks and no key of a text encoder, or it raises; and it drops differences of weights without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+
+from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
+from comfy_tpu.families.family import LoraNames
+
+Part = Literal["down", "up", "alpha", "difference", "bias"]
+
+_PARTS: Mapping[str, Part] = {
+    "lora_A.weight": "down",
+    "lora_A.default.weight": "down",
+    "lora_down.weight": "down",
+    "lora.down.weight": "down",
+    "lora_B.weight": "up",
+    "lora_B.default.weight": "up",
+    "lora_up.weight": "up",
+    "lora.up.weight": "up",
+    "alpha": "alpha",
+    "diff": "difference",
+    "diff_b": "bias",
+    "lora_B.bias": "bias",
+    "lora_B.default.bias": "bias",
+}
+_PREFIXES = (
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "transformer.",
+    "lora_unet_",
+    "lora_transformer_",
+    "",
+)
+_TEXT_ENCODERS = ("text_encoder", "text_encoders.", "lora_te", "text_model.", "cond_stage_model.", "conditioner.")
+_OTHER_KINDS = {
+    "dora_scale": "a DoRA",
+    "lora_magnitude_vector": "a DoRA",
+    "lora_mid": "a LoCon with middle matrices",
+    "hada_w": "a LoHa",
+    "lokr_w": "a LoKr",
+    "oft_": "an OFT",
+}
+_METADATA = "lora_adapter_metadata"
+"""Where diffusers keeps PEFT's configuration, alpha among it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What a file adds to one tensor of the model: up @ down · scale, or a difference. Keys of the file."""
+
+    shape: tuple[int, ...]
+    """Of the model's tensor."""
+    made: tuple[int, ...]
+    """What the file's tensors come to; the same, or they do not fit."""
+    rows: slice
+    """Of the file's outputs."""
+    up: str | None = None
+    down: str | None = None
+    scale: float = 1.0
+    difference: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    weight: str
+    """The model's tensor, and its bias if it has one."""
+    bias: str | None
+    rows: slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Where a model can be changed."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    by_name: Mapping[str, tuple[Target, ...]]
+    """By every name that files have for a module; several targets where one module of theirs is several here."""
+    examples: tuple[str, ...]
+    """Keys of one module, one of each style."""
+
+    def find(self, module: str) -> tuple[Target, ...]:
+        names = (module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix))
+        return next((self.by_name[name] for name in names if name in self.by_name), ())
+
+
+def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets:
+    shapes = {name: info.shape for name, info in tensors.items()}
+    by_name: dict[str, tuple[Target, ...]] = {}
+    examples: list[str] = []
+    for name, shape in shapes.items():
+        if name.endswith(".bias"):
+            continue
+        module = name.removesuffix(".weight")
+        bias = f"{module}.bias" if f"{module}.bias" in shapes else None
+        aliases = {module: slice(None), **names(module, shape)}
+        for alias, rows in aliases.items():
+            target = Target(name, bias, rows)
+            for written in dict.fromkeys((alias, alias.replace(".", "_"))):
+                by_name[written] = (*by_name.get(written, ()), target)
+        if not examples and ".0." in module and len(aliases) > 1 and len(shape) == 2:  # of a block: where LoRAs are
+            alias = list(aliases)[1]
+            examples = [f"transformer.{module}.lora_A.weight", f"diffusion_model.{alias}.lora_down.weight"]
+            examples.append(f"lora_unet_{alias.replace('.', '_')}.lora_down.weight")
+    return Targets(shapes, by_name, tuple(examples))
+
+
+@dataclasses.dataclass(frozen=True)
+class Matched:
+    factors: dict[str, Factors]
+    """By the name of the model's tensor."""
+    unknown: list[str]
+    """Keys that the model has no place for."""
+    text_keys: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraFile:
+    path: Path
+    checkpoint: Checkpoint
+    modules: Mapping[str, Mapping[Part, str]]
+    """Keys by module and part, the module as the file calls it."""
+    others: tuple[str, ...]
+    """Keys that are of no known part."""
+    adapter: Mapping[str, Any]
+    """PEFT's configuration, where the file carries it."""
+
+    @classmethod
+    def open(cls, path: Path) -> LoraFile:
+        if not path.is_file():
+            raise InvalidValueError(f"lora={path} is not a file; give a .safetensors file")
+        try:
+            checkpoint = Checkpoint.open(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"lora={path} cannot be used: {error}") from error
+        modules: dict[str, dict[Part, str]] = {}
+        others = []
+        for key in checkpoint.tensors:
+            if kind := next((kind for part, kind in _OTHER_KINDS.items() if f".{part}" in key), None):
+                raise UnsupportedError(f"lora={path} is {kind} ({key}), which is not supported; use a plain LoRA")
+            suffix = next((suffix for suffix in _PARTS if key.endswith(f".{suffix}")), None)
+            if suffix is None:
+                others.append(key)
+            else:
+                modules.setdefault(key.removesuffix(f".{suffix}"), {})[_PARTS[suffix]] = key
+        if not modules:
+            raise InvalidValueError(
+                f"lora={path} holds no LoRA, but {listed(others, 3)}; expected keys that end in lora_A.weight and "
+                "lora_B.weight, or in lora_down.weight and lora_up.weight"
+            )
+        return cls(path, checkpoint, modules, tuple(others), _adapter(path))
+
+    def match(self, targets: Targets) -> Matched:
+        """What the file adds to the model's tensors. Its shapes are said, not checked."""
+        factors: dict[str, Factors] = {}
+        unknown = [key for key in self.others if not key.startswith(_TEXT_ENCODERS)]
+        text_keys = [key for key in self.others if key.startswith(_TEXT_ENCODERS)]
+        for module, parts in self.modules.items():
+            found = targets.find(module)
+            if not found:
+                rest = text_keys if module.startswith(_TEXT_ENCODERS) else unknown
+                rest.extend(parts.values())
+            for target in found:
+                made = self._factors(module, parts, target, targets.shapes)
+                if twice := next((name for name in made if name in factors), None):
+                    raise InvalidValueError(
+                        f"lora={self.path} changes {twice} under two names, one of them {module}; download it again"
+                    )
+                factors |= made
+                if "bias" in parts and target.bias is None:
+                    unknown.append(parts["bias"])
+        return Matched(factors, unknown, text_keys)
+
+    def _factors(
+        self, module: str, parts: Mapping[Part, str], target: Target, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Factors]:
+        made = {}
+        shape = shapes[target.weight]
+        if ("up" in parts) != ("down" in parts):
+            raise InvalidValueError(
+                f"lora={self.path} has {parts.get('up') or parts.get('down')} without its other half; download it again"
+            )
+        if "up" in parts and "difference" in parts:
+            raise UnsupportedError(f"lora={self.path} has both a LoRA and a difference for {module}; use another file")
+        if "up" in parts:
+            up, down = (self.checkpoint.tensors[parts[part]].shape for part in ("up", "down"))
+            product = _product(up, down, target.rows, shape)
+            scale = self._scale(module, parts, rank=max(down[0], 1) if down else 1)
+            made[target.weight] = Factors(shape, product, target.rows, parts["up"], parts["down"], scale)
+        elif "difference" in parts:
+            made[target.weight] = self._difference(parts["difference"], target.rows, shape)
+        if "bias" in parts and target.bias is not None:
+            made[target.bias] = self._difference(parts["bias"], target.rows, shapes[target.bias])
+        return made
+
+    def _difference(self, key: str, rows: slice, shape: tuple[int, ...]) -> Factors:
+        found = self.checkpoint.tensors[key].shape
+        return Factors(shape, _cut(found, rows), rows, difference=key)
+
+    def _scale(self, module: str, parts: Mapping[Part, str], rank: int) -> float:
+        """alpha / rank, which is 1 where a file says nothing of alpha."""
+        if "alpha" in parts:
+            tensor = self.checkpoint.read(parts["alpha"])
+            alpha = float(tensor) if tensor.numel() == 1 else math.nan
+        else:
+            patterns = self.adapter.get("alpha_pattern") or {}
+            # As PEFT matches: a pattern is the end of a module's name.
+            own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+            alpha = next(own, self.adapter.get("lora_alpha", rank))
+        if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+            raise CheckpointError(f"lora={self.path}: alpha of {module} is not a finite number; download it again")
+        return alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
+
+
+def _product(up: tuple[int, ...], down: tuple[int, ...], rows: slice, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of up @ down: the model's own where the numbers agree, so that a linear layer's fits a 1×1×1 kernel."""
+    if len(up) < 2 or len(down) < 2 or up[1] != down[0] or math.prod(up[2:]) != 1:
+        return (*up, *down)  # no product at all: the two as they are, which fits nothing
+    outputs = _cut(up, rows)[0]
+    same = math.prod(down[1:]) == math.prod(shape[1:]) and len(shape) > 1
+    return (outputs, *(shape[1:] if same else down[1:]))
+
+
+def _cut(shape: tuple[int, ...], rows: slice) -> tuple[int, ...]:
+    return (len(range(*rows.indices(shape[0]))), *shape[1:]) if shape else shape
+
+
+def _adapter(path: Path) -> Mapping[str, Any]:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        text = (file.metadata() or {}).get(_METADATA)
+    try:
+        content = json.loads(text) if text else {}
+    except ValueError as error:
+        raise CheckpointError(f"lora={path}: its {_METADATA} is no JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"lora={path}: its {_METADATA} is no object; download it again")
+    return {key.removeprefix("transformer."): value for key, value in content.items()}

@@ -1,0 +1,173 @@
+"""Wan 2.1 from pictures and Wan 2.2 against diffusers' pipelines, on one device and over meshes."""
+
+import functools
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from comfy_tpu.compiler.cache import count_compilations
+from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.pipeline import artifacts
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.families import wan_pipelines
+from tests.families.wan_pipelines import KINDS, picture
+from tests.pipeline.test_video import PROMPT, psnr
+
+CHOSEN: dict[str, Any] = {
+    "height": 64,
+    "width": 96,
+    "num_frames": 9,
+    "num_inference_steps": 4,
+    "guidance_scale": 4.0,
+    "flow_shift": 3.0,
+    "seed": 7,
+    "negative_prompt": "blue background",
+}
+PICTURES = {
+    "2.2": 0,
+    "2.2 image": 2,
+    "2.1 image": 1,
+    "2.1 first and last": 2,
+    "5B": 0,
+    "5B image": 1,
+}
+
+
+@functools.cache
+def opened(kind: str, mesh: str = "single") -> VideoPipeline:
+    return VideoPipeline.open(wan_pipelines.directory(kind), mesh=mesh)
+
+
+def chosen(kind: str, **changed: Any) -> dict[str, Any]:
+    return CHOSEN | ({"guidance_scale_2": 2.5} if kind.startswith("2.2") else {}) | changed
+
+
+def video(kind: str, mesh: str = "single", **changed: Any) -> torch.Tensor:
+    pipeline = opened(kind, mesh)
+    images = [picture(seed) for seed in range(PICTURES[kind])]
+    return torch.cat(list(pipeline.generate(PROMPT, pipeline.settings(**chosen(kind, **changed)), images)), dim=1)
+
+
+@functools.cache
+def expected(kind: str, height: int = 64, width: int = 96) -> torch.Tensor:
+    given: dict[str, Any] = {}
+    if PICTURES[kind]:
+        given["image"] = picture(0)
+    if PICTURES[kind] > 1:
+        given["last_image"] = picture(1)
+    if kind.startswith("2.2"):
+        given["guidance_scale_2"] = 2.5
+    return wan_pipelines.reference(kind)(
+        prompt=PROMPT,
+        negative_prompt=CHOSEN["negative_prompt"],
+        height=height,
+        width=width,
+        num_frames=CHOSEN["num_frames"],
+        num_inference_steps=CHOSEN["num_inference_steps"],
+        guidance_scale=CHOSEN["guidance_scale"],
+        generator=torch.Generator().manual_seed(CHOSEN["seed"]),
+        output_type="pt",
+        max_sequence_length=512,
+        **given,
+    ).frames.permute(0, 1, 3, 4, 2)
+
+
+@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_video_is_that_of_diffusers_on_every_mesh(kind: str, mesh: str) -> None:
+    assert expected(kind).std() > 0.02, "the reference shows something"
+    assert psnr(video(kind, mesh), expected(kind)) >= 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_size(kind: str) -> None:
+    assert psnr(video(kind, height=96, width=64), expected(kind, 96, 64)) >= 40
+
+
+def test_both_transformers_take_part_and_are_one_program() -> None:
+    pipeline = VideoPipeline.open(wan_pipelines.directory("2.2"), mesh="single", residency=Residency(ResidencyConfig()))
+    settings = pipeline.settings(**chosen("2.2"))
+    assert {step.transformer for step in pipeline.plan(settings)} == {0, 1}
+    heard: list[str] = []
+    pipeline.on_progress = lambda progress: heard.append(progress.what) if progress.stage == "compiling" else None
+    list(pipeline.generate(PROMPT, settings))
+    assert heard.count("transformer.denoise_step at 96×64×9") == 2, "compiling and ready, once"
+    assert not any("transformer_2" in what for what in heard)
+
+
+def test_the_boundary_and_the_second_guidance_change_the_video_and_compile_nothing() -> None:
+    first = video("2.2")
+    with count_compilations() as count:
+        assert not torch.equal(video("2.2", boundary=0.3), first)
+        assert not torch.equal(video("2.2", guidance_scale_2=4.0), first)
+        assert torch.equal(video("2.2"), first)
+    assert count.requested == 0
+
+
+def test_a_model_that_takes_the_low_noise_alone_has_one_stage() -> None:
+    pipeline = opened("2.2")
+    assert {step.transformer for step in pipeline.plan(pipeline.settings(**chosen("2.2", boundary=1.0)))} == {0, 1}
+    assert {step.transformer for step in pipeline.plan(pipeline.settings(**chosen("2.2", boundary=0.0)))} == {0}
+
+
+def test_the_first_frame_of_the_5b_is_the_picture() -> None:
+    with_picture, without = video("5B image"), video("5B")
+    assert with_picture.shape == without.shape
+    assert not torch.equal(with_picture[:, :1], without[:, :1])
+
+
+def test_the_5b_needs_no_picture() -> None:
+    pipeline = opened("5B image")
+    settings = pipeline.settings(**chosen("5B"))
+    assert psnr(torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1), expected("5B")) >= 40
+
+
+def test_stages_hand_the_picture_on(tmp_path: Any) -> None:
+    pipeline = opened("2.1 image")
+    settings = pipeline.settings(**CHOSEN)
+    path = tmp_path / "text.safetensors"
+    artifacts.save_text(path, pipeline.encode(PROMPT, settings, [picture(0)]), settings, pipeline)
+    embeddings, _ = artifacts.load_text(path, pipeline)
+    latents = pipeline.denoise(embeddings, settings)
+    assert torch.equal(torch.cat(list(pipeline.decode(latents, settings)), dim=1), video("2.1 image"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pictures", "text"),
+    [
+        ("2.2", 1, "image is given, but model .* begins with a prompt alone; leave it out"),
+        ("2.1 image", 0, "image is missing: model .* begins with a picture; give one"),
+        ("2.1 image", 2, "image is given 2 times, but model .* takes a first picture only"),
+        ("2.2 image", 3, "image is given 3 times, but model .* takes a first and a last picture"),
+    ],
+)
+def test_too_many_or_too_few_pictures(kind: str, pictures: int, text: str) -> None:
+    pipeline = opened(kind)
+    with pytest.raises(InvalidValueError, match=text):
+        pipeline.encode(PROMPT, pipeline.settings(**chosen(kind)), [picture(seed) for seed in range(pictures)])
+
+
+def test_one_frame_has_no_last_one() -> None:
+    pipeline = opened("2.2 image")
+    settings = pipeline.settings(**chosen("2.2 image", num_frames=1))
+    with pytest.raises(InvalidValueError, match="num_frames=1 has no last frame"):
+        pipeline.encode(PROMPT, settings, [picture(0), picture(1)])
+
+
+def test_a_picture_of_another_size_is_refused_by_the_next_stage() -> None:
+    pipeline = opened("2.2 image")
+    embeddings = pipeline.encode(PROMPT, pipeline.settings(**chosen("2.2 image")), [picture(0)])
+    with pytest.raises(InvalidValueError, match="the picture was encoded for other sizes.*encode it for 64×96×9"):
+        pipeline.denoise(embeddings, pipeline.settings(**chosen("2.2 image", height=96, width=64)))
+
+
+@pytest.mark.parametrize("folder", ["transformer", "transformer_2"])
+def test_a_pair_with_one_transformer_missing_is_refused(tmp_path: Any, folder: str) -> None:
+    shutil.copytree(wan_pipelines.directory("2.2"), tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / folder)
+    with pytest.raises(CheckpointError, match=f"lacks {folder}; a WanPipeline directory has .*transformer_2"):
+        VideoPipeline.open(tmp_path / "model")
