@@ -7,7 +7,7 @@ import pytest
 
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.errors import MeshError
-from comfy_tpu.kernels import attention
+from comfy_tpu.kernels import attention, joint_attention
 from tests.kernels.attention_reference import Case, cpu_placement, relative_error, run
 
 LAYOUTS = {
@@ -130,6 +130,50 @@ def test_a_mesh_of_one_device_needs_no_jit() -> None:
     inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
     got = attention(**inputs, placement=cpu_placement(), config=AttentionConfig())
     assert relative_error(np.asarray(got), case.expected(case.inputs())) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_heads_that_do_not_divide_may_be_computed_whole(layout: dict) -> None:
+    case = Case(heads=6, kv_heads=2, queries=77, keys=77, mask=(2, 6, 77, 77))
+    config = AttentionConfig(implementation="chunked", uneven_heads="whole")
+    assert relative_error(*run(case, config, cpu_placement(**layout))) <= 1e-5
+
+
+def _parts(case: Case, count: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """A sequence as two, of which the first has `count` tokens."""
+    arrays = [jnp.asarray(case.inputs()[name]) for name in ("query", "key", "value")]
+    return [array[:, :, :count] for array in arrays], [array[:, :, count:] for array in arrays]
+
+
+@pytest.mark.parametrize("lengths", [None, (77, 65)], ids=["all keys", "lengths"])
+@pytest.mark.parametrize("config", [CHUNKED, splash("auto")], ids=["chunked", "splash"])
+@pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["single", *LAYOUTS])
+def test_two_sequences_attend_as_one(layout: dict, config: AttentionConfig, lengths: tuple[int, int] | None) -> None:
+    """Neither length divides by sp, and keys beyond the lengths take no part."""
+    case = Case(heads=8, kv_heads=8, queries=77, keys=77, lengths=lengths)
+    placement = cpu_placement(**layout)
+
+    @jax.jit
+    def both(first: list[jax.Array], second: list[jax.Array]) -> jax.Array:
+        counts = None if lengths is None else jnp.asarray(lengths)
+        out = joint_attention(first, second, placement=placement, config=config, kv_lengths=counts)
+        return jnp.concatenate(out, axis=2)
+
+    assert relative_error(np.asarray(both(*_parts(case, 59))), case.expected(case.inputs())) <= 1e-5
+
+
+def test_two_sequences_are_joined_behind_the_exchange() -> None:
+    placement = cpu_placement(sp=4)
+
+    def parts(count: int) -> list[jax.ShapeDtypeStruct]:
+        spread = placement.sharding(None, None, "sp")
+        return [jax.ShapeDtypeStruct((1, 4, count, 16), jnp.float32, sharding=spread)] * 3
+
+    joint = jax.jit(lambda a, b: joint_attention(a, b, placement=placement, config=AttentionConfig()))
+    text = joint.lower(parts(80), parts(16)).compile().as_text()
+    assert "all-to-all" in text
+    for collective in ("all-gather", "all-reduce", "collective-permute"):
+        assert collective not in text
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -34,7 +34,7 @@ def temporary_directory() -> Path:
     return Path(directory)
 
 
-def _small(spec: ComponentSpec, config: Mapping[str, Any], build: Callable[[], torch.nn.Module]) -> SmallModel:
+def small_model(spec: ComponentSpec, config: Mapping[str, Any], build: Callable[[], torch.nn.Module]) -> SmallModel:
     torch.manual_seed(0)
     reference = build().eval().requires_grad_(False)
     for parameter in reference.parameters():
@@ -62,7 +62,7 @@ def transformer() -> SmallModel:
         "qk_norm": "rms_norm_across_heads",
         "rope_max_seq_len": 32,
     }
-    return _small(wan.TRANSFORMER, config, lambda: WanTransformer3DModel(**config))
+    return small_model(wan.TRANSFORMER, config, lambda: WanTransformer3DModel(**config))
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def text_encoder(d_model: int = 32) -> SmallModel:
         "feed_forward_proj": "gated-gelu",
         "tie_word_embeddings": False,
     }
-    return _small(wan.TEXT_ENCODER, config, lambda: UMT5EncoderModel(UMT5Config(**config)))
+    return small_model(wan.TEXT_ENCODER, config, lambda: UMT5EncoderModel(UMT5Config(**config)))
 
 
 @functools.cache
@@ -95,4 +95,4 @@ def vae(levels: int = 3) -> SmallModel:
         "scale_factor_temporal": 2 ** (levels - 2),
         "scale_factor_spatial": 2 ** (levels - 1),
     }
-    return _small(wan.VAE, config, lambda: AutoencoderKLWan(**config))
+    return small_model(wan.VAE, config, lambda: AutoencoderKLWan(**config))

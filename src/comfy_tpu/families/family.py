@@ -139,6 +139,10 @@ class VideoFamily:
     guidance: Literal["branches", "embedded", "none"] = "branches"
     """branches: a second forward with the negative prompt. embedded: a number that the model reads. none: it has
     no effect, because the model was distilled without it."""
+    first_cache: Callable[[int], Cache | None] = lambda frames: None
+    """(latent frames) -> the cache that comes with the first one: for a VAE that must know how many there will be."""
+    own_settings: Callable[[Callable[[str], Config]], Mapping[str, Any]] = lambda read: {}
+    """(reads a JSON file of the model directory, empty where there is none) -> settings that the model brings along."""
     image: ImageInput | None = None
     curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.

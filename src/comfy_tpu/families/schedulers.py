@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.family import SchedulerFactory
 
@@ -21,6 +23,16 @@ def euler(settings: GenerationSettings) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return _set(FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift), settings)
+
+
+def euler_from_one(settings: GenerationSettings) -> Any:
+    """With noise levels in equal steps from 1, as pipelines have them that say so themselves; `euler` above has the
+    scheduler's own, which end above zero before the shift."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, settings.num_inference_steps + 1)[:-1])
+    return scheduler
 
 
 def dpm(settings: GenerationSettings) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,7 +17,7 @@ from comfy_tpu.kernels.chunked import chunked
 from comfy_tpu.kernels.cudnn import cudnn
 from comfy_tpu.kernels.hopper import hopper
 from comfy_tpu.kernels.masking import Masking, band_of, smooth, split_mask
-from comfy_tpu.kernels.sharded import over_mesh
+from comfy_tpu.kernels.sharded import divides_heads, joint_over_mesh, over_mesh
 from comfy_tpu.kernels.splash import splash
 from comfy_tpu.parallel.placement import Placement
 
@@ -74,7 +75,7 @@ def attention(
         has_lengths=lengths is not None,
     )
     strategy = choose_strategy(call, platform, sizes, config)
-    shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
+    shares_sequence = sizes.sp > 1 or (not divides_heads(heads, sizes) and sizes.tp > 1)
     implementation = choose_implementation(call, platform, chip, config, sharded=strategy if shares_sequence else None)
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
@@ -92,6 +93,59 @@ def attention(
     if placement is None or sizes.device_count == 1:
         return local(query, key, value, masking, partial=False)[0]
     return over_mesh(query, key, value, masking, placement=placement, strategy=strategy, local=local)
+
+
+def joint_attention(
+    first: Sequence[Float[Array, "batch heads tokens head_dim"]],
+    second: Sequence[Float[Array, "batch heads others head_dim"]],
+    *,
+    placement: Placement | None,
+    config: AttentionConfig,
+    kv_lengths: Int[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch heads others head_dim"]]:
+    """Two sequences, (query, key, value) each, that attend to each other as if the second stood behind the first.
+
+    `kv_lengths` counts keys of both. The results are apart again: a video and its text never need to be one array
+    that is split over the mesh.
+    """
+    count, more = first[0].shape[2], second[0].shape[2]
+    batch, heads, _, head_dim = first[0].shape
+    sizes = MeshSizes() if placement is None else placement.sizes
+    call = Call(
+        heads=heads,
+        queries=count + more,
+        keys=count + more,
+        head_dim=head_dim,
+        value_dim=first[2].shape[3],
+        dtype=first[0].dtype,
+        has_lengths=kv_lengths is not None,
+    )
+    platform: Platform = "cpu" if placement is None else placement.platform
+    strategy = choose_strategy(call, platform, sizes, config)
+    if placement is None or sizes.sp == 1 or strategy != "ulysses":
+        joined = (jnp.concatenate(pair, axis=2) for pair in zip(first, second, strict=True))
+        out = attention(*joined, placement=placement, config=config, kv_lengths=kv_lengths)
+        return out[:, :, :count], out[:, :, count:]
+    implementation = choose_implementation(call, platform, placement.chip, config, sharded=strategy)
+
+    def local(query: Array, key: Array, value: Array, masking: Masking, *, partial: bool) -> tuple[Array, Array | None]:
+        if implementation == "splash" and config.smooth_keys:
+            key = smooth(key, masking)
+        return _local(
+            query,
+            key,
+            value,
+            masking,
+            partial=partial,
+            implementation=implementation,
+            scale=1.0 / math.sqrt(head_dim),
+            platform=platform,
+            chip=placement.chip,
+            config=config,
+        )
+
+    lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
+    return joint_over_mesh(first, second, lengths, placement=placement, local=local)
 
 
 def _local(

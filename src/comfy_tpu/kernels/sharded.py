@@ -8,6 +8,7 @@ platforms=["tpu"])` with argument shardings on the same abstract mesh. No use_ab
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from comfy_tpu.config import MeshSizes
 from comfy_tpu.kernels.choice import Strategy
 from comfy_tpu.kernels.masking import Masking, merge
 from comfy_tpu.parallel.placement import Placement
@@ -43,8 +45,9 @@ def over_mesh(
     keys = key.shape[2]
     shards_keys = strategy != "whole_keys"
     # A single head (a VAE's) leaves tp nothing to divide: it takes a share of the queries instead.
-    head_axis, query_axes = ("tp", ("sp",)) if heads > 1 else (None, ("sp", "tp"))
-    head_shards, query_shards = (sizes.tp, sizes.sp) if heads > 1 else (1, sizes.sp * sizes.tp)
+    divides = divides_heads(heads, sizes)
+    head_axis, query_axes = ("tp", ("sp",)) if divides else (None, ("sp", "tp"))
+    head_shards, query_shards = (sizes.tp, sizes.sp) if divides else (1, sizes.sp * sizes.tp)
 
     copies = _kv_copies(heads, key.shape[1], head_shards * (sizes.sp if strategy == "ulysses" else 1))
     if copies > 1:
@@ -93,12 +96,54 @@ def over_mesh(
     return out[:, :, :queries]
 
 
-def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
-    query, key, value = (
-        lax.all_to_all(array, "sp", split_axis=1, concat_axis=2, tiled=True) for array in (query, key, value)
+def divides_heads(heads: int, sizes: MeshSizes) -> bool:
+    return heads > 1 and heads % sizes.tp == 0
+
+
+def joint_over_mesh(
+    first: Sequence[Array],
+    second: Sequence[Array],
+    lengths: Array | None,
+    *,
+    placement: Placement,
+    local: LocalAttention,
+) -> tuple[Array, Array]:
+    """Ulysses over two sequences that attend to each other as one, (query, key, value) each.
+
+    They are put end to end after the exchange, where every device has them whole. Before it, both are split along the
+    dimension that would be joined, and XLA joins such arrays by rebuilding them whole on every device.
+    """
+    sp, counts = placement.sizes.sp, (first[0].shape[2], second[0].shape[2])
+    parts = tuple(tuple(_pad(array, 2, -array.shape[2] % sp) for array in part) for part in (first, second))
+    dp = "dp" if first[0].shape[0] % placement.sizes.dp == 0 else None
+    spec = P(dp, "tp", "sp")
+
+    def body(parts: tuple[tuple[Array, ...], ...], lengths: Array | None) -> tuple[Array, ...]:
+        whole = [[_to_heads(array)[:, :, :count] for array in part] for part, count in zip(parts, counts, strict=True)]
+        query, key, value = (jnp.concatenate(pair, axis=2) for pair in zip(*whole, strict=True))
+        out, _ = local(query, key, value, Masking(lengths=lengths), partial=False)
+        outs = out[:, :, : counts[0]], out[:, :, counts[0] :]
+        return tuple(_to_sequence(_pad(part, 2, -part.shape[2] % sp)) for part in outs)
+
+    outs = jax.shard_map(body, mesh=placement.mesh, in_specs=(spec, P(dp)), out_specs=(spec, spec), check_vma=False)(
+        parts, lengths
     )
+    return outs[0][:, :, : counts[0]], outs[1][:, :, : counts[1]]
+
+
+def _to_heads(array: Array) -> Array:
+    """All heads of a share of the sequence -> the whole sequence of a share of the heads."""
+    return lax.all_to_all(array, "sp", split_axis=1, concat_axis=2, tiled=True)
+
+
+def _to_sequence(array: Array) -> Array:
+    return lax.all_to_all(array, "sp", split_axis=2, concat_axis=1, tiled=True)
+
+
+def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
+    query, key, value = (_to_heads(array) for array in (query, key, value))
     out, _ = local(query, key, value, masking, partial=False)
-    return lax.all_to_all(out, "sp", split_axis=2, concat_axis=1, tiled=True)
+    return _to_sequence(out)
 
 
 def _ring(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:

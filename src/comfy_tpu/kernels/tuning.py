@@ -36,6 +36,9 @@ _WIDE = BlockSizes(query=1024, key=1024, key_compute=512)
 """Head sizes over 128 (the Wan VAE has one head of 384): operand tiles grow with the head, 24 MiB at 384 in float32
 with the default tile."""
 
+_WIDEST = BlockSizes(query=1024, key=512, key_compute=512)
+"""Head sizes over 512 (the HunyuanVideo-1.5 VAE has one head of 1024): by hand 18 MiB at 1024 in bfloat16."""
+
 VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
 """What a kernel may take of a core's vector memory (128, 64, 128 and 64 MiB): room for float32, wide heads and tiles
 that a user tries, beyond the compiler's default of 16 or 32 MiB. The rest is left to what XLA keeps there."""
@@ -43,10 +46,10 @@ VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
 
 TABLE: dict[TuningKey, BlockSizes] = {
-    TuningKey(chip, length, head_dim): _WIDE
+    TuningKey(chip, length, head_dim): _WIDE if head_dim <= 512 else _WIDEST
     for chip in VMEM_LIMIT
     for length in LENGTHS
-    for head_dim in (256, 384, 512)
+    for head_dim in range(256, 1024 + LANES, LANES)
 }
 
 

@@ -21,36 +21,46 @@ OVERLAP = 8
 """What neighbouring tiles share, and blend over."""
 
 
-def decode_frames(decode_frame: DecodeFrame, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+def _no_cache(frames: int) -> object:
+    return None
+
+
+def decode_frames(
+    decode_frame: DecodeFrame, latents: torch.Tensor, first_cache: Callable[[int], object] = _no_cache
+) -> Iterator[torch.Tensor]:
     """[batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width].
 
     If the first two latent frames do not fit in device memory, every frame is decoded in tiles instead: the cache has
     its full size after two.
     """
     ahead: list[torch.Tensor] = []
+    begun = False
     try:
-        cache: object = None
+        cache = first_cache(latents.shape[2])
         for index in range(latents.shape[2]):
             frames, cache = decode_frame(latents[:, :, index : index + 1], cache)
             ahead.append(to_host(frames, consume=True))
             if index >= 1:
+                begun = True
                 yield from ahead
                 ahead.clear()
         yield from ahead
     except DeviceMemoryError as error:
-        if max(latents.shape[3:]) <= TILE or not (ahead or latents.shape[2] == 1 or cache is None):
+        if max(latents.shape[3:]) <= TILE or begun:
             raise
         logger.warning("decoding whole frames did not fit in device memory; decoding in tiles instead (%s)", error)
         del cache
-        yield from decode_tiles(decode_frame, latents)
+        yield from decode_tiles(decode_frame, latents, first_cache)
 
 
-def decode_tiles(decode_frame: DecodeFrame, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+def decode_tiles(
+    decode_frame: DecodeFrame, latents: torch.Tensor, first_cache: Callable[[int], object] = _no_cache
+) -> Iterator[torch.Tensor]:
     """The same in overlapping tiles of one size, which is one program; neighbours are blended over their overlap."""
     height, width = latents.shape[3:]
     rows, columns = tile_starts(height), tile_starts(width)
-    tiles = {(row, column): None for row in rows for column in columns}
-    caches: dict[tuple[int, int], object] = dict(tiles)
+    tiles = [(row, column) for row in rows for column in columns]
+    caches = {tile: first_cache(latents.shape[2]) for tile in tiles}
     for index in range(latents.shape[2]):
         total: torch.Tensor | None = None
         weight: torch.Tensor | None = None

@@ -100,9 +100,9 @@ class ModelFiles:
 
     @property
     def defaults(self) -> GenerationSettings:
-        """The family's, with what the directory's model_index.json and generation.json say in their place."""
+        """The family's, with what the directory's own files say in their place; generation.json has the last word."""
         path = self.directory / "generation.json"
-        own = dict(_read_json(path)) if path.is_file() else {}
+        own = {**self.family.own_settings(self._read_if_there), **self._read_if_there(path.name)}
         if self.index.get("boundary_ratio") is not None:
             own.setdefault("boundary", float(self.index["boundary_ratio"]))
         known = {field.name for field in dataclasses.fields(GenerationSettings)}
@@ -111,6 +111,10 @@ class ModelFiles:
                 f"{path} names {unknown[0]}, which is no setting; settings are {', '.join(sorted(known))}"
             )
         return dataclasses.replace(self.family.defaults, **own)
+
+    def _read_if_there(self, name: str) -> Mapping[str, Any]:
+        path = self.directory / name
+        return _read_json(path) if path.is_file() else {}
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -272,7 +272,9 @@ class VideoPipeline:
         with self._weights(self.family.vae) as weights:
             total = latents.shape[2]
             self._tell("decoding", self._size, 0, total)
-            frames = decode_frames(lambda latent, cache: program(weights, latent=latent, cache=cache), latents)
+            frames = decode_frames(
+                lambda latent, cache: program(weights, latent=latent, cache=cache), latents, self.family.first_cache
+            )
             for index, part in enumerate(frames):
                 self._tell("decoding", self._size, index + 1, total)
                 yield part

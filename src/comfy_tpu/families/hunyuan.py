@@ -1,0 +1,406 @@
+"""HunyuanVideo-1.5 text-to-video: the transformer, and what its parts are together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from comfy_tpu.bridge import constrain, joint_attention
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
+from comfy_tpu.families.family import Config, Limits, VideoFamily
+from comfy_tpu.families.hunyuan_text import GLYPH_TOKENS, TEXT_ENCODERS
+from comfy_tpu.families.hunyuan_vae import (
+    SPATIAL_SCALE,
+    TEMPORAL_SCALE,
+    VAE,
+    decode_frame,
+    first_cache,
+    latent_channels,
+    latent_statistics,
+)
+from comfy_tpu.families.rope import rotate_pairs
+from comfy_tpu.families.schedulers import FLOW_SCHEDULERS, euler_from_one
+from comfy_tpu.parallel.rules import column, gather, replicate, row
+from comfy_tpu.parallel.workload import Matrix, Stack, Workload
+
+
+class HunyuanProcessor:
+    """diffusers' attention processor without its mask of tokens by tokens, and with the two streams kept apart.
+
+    Tokens of a text that count stand first, so that a mask is a length: `attention_mask` is the number of keys in each
+    row, video and text. diffusers hides filling from queries and as queries; as queries nobody reads it.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def heads(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(2, (attn.heads, -1))
+
+        query = rotate_pairs(attn.norm_q(heads(attn.to_q(hidden_states))), *image_rotary_emb)
+        key = rotate_pairs(attn.norm_k(heads(attn.to_k(hidden_states))), *image_rotary_emb)
+        video = query, key, heads(attn.to_v(hidden_states))
+        text = (
+            attn.norm_added_q(heads(attn.add_q_proj(encoder_hidden_states))),
+            attn.norm_added_k(heads(attn.add_k_proj(encoder_hidden_states))),
+            heads(attn.add_v_proj(encoder_hidden_states)),
+        )
+        seen, read = joint_attention(_heads_first(video), _heads_first(text), attention_mask)
+        return (
+            attn.to_out[1](attn.to_out[0](_joined_heads(seen, hidden_states))),
+            attn.to_add_out(_joined_heads(read, encoder_hidden_states)),
+        )
+
+
+class RefinerProcessor:
+    """Attention among the tokens of a text, those that are filling hidden: `attention_mask` is [batch, 1, 1, keys]."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        projected = (layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        query, key, value = (x.transpose(1, 2) for x in projected)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        return attn.to_out[1](attn.to_out[0](_joined_heads(out, hidden_states)))
+
+
+def _heads_first(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = (part.transpose(1, 2) for part in parts)
+    return query, key, value
+
+
+def _joined_heads(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).flatten(2, 3).type_as(like)
+
+
+def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    refuse_unknown_keys(HunyuanVideo15Transformer3DModel, config)
+    if config.get("use_meanflow"):
+        raise UnsupportedError(
+            "the transformer was distilled with MeanFlow (use_meanflow), which wants two timesteps; use a model without"
+        )
+    model = HunyuanVideo15Transformer3DModel.from_config(dict(config))
+    for block in model.transformer_blocks:
+        block.attn.processor = HunyuanProcessor()
+    for block in model.context_embedder.token_refiner.refiner_blocks:
+        block.attn.processor = RefinerProcessor()
+    return model
+
+
+_REFINER = "context_embedder.token_refiner.refiner_blocks"
+
+TRANSFORMER = ComponentSpec(
+    name="transformer",
+    classes=("HunyuanVideo15Transformer3DModel",),
+    heads="num_attention_heads",
+    build=_build_transformer,
+    stacks=(LayerStack("transformer_blocks", carry=("hidden_states", "encoder_hidden_states")), LayerStack(_REFINER)),
+    # diffusers rounds timesteps to the model's dtype: in bfloat16, 937.5 would be 936.
+    float32=("time_embed.*", "context_embedder.time_text_embed.timestep_embedder.*"),
+    quantized=(
+        "transformer_blocks.*.attn.to_[qkv]",
+        "transformer_blocks.*.attn.to_out.0",
+        "transformer_blocks.*.ff.net.*",
+    ),
+    rules=(
+        column("transformer_blocks.*.attn.to_[qkv].*"),
+        column("transformer_blocks.*.attn.add_[qkv]_proj.*"),
+        replicate("transformer_blocks.*.attn.norm_*.weight"),  # of one head
+        row("transformer_blocks.*.attn.to_out.0.weight"),
+        replicate("transformer_blocks.*.attn.to_out.0.bias"),
+        row("transformer_blocks.*.attn.to_add_out.weight"),
+        replicate("transformer_blocks.*.attn.to_add_out.bias"),
+        column("transformer_blocks.*.ff*.net.0.proj.*"),
+        row("transformer_blocks.*.ff*.net.2.weight"),
+        replicate("transformer_blocks.*.ff*.net.2.bias"),
+        # A third of all weights, for one row each: divided, and their few results are gathered.
+        column("transformer_blocks.*.norm1*.linear.*"),
+        gather("x_embedder.proj.weight"),
+        replicate("x_embedder.proj.bias"),
+        gather("image_embedder.*.weight"),
+        replicate("image_embedder.*.bias"),
+        gather("context_embedder*.weight"),
+        replicate("context_embedder*.bias"),
+        gather("time_embed.*.weight"),
+        replicate("time_embed.*.bias"),
+        replicate("cond_type_embed.weight"),
+        gather("norm_out.linear.weight"),
+        replicate("norm_out.linear.bias"),
+        gather("proj_out.weight"),
+        replicate("proj_out.bias"),
+    ),
+)
+
+_TEXT, _GLYPH = 0, 1
+"""Rows of cond_type_embed. The third is for images."""
+
+
+def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
+    length = settings.max_sequence_length
+    return {
+        "text": (length, config["text_embed_dim"]),
+        "text_mask": (length, 1),
+        "glyph": (GLYPH_TOKENS, config["text_embed_2_dim"]),
+        "glyph_mask": (GLYPH_TOKENS, 1),
+    }
+
+
+def prepare(
+    module: Any, text: torch.Tensor, text_mask: torch.Tensor, glyph: torch.Tensor, glyph_mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Everything of the prompt that does not depend on the timestep, and the order of its tokens.
+
+    diffusers puts tokens that count before filling by indexing with masks, whose results have no shape before they are
+    known. A stable sort of the mask is the same order. Of a text-to-video model's image tokens none counts, so there
+    are none here: hidden keys that nobody reads.
+    """
+    embedder, dtype = module.context_embedder, module.context_embedder.proj_in.weight.dtype
+    text, glyph = text.to(dtype), glyph.to(dtype)
+    count = text_mask.float().sum(dim=1).clamp(min=1)
+    pooled = ((text * text_mask).float().sum(dim=1) / count).to(dtype)
+    visible = torch.cat((glyph_mask, text_mask), dim=1).squeeze(-1) > 0
+    return {
+        "text": embedder.proj_in(text),
+        "text_visible": text_mask.squeeze(-1) > 0,
+        "pooled": embedder.time_text_embed.text_embedder(pooled),
+        "glyph": module.context_embedder_2(glyph) + module.cond_type_embed.weight[_GLYPH],
+        "order": torch.argsort((~visible).int(), dim=1, stable=True),
+        "visible_count": visible.int().sum(dim=1),
+    }
+
+
+def predict(
+    module: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    text: torch.Tensor,
+    text_visible: torch.Tensor,
+    pooled: torch.Tensor,
+    glyph: torch.Tensor,
+    order: torch.Tensor,
+    visible_count: torch.Tensor,
+) -> torch.Tensor:
+    """diffusers' forward, with static shapes, for latents without an image: its channels and their mask are zeros."""
+    config, dtype = module.config, module.proj_out.weight.dtype
+    batch, channels, *sizes = latents.shape
+    condition = torch.zeros(batch, config.in_channels - channels, *sizes, dtype=dtype, device=latents.device)
+    latents = torch.cat((latents.to(dtype), condition), dim=1)
+    timestep = timestep.expand(batch)
+    time = module.time_embed(timestep).to(dtype)
+
+    context = _refined(module.context_embedder, text, text_visible, pooled, timestep)
+    context = torch.cat((glyph, context + module.cond_type_embed.weight[_TEXT]), dim=1)
+    # A product with a permutation: the partitioner divides it by batch, where a gather would bring all rows together.
+    places = order.unsqueeze(-1) == torch.arange(order.shape[1], device=order.device)
+    context = constrain(places.to(dtype) @ context, "dp", None, None)
+
+    hidden = module.x_embedder(latents)
+    keys = visible_count + hidden.shape[1]
+    # Every value stands twice in diffusers' tables; [tokens, 1 head, head_dim / 2].
+    rotary = tuple(table[:, None, ::2] for table in module.rope(latents))
+    for block in module.transformer_blocks:
+        hidden, context = block(hidden, context, time, keys, rotary)
+    return _unpatched(module.proj_out(module.norm_out(hidden, time)), sizes, config.patch_size_t, config.patch_size)
+
+
+def _refined(
+    embedder: Any, text: torch.Tensor, visible: torch.Tensor, pooled: torch.Tensor, timestep: torch.Tensor
+) -> torch.Tensor:
+    embed = embedder.time_text_embed
+    time = (embed.timestep_embedder(embed.time_proj(timestep)) + pooled).to(text.dtype)
+    for block in embedder.token_refiner.refiner_blocks:
+        text = block(text, time, visible[:, None, None])
+    return text
+
+
+def _unpatched(tokens: torch.Tensor, sizes: list[int], patch_t: int, patch: int) -> torch.Tensor:
+    frames, height, width = sizes[0] // patch_t, sizes[1] // patch, sizes[2] // patch
+    grid = tokens.reshape(tokens.shape[0], frames, height, width, -1, patch_t, patch, patch)
+    return grid.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def own_settings(read: Callable[[str], Config]) -> dict[str, Any]:
+    """The shift of the model's scheduler and the scale of its guider, which differ between 480p and 720p."""
+    chosen = {}
+    if "shift" in (scheduler := read("scheduler/scheduler_config.json")):
+        chosen["flow_shift"] = float(scheduler["shift"])
+    if guider := read("guider/guider_config.json"):
+        plain = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+        other = [name for name, value in plain.items() if guider.get(name, value) != value]
+        if guider.get("_class_name") != "ClassifierFreeGuidance" or other:
+            raise UnsupportedError(
+                f"the model's guider is a {guider.get('_class_name')} with {', '.join(other) or 'its own rules'}; "
+                "supported is ClassifierFreeGuidance with a guidance_scale alone"
+            )
+        chosen["guidance_scale"] = float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
+    return chosen
+
+
+_WHOLE_NUMBERS = (
+    "num_attention_heads",
+    "attention_head_dim",
+    "num_layers",
+    "num_refiner_layers",
+    "in_channels",
+    "out_channels",
+    "patch_size",
+    "patch_size_t",
+    "text_embed_dim",
+    "text_embed_2_dim",
+    "image_embed_dim",
+)
+_TIME_FEATURES = 256
+_GLYPH_HIDDEN = 2048
+"""Sizes that diffusers' module has without asking its configuration."""
+
+
+def workload(config: Config, settings: GenerationSettings) -> Workload:
+    config = {**_T2V, **config}
+    check_whole_numbers(config, _WHOLE_NUMBERS)
+    heads, head_dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    hidden, patch = heads * head_dim, (config["patch_size_t"], config["patch_size"], config["patch_size"])
+    ffn, refined = int(hidden * config["mlp_ratio"]), config["num_refiner_layers"]
+    frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
+    height, width = settings.height // SPATIAL_SCALE, settings.width // SPATIAL_SCALE
+    square, output = (hidden, hidden), config["out_channels"] * math.prod(patch)
+    text, glyph, image = config["text_embed_dim"], config["text_embed_2_dim"], config["image_embed_dim"]
+    return Workload(
+        batch=settings.num_videos * (2 if settings.guidance_scale > 1 else 1),
+        tokens=(frames // patch[0]) * (height // patch[1]) * (width // patch[2]),
+        text_tokens=settings.max_sequence_length + GLYPH_TOKENS,
+        text="joint",
+        heads=heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        stacks=(
+            Stack(
+                layers=layers,
+                matrices=(
+                    Matrix("column", square, count=3),
+                    Matrix("row", square),
+                    Matrix("column", (ffn, hidden)),
+                    Matrix("row", (hidden, ffn)),
+                    Matrix("column", square, count=3, rows="text"),
+                    Matrix("row", square, rows="text"),
+                    Matrix("column", (ffn, hidden), rows="text"),
+                    Matrix("row", (hidden, ffn), rows="text"),
+                    Matrix("column", (6 * hidden, hidden), count=2, rows="samples"),
+                ),
+            ),
+        ),
+        outer=(
+            Matrix("gather", (hidden, config["in_channels"], *patch)),
+            Matrix("gather", (hidden, _TIME_FEATURES), itemsize=4, count=2),
+            Matrix("gather", square, itemsize=4, count=2),
+            Matrix("gather", square, count=4 * refined),
+            Matrix("gather", (2 * hidden, hidden), count=refined),
+            Matrix("gather", (4 * hidden, hidden), count=refined),
+            Matrix("gather", (hidden, 4 * hidden), count=refined),
+            Matrix("gather", (2 * hidden, hidden)),
+            Matrix("gather", (output, hidden)),
+            Matrix("gather", (hidden, text), count=2, used=False),
+            Matrix("gather", square, used=False),
+            Matrix("gather", (_GLYPH_HIDDEN, glyph), used=False),
+            Matrix("gather", (_GLYPH_HIDDEN, _GLYPH_HIDDEN), used=False),
+            Matrix("gather", (hidden, _GLYPH_HIDDEN), used=False),
+            Matrix("gather", (image, image), used=False),
+            Matrix("gather", (hidden, image), used=False),
+        ),
+        small_bytes=layers * 2 * (22 * hidden + 2 * ffn + 4 * head_dim),
+        output_features=output,
+        latent_bytes=settings.num_videos * config["out_channels"] * frames * height * width * 4,
+    )
+
+
+_T2V: Config = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "num_layers": 54,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm",
+    "text_embed_dim": 3584,
+    "text_embed_2_dim": 1472,
+    "image_embed_dim": 1152,
+    "rope_theta": 256.0,
+    "rope_axes_dim": (16, 56, 56),
+    "task_type": "t2v",
+}
+
+PUBLISHED: Mapping[str, Config] = {
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": {**_T2V, "target_size": 960},
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": {**_T2V, "target_size": 640},
+}
+
+
+def _is_hunyuan(index: Config, config: Config) -> bool:
+    return index.get("_class_name") == "HunyuanVideo15Pipeline"
+
+
+HUNYUAN15 = VideoFamily(
+    name="HunyuanVideo-1.5",
+    matches=_is_hunyuan,
+    pipeline_classes=("HunyuanVideo15Pipeline",),
+    transformers=(TRANSFORMER,),
+    text_encoders=TEXT_ENCODERS,
+    vae=VAE,
+    limits=Limits(
+        size_multiple=SPATIAL_SCALE,
+        size_min=SPATIAL_SCALE,
+        size_max=2048,
+        frames_multiple=TEMPORAL_SCALE,
+        frames_max=1025,
+        schedulers=("euler", "unipc", "dpm++"),
+        tokens_max=1000,
+    ),
+    defaults=GenerationSettings(
+        num_frames=121,
+        guidance_scale=6.0,
+        flow_shift=9.0,
+        scheduler="euler",
+        fps=24,
+        max_sequence_length=1000,
+    ),
+    # Without a shift: it belongs to the model, and each size has a model of its own.
+    presets={"720P": {"height": 720, "width": 1280}, "480P": {"height": 480, "width": 848}},
+    schedulers={**FLOW_SCHEDULERS, "euler": euler_from_one},
+    spatial_scale=SPATIAL_SCALE,
+    temporal_scale=TEMPORAL_SCALE,
+    latent_channels=latent_channels,
+    latent_statistics=latent_statistics,
+    clean_prompt=str,  # diffusers changes nothing
+    embedding_shapes=embedding_shapes,
+    prepare=prepare,
+    predict=predict,
+    decode_frame=decode_frame,
+    first_cache=first_cache,
+    own_settings=own_settings,
+    workload=workload,
+    published=PUBLISHED,
+)
