@@ -14,6 +14,11 @@ IDS = (
         for family in ("Wan21", "Wan22")
         for kind in ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
     ),
+    *(
+        f"{family}{kind}"
+        for family in ("Flux", "HunyuanVideo15")
+        for kind in ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
+    ),
     "TPULoraLoader",
     "TPUCompileModel",
     "TPUCompileVAE",
