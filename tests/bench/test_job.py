@@ -65,6 +65,27 @@ def test_the_command_that_repeats_a_run():
     assert choices.command == "comfy-tpu bench --what vae,end-to-end --size 96x64x9 --peers ours --steps 3"
 
 
+@pytest.mark.parametrize("field", ["repeats", "steps"])
+@pytest.mark.parametrize("value", [0, -1, "many", 1.5])
+def test_counts_are_whole_numbers_from_one(field, value):
+    with pytest.raises(InvalidValueError, match=f"{field}={value!r} is not allowed; give a whole number from 1"):
+        Choices(**{field: value})
+
+
+def test_peers_that_no_part_has():
+    with pytest.raises(
+        InvalidValueError, match="peers=fp8: nothing would be measured in text, vae; choose from ours, eager, compile"
+    ):
+        Choices(parts=("text", "vae"), peers=("fp8",))
+    made = jobs(Choices(parts=("transformer", "text", "scaling"), peers=("fp8",)), "small", "float32")
+    assert [(job.part, job.entrants) for job in made] == [
+        ("transformer", ("fp8",)),
+        ("text", ()),
+        ("scaling", ("fp8",)),
+        (DEVICES, ()),
+    ]
+
+
 def test_the_small_model_is_the_full_one_in_small():
     assert MODELS == {"full": FULL, "small": SMALL}
     assert SMALL.transformer.keys() == FULL.transformer.keys()

@@ -39,6 +39,15 @@ def test_blocks_compiled_one_by_one_are_named_so():
     rows = (forward("ours", 2.5), forward("compile", 2.8))
     assert "torch.compile of each block |" in tables(make_run(*rows, command="comfy-tpu bench --compile-regional"))
     assert "torch.compile |" in tables(make_run(*rows))
+    assert "torch.compile of each block<" in plot(make_run(*rows, command="comfy-tpu bench --compile-regional"))
+
+
+def test_8_bits_are_compared_with_ours_alone():
+    run = make_run(*PEERS, forward("fp8", 2.0), *CEILINGS)
+    (line,) = (line for line in tables(run).splitlines() if "fp8 (lossy)" in line)
+    cells = dict(zip(tables(run).splitlines()[2].split("|"), line.split("|"), strict=True))
+    assert cells[" fp8 is faster "] == " 1.25× "
+    assert cells[" ours is faster "] == cells[" of the floor "] == "  ", "the ceilings are not those of 8 bits"
 
 
 def test_the_floor_is_products_and_attention_each_at_their_best():
@@ -92,6 +101,18 @@ def test_what_the_last_run_left_out_is_taken_from_the_one_before(tmp_path):
     ]
 
 
+def test_a_run_that_failed_does_not_hide_one_that_measured():
+    dates = [f"2026-01-0{day}T00:00:00+00:00" for day in (1, 2)]
+    error = Row("accuracy", "forward of 2 blocks", "ours", size=SIZE, error=0.01)
+    for good, bad in (
+        (forward("ours", 2.0), forward("ours", failure="OutOfMemoryError")),
+        (error, Row("accuracy", "forward of 2 blocks", "ours", size=SIZE, failure="OutOfMemoryError")),
+    ):
+        runs = [make_run(good, date=dates[0]), make_run(bad, date=dates[1])]
+        assert report.latest(runs, good.part) == [(runs[0], good)]
+        assert report.latest(runs[1:], good.part) == [(runs[1], bad)], "where nothing else is known"
+
+
 def test_pages_that_cannot_be_made(tmp_path):
     write_runs(tmp_path / "empty.json", [])
     with pytest.raises(InvalidValueError, match="no run is in there; measure with `comfy-tpu bench`"):
@@ -110,12 +131,17 @@ def over_devices(count):
     return Row("scaling", f"small model on {count} virtual CPU devices", "ours", samples=(2.0,), facts=facts)
 
 
+def with_run(*rows, **more):
+    return [(make_run(*rows, **more), row) for row in rows]
+
+
 def test_exponents_are_those_of_the_points():
     rows = [scaling(tokens, 1e-6 * tokens**1.5) for tokens in (8_000, 16_000, 76_000)]
     rows += [scaling(8_000, 1.0, "eager"), *(over_devices(count) for count in (1, 2, 4, 8))]
-    series = slopes.series_of(rows)
-    found = {one.name: one.exponent for one in (*series["tokens"], *series["devices"])}
-    assert found == pytest.approx(
+    found = with_run(*rows)
+    series = slopes.series_of(found)
+    exponents = {one.name: one.exponent for one in (*series["tokens"], *series["devices"])}
+    assert exponents == pytest.approx(
         {
             "comfy-tpu": 1.5,
             "operations, by the formula": 2.0,
@@ -124,8 +150,8 @@ def test_exponents_are_those_of_the_points():
         },
         abs=1e-9,
     )
-    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in slopes.exponents(rows)
-    for text in slopes.plots(rows).values():
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in slopes.exponents(found)
+    for text in slopes.plots(found).values():
         ET.fromstring(text)
 
 
@@ -133,12 +159,27 @@ def test_a_forward_of_another_size_is_one_more_point():
     rows = [scaling(tokens, 1e-3 * tokens) for tokens in (8_000, 16_000)]
     again = Row("transformer", "forward", "ours", size="16000", samples=(99.0,), flops=1.0, facts={"tokens": 16_000})
     other = Row("transformer", "forward", "ours", size="76000", samples=(76.0,), flops=1.0, facts={"tokens": 76_000})
-    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in slopes.exponents([*rows, again, other])
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in slopes.exponents(with_run(*rows, again, other))
+
+
+def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
+    def compiled(tokens, seconds_):
+        return Row("transformer", "forward", "compile", size=f"{tokens}", samples=(seconds_,), facts={"tokens": tokens})
+
+    small, large, larger = compiled(8_000, 1.0), compiled(16_000, 2.0), compiled(32_000, 4.0)
+    regional = "comfy-tpu bench --compile-regional"
+    assert slopes.exponents([*with_run(small), *with_run(large, command=regional)]) == ""
+    assert "| diffusers + torch.compile | tokens | 8,000 – 16,000 | 1.00 |" in slopes.exponents(with_run(small, large))
+    found = [*with_run(small, large), *with_run(large, larger, command=regional)]
+    assert [one.name for one in slopes.series_of(found)["tokens"]] == [
+        "diffusers + torch.compile",
+        "diffusers + torch.compile of each block",
+    ]
 
 
 def test_nothing_to_fit():
     assert slopes.plots([]) == {}
-    assert slopes.exponents([scaling(8_000, 1.0)]) == ""
+    assert slopes.exponents(with_run(scaling(8_000, 1.0))) == ""
 
 
 def test_drawings_are_well_formed_and_escape_their_words():
@@ -146,6 +187,10 @@ def test_drawings_are_well_formed_and_escape_their_words():
     root = ET.fromstring(text)
     assert [element.text for element in root.iter() if element.tag.endswith("text")] == ["a < b", "x & y", "1 s"]
     ET.fromstring(svg.bars("nothing", []))
+    (bar,) = (
+        one for one in ET.fromstring(svg.bars("", [svg.Bar("x" * 80, 1.0, 1.0, 1.0, "")])) if one.get("height") == "18"
+    )
+    assert float(bar.get("x")) > 80 * 6, "a long label has room before its bar"
     ET.fromstring(plot(make_run(*PEERS)))
 
 
@@ -154,6 +199,11 @@ def test_places_are_checked_before_anything_is_measured(tmp_path):
         Places.check(json=None, markdown=None, plot=tmp_path / "x.png")
     with pytest.raises(InvalidValueError, match="is a directory"):
         Places.check(json=tmp_path, markdown=None, plot=None)
+    for field, path in (("json", "x.json"), ("markdown", "x.md"), ("plot", "x.svg")):
+        chosen = {"json": None, "markdown": None, "plot": None, field: tmp_path / "no" / "such" / path}
+        with pytest.raises(InvalidValueError, match=f"^{field}=.*{path} is in .*such, and there is no .*; create it"):
+            Places.check(**chosen)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_results_gets_one_more_run(tmp_path):

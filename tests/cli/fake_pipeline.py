@@ -27,7 +27,14 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
-    family = types.SimpleNamespace(name="Fake", presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}})
+    family = types.SimpleNamespace(
+        name="Fake",
+        guidance="branches",
+        image=None,
+        encode_picture=None,
+        presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
+        limits=limits,
+    )
 
     def __init__(self, model, on_progress):
         self.model_name = model
@@ -50,10 +57,12 @@ class FakePipeline:
         cache=None,
         on_progress=ignore,
         loras=(),
+        check=lambda files: None,
     ):
         if model not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
         pipeline = cls(model, on_progress)
+        check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
         pipeline.opened_with = {
             "mesh": mesh,
             "platform": platform,
@@ -79,7 +88,7 @@ class FakePipeline:
         cut = " ".join(words[WORDS:])
         return PromptEmbeddings(prompt, {"text": positive}, {"text": negative} if guided else None, cut)
 
-    def denoise(self, embeddings, settings):
+    def denoise(self, embeddings, settings, beginning=None):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"
         self._begin("denoise", "transformer", size)
         shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)

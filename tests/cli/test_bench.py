@@ -32,6 +32,18 @@ def bench(*arguments):
         (["--what", "transformer,speed"], "--what names 'speed'; choose from transformer, accuracy, vae"),
         (["--what", ","], "--what is empty; choose from"),
         (["--peers", "jit"], "--peers names 'jit'; choose from ours, fp8, eager, compile"),
+        (["--peers", ""], "--peers is empty; choose from ours, fp8, eager, compile"),
+        (["--what", ""], "--what is empty; choose from"),
+        (
+            ["--what", "text", "--peers", "fp8"],
+            "--peers fp8: nothing would be measured in text; choose from ours, eager",
+        ),
+        (["--repeats", "0"], "--repeats 0 is not allowed; give a whole number from 1"),
+        (["--repeats", "many"], "--repeats 'many' is not allowed; give a whole number from 1"),
+        (["--steps", "-3"], "--steps -3 is not allowed; give a whole number from 1"),
+        (["--json", "no/such/x.json"], "--json no/such/x.json is in no/such, and there is no no; create it first"),
+        (["--markdown", "."], "--markdown . is a directory, expected a file; add a file name"),
+        (["--plot", "no/such/x.svg"], "--plot no/such/x.svg is in no/such"),
         (["--size", "480p"], "--size 480p is not of the form WIDTHxHEIGHTxFRAMES"),
         (["--plot", "x.png"], "--plot x.png is written as SVG"),
         (["report", "gone.json", "--output", "x.md"], "gone.json is not a file of benchmark results"),
@@ -84,6 +96,18 @@ def test_every_part_of_a_small_run(tmp_path):
         rows[f"small model on {count} virtual CPU devices"]["facts"]["flops_per_device"] for count in (1, 2, 4, 8)
     ]
     assert counted[0] > 1.8 * counted[1] > 3.2 * counted[2] > 5.6 * counted[3]
+
+
+def test_a_part_without_any_of_the_chosen_peers_says_so(monkeypatch):
+    from comfy_tpu.bench.job import Choices
+    from tests.bench.test_results import make_run
+
+    monkeypatch.setattr(runner, "_begin", lambda choices, say: make_run())
+    monkeypatch.setattr(runner, "_rows", lambda job, scratch, say: [Row(job.part, "forward", "fp8", samples=(1.0,))])
+    said = []
+    run = runner.run_bench(Choices(parts=("accuracy", "text"), peers=("fp8",)), say=said.append, keep=lambda run: None)
+    assert {row.part for row in run.rows} == {"accuracy"}
+    assert said[said.index("— text 832x480x81") + 1] == "  not measured: it has none of the chosen peers (fp8)"
 
 
 def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):

@@ -55,6 +55,15 @@ def files():
     return sorted(str(path) for path in Path().rglob("*"))
 
 
+def test_settings_are_refused_before_a_device_is_started(monkeypatch, capsys):
+    monkeypatch.setattr(video, "make_placement", lambda *arguments, **more: pytest.fail("devices were started"))
+    assert run(capsys, "generate", PROMPT, "--reuse", "2") == (
+        1,
+        "",
+        "comfy-tpu: --reuse 2.0 is not a number from 0 to 1\n",
+    )
+
+
 def test_generate(opened, capsys):
     assert run(capsys, "generate", PROMPT, "--output", "x.mp4") == (0, "x.mp4\n", "")
     assert files() == ["x.mp4"]

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import zipfile
 
@@ -7,6 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from comfy_tpu.cli import main as cli
+from comfy_tpu.cli import plan_report
+from comfy_tpu.parallel.chips import CHIPS
+from comfy_tpu.planning import plan as planning
+from comfy_tpu.planning.compilation import Counted
+from comfy_tpu.planning.program_file import read_program
 
 
 def plan(capsys, *arguments):
@@ -35,6 +41,56 @@ def test_text(capsys, exported):
     assert "unexplained" not in out
     assert "Times are estimates" in lines[-1]
     assert "counting dp=2,sp=2,tp=1" in err
+
+
+def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported):
+    def said(*arguments, machine="x86_64"):
+        monkeypatch.setattr(plan_report.platform, "machine", lambda: machine)
+        assert cli.main(["plan", *arguments, "--from", str(exported)]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "was not asked" in line)
+        return line
+
+    monkeypatch.setattr(planning, "has_tpu_compiler", lambda: False)
+    assert said("--no-compile") == ("The TPU compiler was not asked (--no-compile): memory is the documented model.")
+    assert "(libtpu is not installed: pip install 'comfy-tpu[tpu]')" in said()
+    assert "(libtpu is for x86_64 only: --export here and --from on such a machine)" in said(machine="aarch64")
+
+
+def test_temporaries_of_other_generations_are_said_to_be_a_guess(capsys):
+    _, out, _ = plan(capsys, "demo", "--tpu", "v5e-1")
+    assert "v5e-1: 1 chip as 1x1; a device has 16.0 GB" in out
+    assert (
+        f"Temporaries are fitted on v6e, times {CHIPS['v5e'].temporaries:g} for v5e after what its compiler wants"
+        in out
+    )
+
+
+def test_the_row_that_was_compiled_adds_up(exported):
+    parts = {"argument": 50, "output": 7, "temp": 1000, "generated_code": 30, "alias": 5}
+    compiled = Counted(
+        source="compile",
+        traffic=(),
+        product_flops=None,
+        kernel_flops=0.0,
+        kernels=0,
+        square_arrays=(),
+        seconds=60.0,
+        memory={f"{name}_size_in_bytes": value * 10**6 for name, value in parts.items()},
+        cost={},
+    )
+    made = planning.plan_program(read_program(exported), compile_=False)
+    layout = dataclasses.replace(made.chosen, compiled=compiled)
+    made = dataclasses.replace(made, layouts=(layout,), chosen=layout)
+    assert layout.peak_bytes == 1_082_000_000 + layout.facts.unread_bytes
+    lines = plan_report.as_lines(made)
+    assert lines[3].split()[:7] == ["layout", "fits", "GB", "weights", "prompt", "latents", "temp."]
+    total, *shown = lines[4].split()[3:8]
+    assert sum(map(float, shown)) == pytest.approx(float(total), rel=0.01)
+    (line,) = (line for line in lines if line.startswith("  Its "))
+    assert "arguments 0.05, temporaries 1, results and the program itself 0.032; " in line
+    assert f"temp. is all but weights, prompt and latents: {shown[-1]}." in line
+    document = plan_report.as_document(made)["layouts"][0]
+    assert document["memory"]["total"] == document["compiled"]["peak_bytes"] == layout.peak_bytes
 
 
 def test_json(capsys, exported):
@@ -108,7 +164,7 @@ def test_files_that_are_none_of_ours(capsys, tmp_path, exported):
         archive.writestr("something", "else")
     refused("is not a program that `comfy-tpu plan --export` wrote")
     changed(exported, path, header=lambda header: header | {"format": "comfy-tpu program 9"})
-    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 1'")
+    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 2'")
     changed(exported, path, header=lambda header: header | {"unknown": 1})
     refused("is damaged")
     changed(exported, path, header=lambda header: header | {"sizes": {"dp": 1, "sp": 2, "tp": 1}})

@@ -10,6 +10,7 @@ def pack(tmp_path_factory):
     for name, content in {
         "mine": '{"_class_name": "WanPipeline"}',
         "owner/theirs": '{"_class_name": "WanPipeline"}',
+        "pair": '{"_class_name": "WanPipeline", "boundary_ratio": 0.875}',
         "picture": '{"_class_name": "StableDiffusionPipeline"}',
         "broken": "{",
         "deep": "[" * 100_000,

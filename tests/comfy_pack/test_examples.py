@@ -18,7 +18,11 @@ NAMES = [
     "wan21_tpu_full_pipeline",
     "wan21_tpu_native_vae",
     "wan21_tpu_videohelpersuite",
+    "wan22_tpu_basic",
+    "wan22_tpu_image_to_video",
 ]
+OURS = ("Wan21", "Wan22")
+"""What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 
 
@@ -159,7 +163,7 @@ def test_nothing_that_is_needed_is_left_open(workflow, schemas):
 
 def test_one_model_throughout(workflow, schemas):
     chosen = {values(node, schemas[node["type"]]).get("model_id") for node in working(workflow)} - {None}
-    chooses = any(node["type"].startswith("Wan21") for node in working(workflow))
+    chooses = any(node["type"].startswith(OURS) for node in working(workflow))
     assert len(chosen) == int(chooses)
 
 
@@ -187,7 +191,7 @@ def test_layout_can_be_read(workflow):
 def test_missing_packs_and_models_can_be_found(workflow):
     """By what ComfyUI's manager and its dialog for missing models read."""
     for node in working(workflow):
-        ours = node["type"].startswith(("Wan21", "TPU"))
+        ours = node["type"].startswith((*OURS, "TPU"))
         expected = "comfy-tpu" if ours else "comfyui-videohelpersuite" if "VHS" in node["type"] else "comfy-core"
         assert node["properties"]["cnr_id"] == expected
         files = [value for value in node["widgets_values"] if str(value).endswith(".safetensors")]
@@ -216,7 +220,12 @@ def test_the_demo_runs_without_a_download(schemas):
 
 
 @pytest.mark.parametrize(
-    ("name", "node_type"), [("wan21_tpu_basic", "Wan21TPUSampler"), ("wan21_tpu_full_pipeline", "Wan21TPUPipeline")]
+    ("name", "node_type"),
+    [
+        ("wan21_tpu_basic", "Wan21TPUSampler"),
+        ("wan21_tpu_full_pipeline", "Wan21TPUPipeline"),
+        ("wan22_tpu_basic", "Wan22TPUSampler"),
+    ],
 )
 def test_the_plain_examples_have_the_nodes_defaults(name, node_type, schemas):
     given = settings(name, node_type, schemas)

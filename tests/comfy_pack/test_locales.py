@@ -9,10 +9,11 @@ from tests.comfy_pack.loading import ROOT
 
 LANGUAGES = ("en", "zh")
 IDS = (
-    "Wan21TextEncoder",
-    "Wan21TPUSampler",
-    "Wan21TPUVAEDecoder",
-    "Wan21TPUPipeline",
+    *(
+        f"{family}{kind}"
+        for family in ("Wan21", "Wan22")
+        for kind in ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
+    ),
     "TPULoraLoader",
     "TPUCompileModel",
     "TPUCompileVAE",
@@ -81,7 +82,7 @@ def test_the_same_input_has_the_same_chinese_name_everywhere():
     found = {}
     for definition in read("zh").values():
         for name, entry in definition["inputs"].items():
-            assert found.setdefault(name, entry) == entry, name
+            assert found.setdefault(name, entry["name"]) == entry["name"], name
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -126,7 +127,7 @@ def test_help_pages_are_where_the_frontend_looks():
 @pytest.mark.parametrize("document", ["docs/comfyui.md", "docs/comfyui.zh-CN.md"])
 def test_the_guide_has_every_range_and_default(document, nodes):
     sections = re.split(r"^### ", (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for node_id in ("Wan21TextEncoder", "Wan21TPUSampler", "Wan21TPUVAEDecoder"):
+    for node_id in ("Wan21TextEncoder", "Wan21ImageEncoder", "Wan21TPUSampler", "Wan21TPUVAEDecoder"):
         (section,) = [section for section in sections if f"`{node_id}`" in section.splitlines()[0]]
         rows = {line.split("`")[1]: line.split("|") for line in section.splitlines() if line.startswith("| `")}
         assert list(rows) == [each["id"] for each in nodes[node_id]["inputs"]]

@@ -4,7 +4,18 @@ import pytest
 
 from tests.comfy_pack.loading import ROOT, load_pack
 
-HUB = ["Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
+HUB = [
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+]
+HUB_22 = [
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+]
 PROMPTS = [
     ("prompt", "STRING", {"multiline": True}),
     ("negative_prompt", "STRING", {"multiline": True, "default": ""}),
@@ -19,8 +30,20 @@ SAMPLING = [
     ("seed", "INT", {"default": 2025, "min": 0, "max": 2**64 - 1, "control_after_generate": True}),
     ("flow_shift", "FLOAT", {"default": 5.0, "min": 1, "max": 10, "step": 0.1}),
 ]
+SAMPLING_22 = [
+    *SAMPLING[:3],
+    ("num_inference_steps", "INT", {"default": 40, "min": 1, "max": 100}),
+    ("guidance_scale", "FLOAT", {"default": 4.0, "min": 0, "max": 20, "step": 0.1}),
+    ("guidance_scale_2", "FLOAT", {"default": 3.0, "min": 0, "max": 20, "step": 0.1}),
+    SAMPLING[5],
+    ("flow_shift", "FLOAT", {"default": 12.0, "min": 1, "max": 20, "step": 0.1}),
+]
 FPS = ("fps", "INT", {"default": 16, "min": 1, "max": 240})
 MODEL = ("model_id", "COMBO", {"default": HUB[0], "options": [*HUB, "demo", "mine", "owner/theirs"]})
+MODEL_22 = ("model_id", "COMBO", {"default": HUB_22[0], "options": [*HUB_22, "pair"]})
+LAST = ("last_image", "IMAGE", {"optional": True})
+PICTURES = [("image", "IMAGE", {"optional": True}), LAST]
+EMBEDDED = ("image_embeds", "TPU_IMAGE_EMBEDS", {"optional": True})
 SCHEDULER = (
     "scheduler",
     "COMBO",
@@ -37,30 +60,40 @@ CHOICES = [
 
 # id: shown as, category, inputs, outputs
 SPECIFIED = {
-    "Wan21TextEncoder": (
-        "Wan 2.1 Text Encoder (TPU)",
-        "TPU/Wan2.1",
-        [*PROMPTS, MODEL],
-        [("prompt_embeds", "CONDITIONING"), ("negative_prompt_embeds", "CONDITIONING")],
-    ),
-    "Wan21TPUSampler": (
-        "Wan 2.1 TPU Sampler",
-        "TPU/Wan2.1",
-        [*EMBEDS, *SAMPLING, MODEL, SCHEDULER, LORA],
-        [("latents", "LATENT"), ("num_frames", "INT")],
-    ),
-    "Wan21TPUVAEDecoder": (
-        "Wan 2.1 TPU VAE Decoder",
-        "TPU/Wan2.1",
-        [("latents", "LATENT", {}), FPS, MODEL],
-        FRAMES,
-    ),
-    "Wan21TPUPipeline": (
-        "Wan 2.1 TPU Full Pipeline",
-        "TPU/Wan2.1",
-        [*PROMPTS, *SAMPLING, FPS, MODEL, SCHEDULER, LORA],
-        FRAMES,
-    ),
+    **{
+        f"{key}{kind}": (f"{name} {shown}", category, inputs, outputs)
+        for key, name, category, sampling, model in (
+            ("Wan21", "Wan 2.1", "TPU/Wan2.1", SAMPLING, MODEL),
+            ("Wan22", "Wan 2.2", "TPU/Wan2.2", SAMPLING_22, MODEL_22),
+        )
+        for kind, shown, inputs, outputs in (
+            (
+                "TextEncoder",
+                "Text Encoder (TPU)",
+                [*PROMPTS, model],
+                [("prompt_embeds", "CONDITIONING"), ("negative_prompt_embeds", "CONDITIONING")],
+            ),
+            (
+                "ImageEncoder",
+                "Image Encoder (TPU)",
+                [("image", "IMAGE", {}), *sampling[:3], model, LAST],
+                [("image_embeds", "TPU_IMAGE_EMBEDS")],
+            ),
+            (
+                "TPUSampler",
+                "TPU Sampler",
+                [*EMBEDS, *sampling, model, SCHEDULER, LORA, EMBEDDED],
+                [("latents", "LATENT"), ("num_frames", "INT")],
+            ),
+            ("TPUVAEDecoder", "TPU VAE Decoder", [("latents", "LATENT", {}), FPS, model], FRAMES),
+            (
+                "TPUPipeline",
+                "TPU Full Pipeline",
+                [*PROMPTS, *sampling, FPS, model, SCHEDULER, LORA, *PICTURES],
+                FRAMES,
+            ),
+        )
+    },
     "TPULoraLoader": (
         "TPU Load LoRA",
         "TPU",

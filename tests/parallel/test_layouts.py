@@ -49,6 +49,20 @@ def test_what_does_not_fit_comes_last():
     assert not rank_layouts(wan(), parse_slice("v6e-1"))[0].fits
 
 
+@pytest.mark.parametrize(
+    ("tpu", "size", "sizes", "gigabytes"),
+    [  # libtpu 0.0.42.1, in all: docs/plan.md
+        ("v6e-8", {}, MeshSizes(dp=2, sp=4), 9.54),
+        ("v5e-8", {"width": 848, "height": 480}, MeshSizes(dp=2, sp=4), 10.1),
+        ("v5p-8", {}, MeshSizes(dp=2, sp=2), 20.5),
+        ("v7x-8", {}, MeshSizes(dp=2, sp=4), 16.4),
+    ],
+)
+def test_memory_is_what_the_compiler_of_each_generation_wants(tpu, size, sizes, gigabytes):
+    total = estimate(wan(**size), sizes, parse_slice(tpu)).memory.total / 1e9
+    assert gigabytes - 0.05 < total < 1.03 * gigabytes, "no less, or what fits by formula would not fit"
+
+
 def test_layouts_use_every_device_and_divide():
     layouts = sensible_layouts(wan(), 8)
     assert len(set(layouts)) == len(layouts) == 7

@@ -5,10 +5,11 @@ python -m tools.demo_model.savings --prompts 100 --steps 50 --report savings.jso
 Written after every prompt, so that a run that ends early leaves what it has. By variant: forwards of the transformer,
 seconds of each video (from the prompt to frames on the host, after a warm-up), their median, how many times faster than
 lossless (the median of the ratios within a prompt), the share of right answers, and how far the latents are from the
-lossless ones (norm of the difference over norm, median).
+lossless ones (norm of the difference over norm, median). With the date, the machine and the versions.
 """
 
 import argparse
+import datetime
 import json
 import logging
 import statistics
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from comfy_tpu.bench.machine import describe_machine
 from comfy_tpu.pipeline.video import VideoPipeline
 from tools.demo_model.clips import evaluation_prompts
 from tools.demo_model.evaluate import tally
@@ -87,6 +89,12 @@ class Runner:
         return time.perf_counter() - began, frames[0].numpy(), latents
 
 
+def describe_run(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a reader of the file needs to compare its seconds with others: `date`, `hardware`, `versions`."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"schema": 1, "date": date, **describe_machine(), "settings": settings}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -99,6 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
+    circumstances = describe_run({name: value for name, value in vars(arguments).items() if name != "report"})
     variants = [variant for variant in VARIANTS if variant.name not in arguments.without]
     runner = Runner(arguments.model, variants, arguments.steps)
     accounts = {variant.name: Account(runner.forwards(variant)) for variant in variants}
@@ -119,12 +128,8 @@ def main() -> None:
             account.faster.append(base_seconds / seconds)
             account.difference.append(float((latents - base_latents).norm() / base_latents.norm()))
             account.videos.append(frames)
-        document = {
-            "schema": 1,
-            "settings": {name: value for name, value in vars(arguments).items() if name != "report"},
-            "prompts": len(wanted),
-            "variants": {name: account.report(wanted) for name, account in accounts.items()},
-        }
+        variants_report = {name: account.report(wanted) for name, account in accounts.items()}
+        document = {**circumstances, "prompts": len(wanted), "variants": variants_report}
         arguments.report.write_text(json.dumps(document, indent=1) + "\n")
         logger.info("%d: %s", len(wanted), {name: round(made[name][0], 1) for name in made})
 

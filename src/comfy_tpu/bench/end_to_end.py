@@ -88,7 +88,7 @@ def measure_end_to_end(job: Job, listener: Listener) -> None:
             bench, files, compiled(transformer, ("blocks",) if job.regional else ()), settings, row.facts
         ),
     }
-    race(row, chosen(job.peers, peers), repeats=min(job.repeats, _REPEATS), listener=listener)
+    race(row, chosen(job, peers), repeats=min(job.repeats, _REPEATS), listener=listener)
 
 
 def random_files(bench: Bench, job: Job) -> RandomFiles:

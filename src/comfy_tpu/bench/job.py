@@ -16,10 +16,22 @@ PEERS: tuple[Peer, ...] = ("ours", "fp8", "eager", "compile")
 ON_A_CPU: tuple[Peer, ...] = ("ours", "eager")
 """Unless others are asked for: torch.compile would take longer than everything else, and fp8 is emulated."""
 
-PARTS = ("transformer", "accuracy", "vae", "text", "compile", "end-to-end", "scaling")
+_UNQUANTIZED: tuple[Peer, ...] = ("ours", "eager", "compile")
+
+PEERS_OF: Mapping[str, tuple[Peer, ...]] = {
+    "transformer": PEERS,
+    "accuracy": PEERS,
+    "vae": _UNQUANTIZED,
+    "text": _UNQUANTIZED,
+    "compile": ("ours",),
+    "end-to-end": _UNQUANTIZED,
+    "scaling": ("ours", "fp8", "eager"),  # torch.compile: every size would cost minutes, and its slope is the same
+}
+"""Who is measured in a part."""
+PARTS = tuple(PEERS_OF)
 
 DEVICES = "scaling over devices"
-"""The second process of the part "scaling": it has the host cut into virtual devices, and the small model."""
+"""The second process of the part "scaling": it has the host cut into virtual devices, and the small model by ours."""
 
 SPATIAL, TEMPORAL, PATCH = 8, 4, 2
 """Pixels and frames of a latent, and latents of a token on a side: Wan's, which the small model has too."""
@@ -143,6 +155,18 @@ class Choices:
     regional: bool = False
     """torch.compile of each block instead of the whole forward."""
 
+    def __post_init__(self) -> None:
+        for name in ("repeats", "steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidValueError(f"{name}={value!r} is not allowed; give a whole number from 1")
+        possible = [peer for peer in PEERS if any(peer in PEERS_OF[part] for part in self.parts)]
+        if self.peers and not set(self.peers) & set(possible):
+            raise InvalidValueError(
+                f"peers={','.join(self.peers)}: nothing would be measured in {', '.join(self.parts)}; "
+                f"choose from {', '.join(possible)}"
+            )
+
     @property
     def command(self) -> str:
         """What repeats the run, without where its results went."""
@@ -182,6 +206,12 @@ class Job:
     @property
     def configurations(self) -> Model:
         return MODELS[self.model]
+
+    @property
+    def entrants(self) -> tuple[str, ...]:
+        """Those of the chosen peers that this part has."""
+        known = ("ours",) if self.part == DEVICES else PEERS_OF[self.part]
+        return tuple(peer for peer in self.peers if peer in known)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

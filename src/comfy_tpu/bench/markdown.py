@@ -9,7 +9,7 @@ from comfy_tpu.bench.results import Row, Run
 
 TITLES = {
     "transformer": "Transformer, one forward",
-    "accuracy": "Error of the transformer against float32",
+    "accuracy": "Error of two blocks of the transformer against float32",
     "ceilings": "What the device can do at best, in the same run",
     "vae": "VAE",
     "text": "Text encoder",
@@ -23,6 +23,8 @@ PEER_NAMES = {
     "eager": "diffusers eager",
     "compile": "diffusers + torch.compile",
 }
+_REGIONAL = ("transformer", "accuracy", "end-to-end")
+"""Parts in which `--compile-regional` means something."""
 
 Cell = Callable[[Run, Row], str]
 
@@ -49,7 +51,10 @@ def seconds(value: float) -> str:
 
 
 def floor_seconds(run: Run, row: Row) -> float | None:
-    """A forward whose products and whose attention each run at the best that was measured beside it."""
+    """A forward whose products and whose attention each run at the best that was measured beside it, which is not in
+    8 bits."""
+    if row.peer == "fp8":
+        return None
     best: dict[str, float] = {}
     for ceiling in run.find("ceilings", size=row.size):
         kind = ceiling.what.split()[0]
@@ -62,15 +67,25 @@ def floor_seconds(run: Run, row: Row) -> float | None:
 
 def speedup(run: Run, row: Row) -> float | None:
     """How many times faster than this peer ours is, in this run."""
-    ours = next((other for other in run.find(row.part, what=row.what, size=row.size) if other.peer == "ours"), None)
-    if ours is None or ours.median_s is None or row.median_s is None or row.peer == "ours":
-        return None
-    return row.median_s / ours.median_s
+    ours = _ours_s(run, row)
+    return None if ours is None or row.median_s is None or row.peer in ("ours", "fp8") else row.median_s / ours
 
 
-def _peer(run: Run, row: Row) -> str:
+def quantized_speedup(run: Run, row: Row) -> float | None:
+    """How many times faster than ours without it fp8 is, in this run."""
+    ours = _ours_s(run, row)
+    return None if ours is None or row.median_s is None or row.peer != "fp8" else ours / row.median_s
+
+
+def _ours_s(run: Run, row: Row) -> float | None:
+    rows = run.find(row.part, what=row.what, size=row.size)
+    return next((other.median_s for other in rows if other.peer == "ours"), None)
+
+
+def peer_name(run: Run, row: Row) -> str:
+    """With how torch.compile was asked for: what it makes of single blocks is another thing than of the whole."""
     name = PEER_NAMES.get(row.peer, row.peer)
-    by_block = row.peer == "compile" and row.part == "transformer" and "--compile-regional" in run.command
+    by_block = row.peer == "compile" and row.part in _REGIONAL and "--compile-regional" in run.command
     return f"{name} of each block" if by_block else name
 
 
@@ -102,7 +117,7 @@ def _optional(value: float | None, write: Callable[[float], str]) -> str:
 _COLUMNS: dict[str, Cell] = {
     "what": lambda run, row: row.what,
     "size": lambda run, row: row.size,
-    "by": _peer,
+    "by": peer_name,
     "tokens": _fact("tokens", lambda value: f"{value:,}"),
     "devices": _fact("devices", str),
     "median": lambda run, row: _optional(row.median_s, seconds),
@@ -111,6 +126,7 @@ _COLUMNS: dict[str, Cell] = {
     "TFLOP/s": _tflops,
     "of the floor": _floor,
     "ours is faster": lambda run, row: _optional(speedup(run, row), lambda value: f"{value:.2f}×"),
+    "fp8 is faster": lambda run, row: _optional(quantized_speedup(run, row), lambda value: f"{value:.2f}×"),
     "error": lambda run, row: _optional(row.error, lambda value: f"{value:.2e}"),
     "first call": lambda run, row: _optional(row.first_s, seconds),
     "import": _fact("import_s", seconds),

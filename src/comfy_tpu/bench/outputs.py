@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from comfy_tpu.bench.markdown import PEER_NAMES, TITLES, seconds, table_of
+from comfy_tpu.bench.markdown import PEER_NAMES, TITLES, peer_name, seconds, table_of
 from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.bench.svg import Bar, bars
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.atomic import check_place, replacing
+from comfy_tpu.pipeline.atomic import check_place, explained, replacing
 
 COMPARED = ("transformer", "vae", "text", "end-to-end")
 """Parts in which peers do the same thing."""
@@ -27,8 +27,9 @@ class Places:
     @classmethod
     def check(cls, *, json: Path | None, markdown: Path | None, plot: Path | None) -> Places:
         """Before anything is measured: a place that cannot be written would cost the whole run."""
-        for path in filter(None, (json, markdown, plot)):
-            check_place(path)
+        for field, path in (("json", json), ("markdown", markdown), ("plot", plot)):
+            if path is not None:
+                check_place(path, field=field)
         if plot is not None and plot.suffix != ".svg":
             raise InvalidValueError(f"--plot {plot} is written as SVG; give it a name in .svg")
         earlier = read_runs(json) if json is not None and json.exists() else []
@@ -36,12 +37,12 @@ class Places:
 
     def keep(self, run: Run) -> None:
         if self.json is not None:
-            write_runs(self.json, [*self.earlier, run])
+            write_runs(self.json, [*self.earlier, run], field="json")
 
     def finish(self, run: Run) -> None:
-        for path, text in ((self.markdown, tables), (self.plot, plot)):
+        for field, path, text in (("markdown", self.markdown, tables), ("plot", self.plot, plot)):
             if path is not None:
-                with replacing(path) as partial:
+                with replacing(path, field=field) as partial, explained(path, field=field):
                     partial.write_text(text(run), encoding="utf-8")
 
 
@@ -52,21 +53,21 @@ def tables(run: Run) -> str:
 
 
 def plot(run: Run) -> str:
-    return plot_of(f"{run.hardware['device']}, {run.model} model, {run.dtype}", run.rows)
+    return plot_of(f"{run.hardware['device']}, {run.model} model, {run.dtype}", [(run, row) for row in run.rows])
 
 
-def plot_of(title: str, rows: Iterable[Row]) -> str:
+def plot_of(title: str, found: Iterable[tuple[Run, Row]]) -> str:
     """A bar for every measured peer of the parts that have peers."""
     peers = list(PEER_NAMES)
     entries = [
         Bar(
-            f"{row.what} {row.size} {PEER_NAMES[row.peer].strip('*')}",
+            f"{row.what} {row.size} {peer_name(run, row).strip('*')}",
             row.median_s,
             *row.spread_s,
             seconds(row.median_s),
             peers.index(row.peer),
         )
-        for row in rows
+        for run, row in found
         if row.part in COMPARED and row.peer in peers and row.median_s is not None and row.spread_s is not None
     ]
     return bars(f"{title}: seconds, less is better", entries)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from comfy_tpu.bench.devices import Bench
+from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.timing import Entrant, Prepare
 from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.errors import UnsupportedError
@@ -69,8 +70,8 @@ def compiled(module: torch.nn.Module, parts: Sequence[str] = ()) -> Any:
     return twin
 
 
-def chosen(peers: Sequence[str], prepare: Mapping[str, Prepare]) -> dict[str, Prepare]:
-    return {peer: prepare[peer] for peer in peers if peer in prepare}
+def chosen(job: Job, prepare: Mapping[str, Prepare]) -> dict[str, Prepare]:
+    return {peer: prepare[peer] for peer in job.entrants}
 
 
 @contextlib.contextmanager

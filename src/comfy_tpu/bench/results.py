@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.atomic import replacing
+from comfy_tpu.pipeline.atomic import explained, replacing
 
 SCHEMA = 1
 
@@ -39,6 +39,11 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str, str]:
         return (self.part, self.what, self.peer, self.size)
+
+    @property
+    def measured(self) -> bool:
+        """The part "accuracy" measures errors, and no time."""
+        return bool(self.samples) or self.error is not None
 
     @property
     def median_s(self) -> float | None:
@@ -116,7 +121,8 @@ def read_runs(path: Path) -> list[Run]:
         ) from error
 
 
-def write_runs(path: Path, runs: Iterable[Run]) -> None:
+def write_runs(path: Path, runs: Iterable[Run], *, field: str = "output") -> None:
+    """`field`: as in `check_place`."""
     document = {"schema": SCHEMA, "runs": [run.to_json() for run in runs]}
-    with replacing(path) as partial:
+    with replacing(path, field=field) as partial, explained(path, field=field):
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

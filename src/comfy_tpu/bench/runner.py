@@ -39,6 +39,9 @@ def run_bench(choices: Choices, *, say: Say, keep: Keep) -> Run:
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-bench-") as scratch:
         for job in jobs(choices, run.model, run.dtype):
             say(f"— {job.part} {job.size} {job.state if job.part == 'compile' else ''}".rstrip())
+            if not job.entrants:
+                say(f"  not measured: it has none of the chosen peers ({', '.join(job.peers)})")
+                continue
             # The same for the cold and the warm process of a part, fresh for everybody else.
             job = dataclasses.replace(job, cache_directory=str(Path(scratch) / f"{job.part}-{job.size}"))
             seen: dict[tuple[str, ...], Row] = {}

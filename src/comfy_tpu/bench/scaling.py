@@ -32,7 +32,6 @@ _REPEATS = 3
 
 
 def measure_tokens(job: Job, listener: Listener) -> None:
-    """Without torch.compile, whose every size would cost minutes and whose slope is the same."""
     bench = Bench.open(job)
     config = job.configurations.transformer
     module = random_module(wan.TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
@@ -44,8 +43,7 @@ def measure_tokens(job: Job, listener: Listener) -> None:
         facts = {"tokens": size.tokens, "attention_flops": operations.attention}
         row = Row("scaling", "forward", "", size=str(size), flops=operations.total, facts=facts)
         peers = transformer_peers(bench, own, module, load, attention=attention, facts=facts)
-        wanted = [peer for peer in job.peers if peer != "compile"]
-        race(row, chosen(wanted, peers), repeats=min(job.repeats, _REPEATS), listener=listener)
+        race(row, chosen(job, peers), repeats=min(job.repeats, _REPEATS), listener=listener)
 
 
 def measure_devices(job: Job, listener: Listener) -> None:

@@ -9,6 +9,8 @@ from html import escape
 
 _COLOURS = ("#1a73e8", "#9aa0a6", "#f29900", "#188038", "#d93025", "#9334e6")
 _FONT = 'font-family="system-ui, sans-serif" font-size="12"'
+_CHARACTER = 7
+"""Pixels of one, about: a label has to fit before its bar."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Series:
 
 def bars(title: str, entries: Sequence[Bar]) -> str:
     """Horizontal, from zero, each with its smallest and largest sample."""
-    left, width, step = 300, 420, 26
+    width, step = 420, 26
+    left = max(300, 16 + _CHARACTER * max((len(entry.label) for entry in entries), default=0))
     height = 50 + step * len(entries)
     most = max((entry.high for entry in entries), default=1.0) or 1.0
     parts = [_text(10, 22, title, weight="600")]

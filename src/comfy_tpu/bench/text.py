@@ -51,7 +51,7 @@ def measure_text(job: Job, listener: Listener) -> None:
         "compile": lambda: by_torch(compiled(module)),
     }
     judge = _judge(listener, module, job, ids, mask)
-    race(row, chosen(job.peers, peers), repeats=job.repeats, listener=listener, judge=judge)
+    race(row, chosen(job, peers), repeats=job.repeats, listener=listener, judge=judge)
 
 
 def prompt_tokens(vocabulary: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ def measure_transformer(job: Job, listener: Listener) -> None:
     peers = transformer_peers(
         bench, job, module, load_once(bench, config, module), attention=attention, facts=row.facts
     )
-    race(row, chosen(job.peers, peers), repeats=job.repeats, listener=listener)
+    race(row, chosen(job, peers), repeats=job.repeats, listener=listener)
 
 
 def measure_accuracy(job: Job, listener: Listener) -> None:
@@ -65,12 +65,12 @@ def measure_accuracy(job: Job, listener: Listener) -> None:
         expected = reference(**tensors, return_dict=False)[0].float()
         del reference
     free_torch_memory()
-    # On a GPU the kernel that is the fastest there, and that ours uses: torch would take another one by itself.
+    # On a GPU the fastest that torch has there: it would take another one by itself.
     attention = "CUDNN_ATTENTION" if bench.device.type == "cuda" else ""
     peers = transformer_peers(bench, job, module, load_once(bench, config, module), attention=attention, facts=facts)
     race(
         row,
-        chosen(job.peers, peers),
+        chosen(job, peers),
         repeats=0,
         listener=listener,
         judge=lambda output: relative_error(output, expected),

@@ -66,7 +66,7 @@ def _measure(bench: Bench, job: Job, listener: Listener, module: Any, what: str,
         "eager": lambda: by_torch(module),
         "compile": lambda: by_torch(compiled(module, ("decoder" if what == "decode" else "encoder",))),
     }
-    race(row, chosen(job.peers, peers), repeats=job.repeats, listener=listener, judge=judge)
+    race(row, chosen(job, peers), repeats=job.repeats, listener=listener, judge=judge)
 
 
 def _judge(listener: Listener, module: Any, config: Mapping[str, Any], run: Run, given: torch.Tensor) -> Judge | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from comfy_tpu.bench.job import PARTS, PEERS, Choices, VideoSize
+from comfy_tpu.cli.options import number
 from comfy_tpu.cli.progress import say
 from comfy_tpu.errors import InvalidValueError
 
@@ -20,8 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", help=f"of {','.join(PEERS)} (all; the small model: ours,eager)")
     parser.add_argument("--model", default="auto", choices=("auto", "full", "small"), help="full: Wan 2.1 14B")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--repeats", type=int, default=defaults.repeats, metavar="N", help=f"({defaults.repeats})")
-    parser.add_argument("--steps", type=int, default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})")
+    parser.add_argument(
+        "--repeats", type=number(int), default=defaults.repeats, metavar="N", help=f"({defaults.repeats})"
+    )
+    parser.add_argument(
+        "--steps", type=number(int), default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})"
+    )
     parser.add_argument("--compile-regional", action="store_true", help="torch.compile of every block by itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="raw samples; a file that is there gets one more run")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="tables of this run")
@@ -45,7 +50,7 @@ def run_measurements(arguments: argparse.Namespace) -> int:
     choices = Choices(
         parts=_names(arguments.what, PARTS, "--what"),
         sizes=tuple(VideoSize.parse(size) for size in arguments.size),
-        peers=_names(arguments.peers, PEERS, "--peers") if arguments.peers else (),
+        peers=_names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
         model=arguments.model,
         dtype=arguments.dtype,
         repeats=arguments.repeats,

@@ -10,7 +10,7 @@ from comfy_tpu.cli import options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", metavar="LATENTS", type=Path, help="what `comfy-tpu denoise` made")
-    options.add_video_output(parser, "LATENTS with .mp4 for its suffix")
+    options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for a picture")
     options.add_fps(parser)
     options.add_force(parser)
     options.add_report(parser)
@@ -27,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.pictures = header.loras, header.pictures
         settings = session.settings(header.settings)
-        paths = media.check_output(arguments.output or arguments.latents.with_suffix(".mp4"), settings)
+        own = arguments.latents.with_suffix(".png" if session.makes_pictures else ".mp4")
+        paths = media.check_output(arguments.output or own, settings)
         there = session.videos_are_there(paths, header.prompt, settings)
         if not there:
             session.write_videos(latents, header.prompt, settings, paths)

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_session(arguments, arguments.model or header.model_name) as session:
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
-        artifacts.check_guidance(arguments.text, embeddings, settings)
+        if session.pipeline.family.guidance == "branches":
+            artifacts.check_guidance(arguments.text, embeddings, settings)
         session.pictures = header.pictures
         skipped = session.is_there(output, header.prompt, settings, there)
         if not skipped:

@@ -1,4 +1,4 @@
-"""comfy-tpu generate: a prompt becomes a video."""
+"""comfy-tpu generate: a prompt becomes a video, or a picture where the model makes those."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import argparse
 from comfy_tpu.cli import options
 
 OUTPUT = "video.mp4"
+PICTURE = "picture.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
     options.add_images(parser)
-    options.add_video_output(parser, f"{OUTPUT}, or {OUTPUT.replace('.', '-1.')} and so on if it is taken")
+    options.add_strength(parser)
+    options.add_video_output(parser, f"{OUTPUT} or {PICTURE}; {OUTPUT.replace('.', '-1.')} and so on if it is taken")
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
@@ -30,10 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
         session.pictures = fingerprint(images)
-        output = arguments.output or media.free_output(OUTPUT, settings.num_videos)
+        own = PICTURE if session.makes_pictures else OUTPUT
+        output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)
-        embeddings = session.pipeline.encode(prompt, settings, images)
+        beginning, given = session.begin_with(images, settings)
+        embeddings = session.pipeline.encode(prompt, settings, given)
         sessions.warn_of_cut(embeddings.cut)
-        latents = session.pipeline.denoise(embeddings, settings)
+        latents = session.pipeline.denoise(embeddings, settings, beginning)
         session.write_videos(latents, prompt, settings, paths)
     return session.report(paths, prompt, settings, cut=embeddings.cut)

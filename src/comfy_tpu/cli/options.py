@@ -46,11 +46,15 @@ SETTINGS = (
 OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
-_SAME_AS_FIELD = ("dtype", "export", "from", "lora", "mesh", "model", "output", "platform", "quantize", "size", "tpu")
+_SAME_AS_FIELD = (
+    *("dtype", "export", "from", "json", "lora", "markdown", "mesh", "model", "output", "peers", "platform", "plot"),
+    *("quantize", "repeats", "size", "steps", "strength", "tpu"),
+)
 
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
+    "contact_sheet": "--contact-sheet",
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
@@ -64,7 +68,9 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image", type=Path, metavar="PICTURE", help="the first frame, for models that take one")
+    parser.add_argument(
+        "--image", type=Path, metavar="PICTURE", help="the first frame of a video, or a picture to start from"
+    )
     parser.add_argument("--last-image", type=Path, metavar="PICTURE", help="the last frame, for models that take one")
 
 
@@ -79,7 +85,9 @@ def read_images(arguments: argparse.Namespace) -> list[Image]:
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     group = parser.add_argument_group("settings", "A model has its own defaults; those of Wan 2.1 are shown.")
-    group.add_argument("--size", metavar="NAME", help="height, width and flow shift by name: 480P or 720P")
+    group.add_argument(
+        "--size", metavar="NAME", help="height, width and flow shift by name: 480P, 720P; Flux: 512, 768, 1024"
+    )
     for option in SETTINGS:
         if option.field not in without:
             _add_setting(group, option)
@@ -102,8 +110,8 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=parse_lora,
         metavar="FILE[:STRENGTH][:high|low]",
-        help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one of "
-        "two transformers; may be repeated",
+        help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one "
+        "of two transformers; may be repeated",
     )
 
 
@@ -150,9 +158,21 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         "-o",
         "--output",
         metavar="PATH",
-        help=f"x.mp4, x.gif, x.npy, a directory/ of PNG frames, or x-%%04d.png (default: {default})",
+        help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
     parser.add_argument("--contact-sheet", type=Path, metavar="PNG", help="also a picture of every second frame")
+
+
+STRENGTH = 0.6
+
+
+def add_strength(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strength",
+        type=number(float),
+        metavar="X",
+        help=f"for Flux: how much of --image is made anew, over 0 to 1: all ({STRENGTH})",
+    )
 
 
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
@@ -205,7 +225,7 @@ def _add_setting(parser: argparse._ActionsContainer, option: Option) -> None:
     )
 
 
-def _number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
+def number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
     """What is not a number stays text: the check of the settings refuses it, in the same words as everywhere."""
 
     def parse(text: str) -> int | float | str:
@@ -217,4 +237,4 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]
     return parse
 
 
-_PARSERS: Mapping[type, Callable[[str], Any]] = {int: _number(int), float: _number(float), str: str}
+_PARSERS: Mapping[type, Callable[[str], Any]] = {int: number(int), float: number(float), str: str}

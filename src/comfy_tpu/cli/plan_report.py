@@ -10,7 +10,8 @@ One object. Its keys stay; new ones may be added:
     chosen          dp, sp, tp
     layouts         best first: mesh, attention, fits, memory (weights, prompt, latents, temporaries, total), flops,
                     memory_bytes, sent_bytes, seconds (compute, memory, interconnect, step), bound, traffic (cause,
-                    kind, axes, group, count, nbytes, detail); partitioned and compiled: what was counted, or null
+                    kind, axes, group, count, nbytes, detail); partitioned and compiled: what was counted, or null;
+                    temporaries of a compiled one are all that the compiler wants beside the other three
     seed            mesh of the seed's layout, and share: bytes sent by the chosen one, of its own; or null
     larger          tpu and mesh that would fit, or null
     compiler        "libtpu", or null; refused: why it did not compile, or null
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import platform
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from comfy_tpu.cli.findings import printable
@@ -67,7 +69,7 @@ def _layout_document(layout: LayoutPlan, plan: Plan) -> dict[str, Any]:
         "mesh": dataclasses.asdict(layout.sizes),
         "attention": guess.attention,
         "fits": fits(layout.peak_bytes, plan.slice.chip),
-        "memory": {**dataclasses.asdict(guess.memory), "total": guess.memory.total},
+        "memory": {**dataclasses.asdict(layout.memory), "total": layout.memory.total},
         "flops": guess.flops,
         "memory_bytes": guess.memory_bytes,
         "sent_bytes": guess.sent_bytes,
@@ -102,10 +104,11 @@ def as_text(plan: Plan, encoding: str | None) -> str:
 
 def as_lines(plan: Plan) -> list[str]:
     chip = plan.slice.chip
+    chips = f"{plan.slice.chips} chips" if plan.slice.chips > 1 else "1 chip"
     per = f", {chip.devices_per_chip} devices each" if chip.devices_per_chip > 1 else ""
     lines = [
         f"{plan.model}, {plan.size}: {plan.work.tokens:,} tokens × {plan.work.batch}, one step",
-        f"{plan.slice.name}: {plan.slice.chips} chips as {plan.slice.topology}{per}; a device has "
+        f"{plan.slice.name}: {chips} as {plan.slice.topology}{per}; a device has "
         f"{_gb(chip.memory_bytes)} GB at {chip.memory_bandwidth / 1e9:,.0f} GB/s, {chip.flops / 1e12:,.0f} TFLOP/s, "
         f"links of {chip.link_bandwidth / 1e9:.0f} GB/s",
         "",
@@ -135,7 +138,7 @@ def _layout_rows(plan: Plan) -> Iterable[Sequence[str]]:
         "bound",
     )
     for layout in plan.layouts if plan.chosen in plan.layouts else (*plan.layouts, plan.chosen):
-        guess, memory = layout.estimate, layout.estimate.memory
+        guess, memory = layout.estimate, layout.memory
         counted = "*" if layout.compiled else "+" if layout.partitioned else ""
         yield (
             "→" if layout is plan.chosen else "",
@@ -202,18 +205,44 @@ def _attention_line(layout: LayoutPlan, counted: Counted) -> str:
 def _source_lines(plan: Plan) -> Iterable[str]:
     compiled = plan.chosen.compiled
     if compiled is not None and compiled.memory is not None and compiled.cost is not None:
-        memory = {name.removesuffix("_size_in_bytes"): value for name, value in compiled.memory.items()}
         yield (
-            f"* compiled by libtpu in {compiled.seconds:.0f} s: arguments {_gb(memory['argument'])}, temporaries "
-            f"{_gb(memory['temp'])} GB; {compiled.cost.get('flops', 0) / 1e12:,.1f} TFLOP and "
-            f"{_gb(compiled.cost.get('bytes accessed', 0))} GB with the blocks counted once."
+            f"* compiled by libtpu in {compiled.seconds:.0f} s; {compiled.cost.get('flops', 0) / 1e12:,.1f} TFLOP and "
+            f"{_gb(compiled.cost.get('bytes accessed', 0))} GB read and written with the blocks counted once."
         )
+        yield _compiled_memory(plan.chosen, compiled.memory)
     elif plan.compiler_refused:
         yield plan.compiler_refused
     else:
-        yield "The TPU compiler was not asked (it is libtpu, x86_64 only): memory is the documented model."
+        yield f"The TPU compiler was not asked ({_why_not_asked(plan)}): memory is the documented model."
+    factor = plan.slice.chip.temporaries
+    if factor != 1:
+        yield (
+            f"Temporaries{' without *' if compiled else ''} are fitted on v6e, times {factor:g} for "
+            f"{plan.slice.chip.name} after what its compiler wants for Wan 14B: they may be larger (docs/plan.md)."
+        )
     yield "+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas (docs/plan.md)."
     yield "Times are estimates: the share of the peak that a chip reaches is an assumption."
+
+
+def _compiled_memory(layout: LayoutPlan, memory: Mapping[str, int]) -> str:
+    parts = {
+        name: memory[f"{name}_size_in_bytes"] for name in ("argument", "temp", "output", "generated_code", "alias")
+    }
+    others = parts["output"] + parts["generated_code"] - parts["alias"]
+    unread = layout.facts.unread_bytes if layout.facts else 0
+    return (
+        f"  Its {_gb(layout.peak_bytes)} GB: arguments {_gb(parts['argument'])}, temporaries {_gb(parts['temp'])}, "
+        f"results and the program itself {_gb(others)}; {_gb(unread)} of weights and latents that it does not read "
+        f"stay there too. In the table temp. is all but weights, prompt and latents: {_gb(layout.memory.temporaries)}."
+    )
+
+
+def _why_not_asked(plan: Plan) -> str:
+    if not plan.compiler_wanted:
+        return "--no-compile"
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return "libtpu is not installed: pip install 'comfy-tpu[tpu]'"
+    return "libtpu is for x86_64 only: --export here and --from on such a machine"
 
 
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:

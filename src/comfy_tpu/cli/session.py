@@ -25,11 +25,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image
+
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display, say
 from comfy_tpu.config import CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.pipeline import artifacts, atomic, media, video
+from comfy_tpu.pipeline import artifacts, atomic, media, picture, video
+from comfy_tpu.pipeline.images import as_frame
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.settings import make_settings
 
 
 class Session:
@@ -41,6 +46,11 @@ class Session:
         """Those that the latents are made with, as artifacts note them."""
         self.pictures = ""
         """The fingerprint of those that are given."""
+        self._from_picture: dict[str, str] = {}
+
+    @property
+    def makes_pictures(self) -> bool:
+        return self.pipeline.limits.frames_max == 1
 
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, with what the command line says in their place."""
@@ -48,6 +58,29 @@ class Session:
         chosen = options.chosen(self.arguments, self.pipeline.family.presets)
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
+
+    def begin_with(
+        self, images: Sequence[Image], settings: GenerationSettings
+    ) -> tuple[picture.Beginning | None, Sequence[Image]]:
+        """What the given pictures are to the model: one to start from and make anew, or frames that it reads."""
+        strength = self.arguments.strength
+        starts = self.pipeline.family.encode_picture is not None
+        if strength is not None and not (starts and images):
+            raise InvalidValueError(
+                f"strength={strength} is for a picture that is made anew; give --image too, and a model such as Flux"
+            )
+        if not starts or not images:
+            return None, images
+        if len(images) > 1:
+            raise InvalidValueError("last_image is for videos; leave it out")
+        self._from_picture = {"strength": str(self._strength)}
+        return self.pipeline.encode_picture(as_frame(images[0], settings), settings, self._strength), ()
+
+    @property
+    def _strength(self) -> float:
+        said = self.arguments.strength
+        strength: float = options.STRENGTH if said is None else said
+        return strength
 
     def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether what was found is made from the same things, which is then said."""
@@ -65,7 +98,8 @@ class Session:
         return self.is_there(paths[0], prompt, settings, *found)
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
-        description = artifacts.describe(prompt, settings, self.pipeline, pictures=self.pictures, loras=self.loras)
+        made_from = {"pictures": self.pictures, "loras": self.loras}
+        description = artifacts.describe(prompt, settings, self.pipeline, **made_from) | self._from_picture
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),
@@ -118,8 +152,14 @@ def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]
             cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
             loras=getattr(arguments, "lora", ()),
+            check=lambda files: _check_settings(arguments, files),
         )
         yield Session(arguments, pipeline, display)
+
+
+def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
+    """Each by itself, before devices are started: what is said of those would stand before the refusal."""
+    make_settings(files.defaults, options.chosen(arguments, files.family.presets), files.family.limits)
 
 
 def check_video_output(arguments: argparse.Namespace) -> None:
@@ -129,7 +169,7 @@ def check_video_output(arguments: argparse.Namespace) -> None:
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
             raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is a picture; give it a name in .png")
-        atomic.check_place(arguments.contact_sheet)
+        atomic.check_place(arguments.contact_sheet, field="contact_sheet")
 
 
 def artifact_there(path: Path, stage: artifacts.Stage, force: bool) -> dict[str, str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy_api.latest import InputImpl, Types
 
 from comfy_tpu.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Conditioning = list[list[Any]]
 Latent = dict[str, Any]
@@ -65,6 +68,24 @@ def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: in
         raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
     missing = max(tokens - embeds.shape[1], 0)
     return torch.nn.functional.pad(embeds.detach().cpu().float(), (0, 0, 0, missing))
+
+
+def from_images(name: str, images: Any) -> Image:
+    """A PIL picture of an IMAGE that holds one, [1, height, width, channels] in 0..1."""
+    from PIL.Image import fromarray
+
+    if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[3] not in (1, 3, 4):
+        got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+        raise InvalidValueError(f"{name} is {got}, expected an IMAGE (1, height, width, 3)")
+    if images.shape[0] != 1:
+        raise InvalidValueError(
+            f"{name} holds {images.shape[0]} pictures of {images.shape[2]}×{images.shape[1]}, expected one; choose one "
+            "with Get Image from Batch"
+        )
+    if not bool(torch.isfinite(images).all()):
+        raise InvalidValueError(f"{name} holds NaN or infinity; make the picture again")
+    picture = images[0, :, :, :3].detach().cpu().float().expand(-1, -1, 3)
+    return fromarray((picture.clamp(0, 1) * 255).round().byte().numpy())
 
 
 def to_latent(samples: torch.Tensor) -> Latent:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
+from comfy_tpu.comfy.family_nodes import nodes_of
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
+from comfy_tpu.comfy.node_families import NODE_FAMILIES
 from comfy_tpu.comfy.routes import add_routes
-from comfy_tpu.comfy.wan_nodes import Wan21TextEncoder, Wan21TPUPipeline, Wan21TPUSampler, Wan21TPUVAEDecoder
 
 NODES: tuple[type[io.ComfyNode], ...] = (
-    Wan21TextEncoder,
-    Wan21TPUSampler,
-    Wan21TPUVAEDecoder,
-    Wan21TPUPipeline,
+    *(node for family in NODE_FAMILIES for node in nodes_of(family)),
     TPULoraLoader,
     TPUCompileModel,
     TPUCompileVAE,

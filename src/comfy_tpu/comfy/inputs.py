@@ -9,8 +9,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from comfy_tpu.comfy.models import HUB_MODELS, model_choices
-from comfy_tpu.config import GenerationSettings, Lora
+from comfy_tpu.comfy.models import model_choices
+from comfy_tpu.comfy.node_families import NodeFamily
+from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
 
 SIZE_MIN, SIZE_MAX, SIZE_STEP = 256, 1280, 16
@@ -20,29 +21,30 @@ SCHEDULERS = ["unipc", "euler", "dpm++"]
 LORA_TYPE = io.Custom("TPU_LORA")
 """A tuple of `Lora`."""
 
-_DEFAULTS = GenerationSettings()
+IMAGE_TYPE = io.Custom("TPU_IMAGE_EMBEDS")
+"""Tensors by name: what a model reads of pictures."""
 
 
-def prompt() -> io.Input:
+def prompt(family: NodeFamily) -> io.Input:
     return io.String.Input(
-        "prompt", multiline=True, dynamic_prompts=True, tooltip="What the video should show, in English or Chinese."
+        "prompt", multiline=True, dynamic_prompts=True, tooltip=f"What the video should show, {family.languages}."
     )
 
 
-def negative_prompt() -> io.Input:
+def negative_prompt(family: NodeFamily) -> io.Input:
     return io.String.Input(
         "negative_prompt",
         multiline=True,
         dynamic_prompts=True,
-        default=_DEFAULTS.negative_prompt,
+        default=family.defaults.negative_prompt,
         tooltip="What the video should not show. Has an effect where guidance_scale is over 1.",
     )
 
 
-def prompt_embeds() -> io.Input:
+def prompt_embeds(family: NodeFamily) -> io.Input:
     return io.Conditioning.Input(
         "prompt_embeds",
-        tooltip="The prompt, from Wan 2.1 Text Encoder (TPU) or from ComfyUI's CLIP Text Encode with Wan's encoder.",
+        tooltip=f"The prompt, from {family.text_encoder_name} or from ComfyUI's CLIP Text Encode with Wan's encoder.",
     )
 
 
@@ -52,37 +54,44 @@ def negative_prompt_embeds() -> io.Input:
     )
 
 
-def sampling() -> list[io.Input]:
-    """Height to flow_shift, in the order of the node table."""
+def video_size(family: NodeFamily) -> list[io.Input]:
     return [
-        io.Int.Input("height", tooltip=_size_tooltip("Height"), **_size_range(_DEFAULTS.height)),
-        io.Int.Input("width", tooltip=_size_tooltip("Width"), **_size_range(_DEFAULTS.width)),
+        io.Int.Input("height", tooltip=_size_tooltip(family, "Height"), **_size_range(family.defaults.height)),
+        io.Int.Input("width", tooltip=_size_tooltip(family, "Width"), **_size_range(family.defaults.width)),
         io.Int.Input(
             "num_frames",
-            default=_DEFAULTS.num_frames,
+            default=family.defaults.num_frames,
             min=FRAMES_MIN,
             max=FRAMES_MAX,
             step=FRAMES_STEP,
             tooltip="Frames of the video: 4n+1. 81 frames at 16 frames a second are 5 seconds.",
         ),
+    ]
+
+
+def sampling(family: NodeFamily) -> list[io.Input]:
+    """Height to flow_shift, in the order of the node table."""
+    return [
+        *video_size(family),
         io.Int.Input(
             "num_inference_steps",
-            default=_DEFAULTS.num_inference_steps,
+            default=family.defaults.num_inference_steps,
             min=1,
             max=100,
             tooltip="Denoising steps. Fewer are faster, more are finer; below 20 motion suffers.",
         ),
         io.Float.Input(
             "guidance_scale",
-            default=_DEFAULTS.guidance_scale,
+            default=family.defaults.guidance_scale,
             min=0.0,
             max=20.0,
             step=0.1,
             tooltip="How closely to follow the prompt. At 1 or less the negative prompt is not used: half the work.",
         ),
+        *([_second_guidance(family)] if family.second_guidance else []),
         io.Int.Input(
             "seed",
-            default=_DEFAULTS.seed,
+            default=family.defaults.seed,
             min=0,
             max=2**64 - 1,
             control_after_generate=True,
@@ -90,42 +99,75 @@ def sampling() -> list[io.Input]:
         ),
         io.Float.Input(
             "flow_shift",
-            default=_DEFAULTS.flow_shift,
+            default=family.defaults.flow_shift,
             min=1.0,
-            max=10.0,
+            max=family.shift_max,
             step=0.1,
-            tooltip="How long to stay at high noise: 5.0 for 720P, 3.0 for 480P.",
+            tooltip=f"How long to stay at high noise: {family.shift_help}.",
         ),
     ]
 
 
-def latents() -> io.Input:
+def _second_guidance(family: NodeFamily) -> io.Input:
+    return io.Float.Input(
+        "guidance_scale_2",
+        default=family.defaults.guidance_scale_2,
+        min=0.0,
+        max=20.0,
+        step=0.1,
+        tooltip="The same for the low-noise transformer of models that have two. 0 takes guidance_scale for both.",
+    )
+
+
+def image(name: str, which: str) -> io.Input:
+    return io.Image.Input(
+        name,
+        optional=True,
+        tooltip=f"The {which} frame, for models that take one: one picture of any size, resized to the video's.",
+    )
+
+
+def image_embeds(family: NodeFamily) -> io.Input:
+    return IMAGE_TYPE.Input(
+        "image_embeds",
+        optional=True,
+        tooltip=f"From {family.name} Image Encoder (TPU), for models that begin with a picture.",
+    )
+
+
+def latents(family: NodeFamily) -> io.Input:
+    name = family.name
     return io.Latent.Input(
-        "latents", tooltip="From Wan 2.1 TPU Sampler, or from any ComfyUI sampler or VAE Encode of Wan 2.1."
+        "latents", tooltip=f"From {name} TPU Sampler, or from any ComfyUI sampler or VAE Encode of {name}."
     )
 
 
-def fps() -> io.Input:
+def fps(family: NodeFamily) -> io.Input:
     return io.Int.Input(
-        "fps", default=_DEFAULTS.fps, min=1, max=240, tooltip="Frames a second of the video. Wan 2.1 was trained at 16."
+        "fps",
+        default=family.defaults.fps,
+        min=1,
+        max=240,
+        tooltip=f"Frames a second of the video. {family.name} was trained at {family.trained_fps}.",
     )
 
 
-def model_id() -> io.Input:
+def model_id(family: NodeFamily) -> io.Input:
+    places = "A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's models/diffusers"
+    demo = "; or demo, a small model that comes with the pack and draws moving shapes at 64×64"
     return io.Combo.Input(
         "model_id",
-        options=model_choices(),
-        default=HUB_MODELS[0],
-        tooltip="A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's "
-        "models/diffusers; or demo, a small model that comes with the pack and draws moving shapes at 64×64.",
+        options=model_choices(family),
+        default=family.hub_models[0],
+        tooltip=f"{places}{demo if family.has_demo else ''}.",
     )
 
 
-def scheduler() -> io.Input:
+def scheduler(family: NodeFamily) -> io.Input:
     return io.Combo.Input(
         "scheduler",
         options=SCHEDULERS,
-        default=_DEFAULTS.scheduler,
+        default=family.defaults.scheduler,
         optional=True,
         tooltip="The solver. unipc is Wan's own; euler is the plainest; dpm++ is the multistep one.",
     )
@@ -175,5 +217,6 @@ def _size_range(default: int) -> dict[str, int]:
     return {"default": default, "min": SIZE_MIN, "max": SIZE_MAX, "step": SIZE_STEP}
 
 
-def _size_tooltip(side: str) -> str:
-    return f"{side} in pixels, a multiple of {SIZE_STEP}. 720P is 1280×720, 480P is 848×480. demo always draws 64×64."
+def _size_tooltip(family: NodeFamily, side: str) -> str:
+    demo = " demo always draws 64×64." if family.has_demo else ""
+    return f"{side} in pixels, a multiple of {SIZE_STEP}. 720P is 1280×720, 480P is 848×480.{demo}"

@@ -6,21 +6,18 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
+from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.config import DEMO_MODEL
 from comfy_tpu.errors import InvalidValueError, listed
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.video import VideoPipeline
 
-HUB_MODELS = ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
-"""The first is every node's default."""
-
-_PIPELINE_CLASSES = ("WanPipeline",)
 _FOLDER = "diffusers"
 _DEPTH = 2
 """models/diffusers/NAME, or models/diffusers/OWNER/NAME as the hub names it."""
@@ -30,12 +27,12 @@ _pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
 
 
-def model_choices() -> list[str]:
-    """Hub models, the demo model, and every directory in diffusers' layout that ComfyUI's model folders hold."""
-    return [*HUB_MODELS, DEMO_MODEL, *(name for name in sorted(_local_models()) if name not in HUB_MODELS)]
+def model_choices(family: NodeFamily) -> list[str]:
+    """Hub models, the demo model, and every directory of the family that ComfyUI's model folders hold."""
+    return [*family.models, *(name for name in sorted(_local_models(family)) if name not in family.models)]
 
 
-def open_pipeline(model_id: str, on_fetch: Callable[[], None]) -> VideoPipeline:
+def open_pipeline(model_id: str, family: NodeFamily, on_fetch: Callable[[], None]) -> VideoPipeline:
     """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice.
 
     `on_fetch` is called before the hub is asked for it: a download can take an hour.
@@ -43,11 +40,11 @@ def open_pipeline(model_id: str, on_fetch: Callable[[], None]) -> VideoPipeline:
     import_jax()
     from comfy_tpu.pipeline.video import VideoPipeline
 
-    local = _local_models()
-    if model_id not in (*HUB_MODELS, DEMO_MODEL, *local):
+    local = _local_models(family)
+    if model_id not in (*family.models, *local):
         raise InvalidValueError(
-            f"model_id={model_id!r} is not a model that is known here; choose from {listed(model_choices())}, or put "
-            "a model in diffusers' layout into ComfyUI's models/diffusers"
+            f"model_id={model_id!r} is not a {family.name} model that is known here; choose from "
+            f"{listed(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
         )
     place = local.get(model_id)
     stamp = _stamp(place) if place else ()
@@ -60,11 +57,11 @@ def open_pipeline(model_id: str, on_fetch: Callable[[], None]) -> VideoPipeline:
         return _pipelines[model_id][1]
 
 
-def _local_models() -> dict[str, Path]:
+def _local_models(family: NodeFamily) -> dict[str, Path]:
     models: dict[str, Path] = {}
     for root in folder_paths.get_folder_paths(_FOLDER):
         for directory in _directories(Path(root), _DEPTH):
-            if _pipeline_class(directory) in _PIPELINE_CLASSES:
+            if family.accepts(_model_index(directory)):
                 models.setdefault(directory.relative_to(root).as_posix(), directory)
     return {name: path for name, path in models.items() if name != DEMO_MODEL}
 
@@ -80,12 +77,12 @@ def _directories(root: Path, depth: int) -> Iterator[Path]:
             yield from _directories(directory, depth - 1)
 
 
-def _pipeline_class(directory: Path) -> str | None:
+def _model_index(directory: Path) -> dict[str, Any]:
     try:
         index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # one odd file must not take every node along
-        return None
-    return index.get("_class_name") if isinstance(index, dict) else None
+        return {}
+    return index if isinstance(index, dict) else {}
 
 
 def _stamp(directory: Path) -> _Stamp:

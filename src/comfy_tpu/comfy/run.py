@@ -19,6 +19,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from comfy_tpu.comfy.models import open_pipeline
+from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.comfy.routes import announce
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import stand_in_line
@@ -39,16 +40,18 @@ _turn = threading.RLock()
 
 
 @contextlib.contextmanager
-def pipeline_run(model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()) -> Iterator[VideoPipeline]:
+def pipeline_run(
+    family: NodeFamily, model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()
+) -> Iterator[VideoPipeline]:
     """The model's pipeline with these LoRAs, reporting to the node that runs now. `stages`: what its bar counts, with
     totals."""
     context = get_executing_context()
-    report = NodeReport(context.node_id if context else None, stages)
+    report = NodeReport(context.node_id if context else None, stages, family.latent_format)
     with _turn:
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
-                pipeline = open_pipeline(model_id, lambda: report(Progress("loading", model_id, 0, 0)))
+                pipeline = open_pipeline(model_id, family, lambda: report(Progress("loading", model_id, 0, 0)))
             except ModuleNotFoundError as error:
                 raise UnsupportedError(
                     f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "
@@ -84,14 +87,14 @@ def at_rest() -> None:
 class NodeReport:
     """Shows progress on a node, and ends the run where the user cancelled it."""
 
-    def __init__(self, node: str | None, stages: Mapping[str, int] | None = None) -> None:
+    def __init__(self, node: str | None, stages: Mapping[str, int] | None = None, latent_format: str = "") -> None:
         self._node = node
         self._stages = stages or {}
         self._bar = comfy.utils.ProgressBar(sum(self._stages.values()), node_id=node)
         # Only where there is something to show: "taesd" reads a model from the disk for it, or warns that it has none.
         wanted = "denoising" in self._stages
-        wan = comfy.latent_formats.Wan21()
-        self._previewer = latent_preview.get_previewer(torch.device("cpu"), wan) if wanted else None
+        known = getattr(comfy.latent_formats, latent_format, None) if wanted else None  # an older ComfyUI may lack it
+        self._previewer = latent_preview.get_previewer(torch.device("cpu"), known()) if known else None
         self._said, self._said_at = "", 0.0
 
     def __call__(self, progress: Progress) -> None:

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.compiler.arranging import ArrangedSource, Packed
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.merging import MergedSource, WeightChanges, merging
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
-from comfy_tpu.compiler.renaming import without_prefix
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
 from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig
@@ -41,17 +41,20 @@ class ComponentSpec:
     """From the `config.json` of the component."""
     rules: tuple[Rule, ...]
     heads: str | None = None
-    """The key of its configuration that counts attention heads, where tp must divide them. None: where tp does not,
-    every device computes all heads of its share of the queries."""
+    """The key of its configuration that counts attention heads."""
     stacks: tuple[LayerStack, ...] = ()
     float32: tuple[str, ...] = ()
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
     """Globs of linear layers that compute in 8 bits where that is asked for."""
-    prefix: str = ""
-    """What checkpoints may put before every name, as transformers did in earlier versions."""
+    shared: bool = True
+    """Its attention is shared by the mesh. False: each device computes all, so its heads need not divide."""
+    rename: Callable[[str], str] | None = None
+    """From a name in the checkpoint to the module's. None: they are the same."""
     unused: tuple[str, ...] = ()
     """Globs of tensors that a checkpoint may hold and the component does not need."""
+    packed: Callable[[Mapping[str, Any]], tuple[Packed, ...]] | None = None
+    """From the configuration: row-parallel weights whose columns belong to several inputs."""
 
 
 class Component:
@@ -80,6 +83,7 @@ class Component:
         self.placement = placement
         self._cache = cache
         self._quantize = quantize
+        self._packed = spec.packed(config) if spec.packed else ()
         self.module = build_skeleton(lambda: _build(spec, config))
         quantize_layers(self.module, spec.quantized, quantize)
         if scan:
@@ -94,7 +98,7 @@ class Component:
         )
         self.context = TraceContext(
             placement=placement,
-            attention=attention if spec.heads else dataclasses.replace(attention, uneven_heads="whole"),
+            attention=attention if spec.shared else dataclasses.replace(attention, over_mesh=False),
             weight_axes={name: self._axes_of_one_layer(name, name in stacked) for name in shapes},
         )
 
@@ -125,10 +129,12 @@ class Component:
         changes: WeightChanges | None = None,
     ) -> dict[str, jax.Array]:
         """`changes` are added to the weights: on the devices, but before they are quantized."""
-        checkpoint = without_prefix(checkpoint, self.spec.prefix)
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
-        if changes is not None and self._quantize != "none":
+        if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None
+        if self.spec.rename or self._packed:
+            tp = self.placement.sizes.tp
+            checkpoint = ArrangedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
         if self._quantize != "none":
             scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]

@@ -131,6 +131,9 @@ class VideoFamily:
     """The transformer's configuration -> what a step costs, to choose a mesh by and to plan with."""
     published: Mapping[str, Config]
     """Configurations of transformers by their id on the hub: full-size models can be planned without a download."""
+    encode_picture: Callable[..., torch.Tensor] | None = None
+    """(module of the VAE, picture [1, height, width, 3] in 0..1, noise [1, channels, 1, height, width]) -> latents to
+    start from, in the transformer's scale. None: this family starts from noise alone."""
     prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     """How outputs of `prepare` are split over the mesh; ("dp",) where nothing is said."""
     guidance: Literal["branches", "embedded", "none"] = "branches"

@@ -38,9 +38,10 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
 IMAGE_ENCODER = ComponentSpec(
     name="image_encoder",
     classes=("SiglipVisionModel",),
+    heads="num_attention_heads",
     build=_build_image_encoder,
     stacks=(LayerStack("encoder.layers"),),
-    prefix="vision_model.",
+    rename=lambda name: name.removeprefix("vision_model."),  # transformers before 5 put it before every name
     unused=("head.*",),
     rules=(
         column("encoder.layers.*.self_attn.[qkv]_proj.*"),

@@ -31,7 +31,7 @@ IMAGE_ENCODER = ComponentSpec(
     heads="num_attention_heads",
     build=_build_image_encoder,
     stacks=(LayerStack("encoder.layers"),),
-    prefix="vision_model.",
+    rename=lambda name: name.removeprefix("vision_model."),  # transformers before 5 put it before every name
     unused=("encoder.layers.*", "post_layernorm.*", "visual_projection.*", "embeddings.position_ids"),
     rules=(
         column("encoder.layers.*.self_attn.[qkv]_proj.*"),

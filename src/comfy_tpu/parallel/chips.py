@@ -32,6 +32,8 @@ class Chip:
     """Of its interconnect."""
     compiler_name: str = ""
     """What the compiler calls it, where that is something else."""
+    temporaries: float = 1.0
+    """Times what layouts.py says, which is fitted on v6e: the most its compiler wanted for Wan 14B (docs/plan.md)."""
 
 
 # Fractions: the profile of Wan 2.1 14B at 720p on v6e-8 (4.60 s a step, 67 % splash, 14 % products; docs/plan.md) gives
@@ -40,8 +42,19 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50),
-        Chip("v5p", 459e12, 95_000_000_000, 2765e9, 100e9, 0.77, 0.50, counted_per_chip=2, dimensions=3),
+        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, temporaries=2.5),
+        Chip(
+            "v5p",
+            459e12,
+            95_000_000_000,
+            2765e9,
+            100e9,
+            0.77,
+            0.50,
+            counted_per_chip=2,
+            dimensions=3,
+            temporaries=1.7,
+        ),
         Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.41),
         Chip(
             "v7x",
@@ -55,6 +68,7 @@ CHIPS = {
             counted_per_chip=2,
             dimensions=3,
             compiler_name="tpu7x",
+            temporaries=4.7,
         ),
     )
 }

@@ -119,7 +119,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         weights=_weight_bytes(work, sizes),
         prompt=_prompt_bytes(share),
         latents=2 * work.history * work.latent_bytes,
-        temporaries=_temporaries(share),
+        temporaries=round(chip.temporaries * _temporaries(share)),
     )
     matmul = 2.0 * sum(
         stack.layers * share.rows_of(matrix) * _products(matrix, sizes)
@@ -238,14 +238,14 @@ def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
     return total * work.models
 
 
-def _temporaries(share: _Share) -> int:
+def _temporaries(share: _Share) -> float:
     work = share.work
     embedding = _LIVE_EMBEDDING * share.batch * work.tokens * work.hidden * work.itemsize
     block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
     if share.attention == "ring":
         block += _LIVE_RING * share.head_bytes
     stacked = tuple(matrix for stack in work.stacks for matrix in stack.matrices)
-    return round(max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(stacked, share)))
+    return max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(stacked, share))
 
 
 def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:

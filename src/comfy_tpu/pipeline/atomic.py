@@ -16,32 +16,35 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_place(path: Path) -> None:
-    """A file can be put at `path`. Its directory may be missing if that one's parent is there."""
+def check_place(path: Path, *, field: str = "output") -> None:
+    """A file can be put at `path`. Its directory may be missing if that one's parent is there.
+
+    `field` is what the path was given as, for the error.
+    """
     if path.is_dir():
-        raise InvalidValueError(f"output={path} is a directory, expected a file; add a file name")
+        raise InvalidValueError(f"{field}={path} is a directory, expected a file; add a file name")
     directory = path.parent
     place = directory if directory.exists() else directory.parent
     if not place.exists():
-        raise InvalidValueError(f"output={path} is in {directory}, and there is no {place}; create it first")
+        raise InvalidValueError(f"{field}={path} is in {directory}, and there is no {place}; create it first")
     if not place.is_dir():
-        raise InvalidValueError(f"output={path} is inside {place}, which is a file; choose another place")
+        raise InvalidValueError(f"{field}={path} is inside {place}, which is a file; choose another place")
     try:
         with tempfile.TemporaryFile(dir=place):  # permission bits do not tell: think of root, read-only mounts, quotas
             pass
     except OSError as error:
         raise InvalidValueError(
-            f"output={path} cannot be written: {place}: {error.strerror}; choose another place"
+            f"{field}={path} cannot be written: {place}: {error.strerror}; choose another place"
         ) from error
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, field: str = "output") -> Iterator[Path]:
     """Gives a temporary sibling to write. It takes `path` when the block ends, and is gone if the block raises."""
     target = Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
-    with _sibling(target) as partial:
+    with _sibling(target, field) as partial:
         yield partial
-        with explained(path):
+        with explained(path, field=field):
             partial.replace(target)
 
 
@@ -61,20 +64,20 @@ def replacing_files(directory: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Path, *, field: str = "output") -> Iterator[None]:
     """Around writing only: what else a run does may fail with an OSError of its own."""
     try:
         yield
     except OSError as error:
         remedy = "free some space or choose another place" if error.errno in _FULL else "choose another place"
         raise ComfyTpuError(
-            f"output={path} could not be written: {error.strerror or error}; nothing of it was kept; {remedy}"
+            f"{field}={path} could not be written: {error.strerror or error}; nothing of it was kept; {remedy}"
         ) from error
 
 
 @contextlib.contextmanager
-def _sibling(target: Path) -> Iterator[Path]:
-    with explained(target):
+def _sibling(target: Path, field: str = "output") -> Iterator[Path]:
+    with explained(target, field=field):
         made = _make_directories(target.parent)
     # Not made of the target's name, which may be as long as names can be.
     partial = target.with_name(f".comfy-tpu-{os.getpid()}-{secrets.token_hex(4)}.partial")

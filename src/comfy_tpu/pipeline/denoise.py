@@ -60,3 +60,9 @@ def _advance(
 def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """As diffusers draws it: on the host, whatever the device, so that a seed means the same video everywhere."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def picture_noise(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a run from a picture: of the sample of its latents, which diffusers draws first, and of the run's own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, *shape[1:]), generator=generator), torch.randn(shape, generator=generator)

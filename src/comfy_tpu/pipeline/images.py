@@ -47,11 +47,10 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def as_pixels(image: Image.Image, width: int, height: int) -> torch.Tensor:
-    """[3, height, width] in -1..1. Resized to the size itself, whatever its shape, as diffusers does."""
-    fitted = image.resize((width, height), resample=Image.Resampling.LANCZOS)
-    values = torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0)
-    return values.permute(2, 0, 1) * 2.0 - 1.0
+def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+    """[1, height, width, 3] in 0..1. Resized to the size itself, whatever its shape, as diffusers does."""
+    fitted = image.resize((settings.width, settings.height), resample=Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0).unsqueeze(0)
 
 
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
@@ -65,7 +64,7 @@ def picture_parts(
 ) -> Iterator[torch.Tensor]:
     """A video [1, 3, frames, height, width] that is gray but for the given pictures, as a VAE takes it: the first frame
     alone, then as many at a time as a latent holds."""
-    first, *last = (as_pixels(image, settings.width, settings.height) for image in images)
+    first, *last = (as_frame(image, settings)[0].permute(2, 0, 1) * 2.0 - 1.0 for image in images)
     yield first[None, :, None]
     count = (settings.num_frames - 1) // temporal_scale
     for index in range(count):

@@ -40,11 +40,14 @@ class Schedule:
         return len(self.timesteps)
 
 
-def make_schedule(scheduler: Any) -> Schedule:
-    """The table of a diffusers scheduler whose timesteps are set. The scheduler's own state is used up."""
-    timesteps = scheduler.timesteps
+def make_schedule(scheduler: Any, begin: int = 0) -> Schedule:
+    """The table of a diffusers scheduler whose timesteps are set. The scheduler's own state is used up.
+
+    `begin`: the steps before it are left out, because the sample is not all noise to begin with.
+    """
+    timesteps = scheduler.timesteps[begin:]
     if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
+        scheduler.set_begin_index(begin)
     # Everything is a vector of weights: entry 0 for the first sample, entry i + 1 for the output of step i.
     unit = torch.eye(len(timesteps) + 1, dtype=torch.float64)
     samples, outputs, table = [unit[0]], [], []
@@ -54,7 +57,7 @@ def make_schedule(scheduler: Any) -> Schedule:
         after = scheduler.step(outputs[-1][None], timestep, samples[-1][None], return_dict=False)[0][0]
         table.append(_weights(after.double(), samples, outputs, scheduler))
         samples.append(after.double())
-    sigmas = scheduler.sigmas[: len(timesteps)]
+    sigmas = scheduler.sigmas[begin : begin + len(timesteps)]
     return Schedule(
         timesteps.numpy().astype(np.float32), sigmas.numpy().astype(np.float32), np.array(table, np.float32)
     )

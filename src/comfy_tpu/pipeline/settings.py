@@ -81,6 +81,8 @@ def _check_size(name: str, value: int, limits: Limits) -> None:
 
 def _check_frames(value: int, limits: Limits) -> None:
     step = limits.frames_multiple
+    if limits.frames_max == 1 and value != 1:
+        raise InvalidValueError(f"num_frames={value!r} is for videos and this model makes pictures; use 1")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits.frames_max:
         raise InvalidValueError(f"num_frames={value!r} is not a whole number from 1 to {limits.frames_max}")
     if (value - 1) % step:

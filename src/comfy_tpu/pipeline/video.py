@@ -25,10 +25,11 @@ from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.decode import decode_frames
-from comfy_tpu.pipeline.denoise import initial_noise, make_step, reuse_step
+from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
 from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.picture import Beginning, check_picture, first_step
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
@@ -91,15 +92,18 @@ class VideoPipeline:
         residency: Residency | None = None,
         on_progress: Listener = ignore,
         loras: Sequence[Lora] = (),
+        check: Callable[[ModelFiles], object] = lambda files: None,
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU. `quantize`: the
         transformer's large products in 8 bits, which is faster and not quite the same.
 
-        `name` is what the model is called in labels and messages, instead of `model` itself.
+        `name` is what the model is called in labels and messages, instead of `model` itself. `check` is called when the
+        model is known and no device is started: what it raises comes before anything about devices.
         """
         if dtype not in ("auto", *DTYPES):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
         files = ModelFiles.open(model, name=name)
+        check(files)
         opened = open_loras(loras, files)
         workload = files.family.workload(files.config(files.family.transformer), files.defaults)
         placement = make_placement(mesh, platform=platform, workload=workload)
@@ -159,10 +163,17 @@ class VideoPipeline:
 
     def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
         """`images`: the first frame and maybe the last, for models that begin with a picture."""
+        check_images(self.model_name, self.family.image, len(images), settings)
+        text = self.encode_text(prompt, settings)
+        if not images:
+            return text
+        shared = self.encode_images(images, settings)
+        return dataclasses.replace(text, shared=shared, pictures=fingerprint(images))
+
+    def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
         check_prompt(prompt)
         check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
-        check_images(self.model_name, self.family.image, len(images), settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
@@ -181,14 +192,13 @@ class VideoPipeline:
                 rows |= {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
                 self._tell("encoding", "prompt", done + 1, count)
         positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
-        shared = self._encode_images(images, settings) if images else {}
-        return PromptEmbeddings(
-            prompt, positive, negative if guided else None, cut, shared, pictures=fingerprint(images)
-        )
+        return PromptEmbeddings(prompt, positive, negative if guided else None, cut)
 
-    def _encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
+    def encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
         """What the family makes of the pictures, by name, the same for every branch."""
+        check_settings(settings, self.limits)
         family = self.family.image
+        check_images(self.model_name, family, len(images), settings)
         assert family is not None
         seen: dict[str, torch.Tensor] = {}
         if family.encoder is not None and family.embed is not None:
@@ -211,9 +221,24 @@ class VideoPipeline:
                 self._tell("encoding", "picture", done, len(parts))
         return seen | family.condition(torch.cat(latents, dim=2), len(images), settings)
 
-    def denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> torch.Tensor:
+    def encode_picture(self, picture: torch.Tensor, settings: GenerationSettings, strength: float) -> Beginning:
+        """To denoise from a picture, [1, height, width, 3] in 0..1. `strength`: how much of it is made anew."""
+        check_settings(settings, self.limits)
+        encode = self.family.encode_picture
+        if encode is None:
+            raise InvalidValueError(f"image cannot be used: {self.family.name} does not start from a picture")
+        check_picture(picture, settings, strength)
+        self._size = _size(settings)
+        program = self._program(self.family.vae, encode, input_axes={"picture": (None, None, MESH_AXES)})
+        noise, _ = picture_noise(self._latent_shape(settings), settings.seed)
+        with self._weights(self.family.vae) as weights:
+            return Beginning(to_host(program(weights, picture=picture, noise=noise)), strength)
+
+    def denoise(
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings, beginning: Beginning | None = None
+    ) -> torch.Tensor:
         """[num_videos, channels, frames, height, width] float32, in the transformer's own scale."""
-        for samples, _ in self._steps(embeddings, settings):
+        for samples, _ in self._steps(embeddings, settings, beginning):
             latents = samples[0]
         made = to_host(latents, consume=True)
         image = self.family.image
@@ -223,14 +248,15 @@ class VideoPipeline:
         """What each step of `denoise` takes for the model's answer, in the shape of the latents, on the host."""
         return (to_host(outputs[0]) for _, outputs in self._steps(embeddings, settings))
 
-    def plan(self, settings: GenerationSettings) -> Plan:
+    def plan(self, settings: GenerationSettings, strength: float = 1.0) -> Plan:
         """Which steps are computed, reused and guided. It is known before a run, and does not depend on the prompt."""
         check_settings(settings, self.limits)
         with quiet():  # diffusers may be imported here
             scheduler = self.family.schedulers[settings.scheduler](settings)
         if self.family.guidance != "branches":
             settings = dataclasses.replace(settings, guidance_until=0.0)
-        return make_plan(make_schedule(scheduler), settings, self._curve_for(settings))
+        begin = first_step(settings.num_inference_steps, strength)
+        return make_plan(make_schedule(scheduler, begin), settings, self._curve_for(settings))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
@@ -293,11 +319,12 @@ class VideoPipeline:
         return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
     def _steps(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings, beginning: Beginning | None = None
     ) -> Iterator[tuple[list[jax.Array], list[jax.Array]]]:
         """The last samples and velocities after each step, newest first, until the next one takes over their memory."""
-        plan = self.plan(settings)
+        plan = self.plan(settings, 1.0 if beginning is None else beginning.strength)
         self._check_embeddings(embeddings, plan.guided, settings)
+        self._warn_of_ignored(settings)
         if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:
             logger.warning(
                 "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; "
@@ -306,9 +333,9 @@ class VideoPipeline:
                 self._placement.sizes.dp,
             )
         self._size = _size(settings)
-        noise = to_device(initial_noise(self._latent_shape(settings), settings.seed))
-        samples: list[Any] = [noise, *(jax.numpy.zeros_like(noise) for _ in range(HISTORY - 1))]
-        outputs: list[Any] = [jax.numpy.zeros_like(noise) for _ in range(HISTORY)]
+        first = to_device(self._first_sample(plan, settings, beginning))
+        samples: list[Any] = [first, *(jax.numpy.zeros_like(first) for _ in range(HISTORY - 1))]
+        outputs: list[Any] = [jax.numpy.zeros_like(first) for _ in range(HISTORY)]
         done = 0
         for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
             with self._weights(self.family.transformers[number]) as loaded:
@@ -325,6 +352,14 @@ class VideoPipeline:
                     yield samples, outputs
                 # The keys and values of two branches are not kept beside those of one.
                 del weights, prepared
+
+    def _first_sample(self, plan: Plan, settings: GenerationSettings, beginning: Beginning | None) -> torch.Tensor:
+        shape = self._latent_shape(settings)
+        if beginning is None:
+            return initial_noise(shape, settings.seed)
+        self._check_latents(beginning.latents.expand(shape[0], -1, -1, -1, -1), settings)
+        sigma = plan.steps[0].sigma
+        return sigma * picture_noise(shape, settings.seed)[1] + (1 - sigma) * beginning.latents
 
     def _advance(
         self,
@@ -382,6 +417,21 @@ class VideoPipeline:
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.guidance == "branches" and max(guidance_of(settings)) > 1
+
+    def _warn_of_ignored(self, settings: GenerationSettings) -> None:
+        """Of settings that somebody chose, and that this family has no use for."""
+        of_branches = ("negative_prompt", "guidance_until")
+        ignored = {"branches": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
+        for name in ignored[self.family.guidance]:
+            if getattr(settings, name) != getattr(self.defaults, name):
+                logger.warning(
+                    "%s=%s has no effect: %s",
+                    name,
+                    getattr(settings, name),
+                    f"{self.family.name} was distilled to do without guidance"
+                    if name == "guidance_scale"
+                    else f"{self.family.name} has no branch for a negative prompt",
+                )
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self._files) if settings.reuse > 0 else None

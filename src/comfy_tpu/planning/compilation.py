@@ -59,11 +59,11 @@ class Counted:
         return tuple(traffic for traffic in self.traffic if traffic.cause == UNEXPLAINED)
 
     def peak_bytes(self, facts: ProgramFacts) -> int | None:
-        """With the weights that stay on the device although this program does not read them."""
+        """With the weights and latents that stay on the device although this program does not read them."""
         if self.memory is None:
             return None
         own = sum(self.memory[f"{part}_size_in_bytes"] for part in ("argument", "output", "temp", "generated_code"))
-        return own - self.memory["alias_size_in_bytes"] + facts.resident_bytes - facts.argument_bytes
+        return own - self.memory["alias_size_in_bytes"] + facts.unread_bytes
 
 
 def has_tpu_compiler() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import InvalidValueError, MeshError
 from comfy_tpu.parallel.chips import Slice
-from comfy_tpu.parallel.layouts import Estimate, compute_seconds, estimate, fits, rank_layouts, sensible_layouts
+from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, sensible_layouts
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.traffic import seconds
 from comfy_tpu.parallel.workload import Workload
@@ -46,9 +46,16 @@ class LayoutPlan:
         return self.counted.sent_bytes if self.counted else self.estimate.sent_bytes
 
     @property
-    def peak_bytes(self) -> int:
+    def memory(self) -> Memory:
+        """What the compiler wants beside weights, prompt and latents stands for the temporaries, where it was asked."""
+        guess = self.estimate.memory
         compiled = self.compiled.peak_bytes(self.facts) if self.compiled and self.facts else None
-        return self.estimate.memory.total if compiled is None else compiled
+        rest = guess.total - guess.temporaries
+        return guess if compiled is None else dataclasses.replace(guess, temporaries=compiled - rest)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Plan:
     larger: tuple[Slice, MeshSizes] | None
     """What would fit where the chosen layout does not."""
     compiler_refused: str | None
+    compiler_wanted: bool = True
 
     @property
     def fits(self) -> bool:
@@ -136,6 +144,7 @@ def make_plan(
         seed=plans[seed.sizes] if seed else None,
         larger=None,
         compiler_refused=refused,
+        compiler_wanted=compile_,
     )
     return (plan if plan.fits else dataclasses.replace(plan, larger=_larger(work, slice_))), program
 
@@ -147,7 +156,7 @@ def plan_program(program: StepProgram, *, compile_: bool = True, on_progress: Li
     on_progress(f"counting {facts.sizes}")
     layout = dataclasses.replace(layout, partitioned=count(program, "partition"))
     layout, refused = _compiled(layout, program, compile_, on_progress)
-    plan = Plan(facts.model, facts.size, facts.slice, facts.work, (layout,), layout, None, None, refused)
+    plan = Plan(facts.model, facts.size, facts.slice, facts.work, (layout,), layout, None, None, refused, compile_)
     return plan if plan.fits else dataclasses.replace(plan, larger=_larger(facts.work, facts.slice))
 
 

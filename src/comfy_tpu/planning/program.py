@@ -61,6 +61,10 @@ class ProgramFacts:
     """Types that hold a score for every pair of tokens of one device."""
 
     @property
+    def unread_bytes(self) -> int:
+        return self.resident_bytes - self.argument_bytes
+
+    @property
     def slice(self) -> Slice:
         return parse_slice(self.slice_name)
 

@@ -29,15 +29,12 @@ def write_program(path: Path, program: StepProgram) -> None:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(_HEADER, json.dumps(header, indent=2))
         archive.writestr(_PROGRAM, program.serialized)
-    with replacing(path) as partial, explained(path):
+    with replacing(path, field="export") as partial, explained(path, field="export"):
         partial.write_bytes(buffer.getvalue())
 
 
 def check_export(path: Path) -> None:
-    try:
-        check_place(path)
-    except InvalidValueError as error:
-        raise InvalidValueError(str(error).replace("output=", "export=", 1)) from error
+    check_place(path, field="export")
 
 
 def read_program(path: Path) -> StepProgram:

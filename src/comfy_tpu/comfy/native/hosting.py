@@ -62,7 +62,7 @@ class Host:
             dtype=self.dtype,
             attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
             residency=shared_residency(),
-            tables=[getattr(family, part).rules for family in FAMILIES],
+            tables=[spec.rules for family in FAMILIES for spec in family.components if spec.name.startswith(part)],
             prepare=lambda skeleton: _prepare(skeleton, prepare),
             varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
             on_event=self._on_event,

@@ -1,0 +1,294 @@
+"""The nodes of a family of models: its stages one by one, and all of them as one. Every family has the same ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from comfy_api.latest import io
+
+from comfy_tpu.comfy import inputs
+from comfy_tpu.comfy.exchange import (
+    Conditioning,
+    Latent,
+    from_conditioning,
+    from_images,
+    from_latent,
+    to_conditioning,
+    to_images,
+    to_latent,
+    to_video,
+)
+from comfy_tpu.comfy.node_families import NodeFamily
+from comfy_tpu.comfy.run import pipeline_run
+from comfy_tpu.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from comfy_tpu.config import GenerationSettings
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+logger = logging.getLogger(__name__)
+
+
+class FamilyNode(io.ComfyNode):
+    FAMILY: ClassVar[NodeFamily]
+    KIND: ClassVar[str]
+    """What its id ends with."""
+
+    @classmethod
+    def schema(cls, shown_as: str, description: str, given: list[io.Input], made: list[io.Output]) -> io.Schema:
+        family = cls.FAMILY
+        return io.Schema(
+            node_id=f"{family.key}{cls.KIND}",
+            display_name=f"{family.name} {shown_as}",
+            category=family.category,
+            description=description,
+            inputs=given,
+            outputs=made,
+        )
+
+
+class TextEncoder(FamilyNode):
+    KIND = "TextEncoder"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        family = cls.FAMILY
+        return cls.schema(
+            "Text Encoder (TPU)",
+            "Reads the prompt and the negative prompt with Wan's UMT5 encoder, on the device.",
+            [inputs.prompt(family), inputs.negative_prompt(family), inputs.model_id(family)],
+            [
+                io.Conditioning.Output("prompt_embeds", tooltip="The prompt as the model reads it."),
+                io.Conditioning.Output("negative_prompt_embeds", tooltip="The negative prompt as the model reads it."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, prompt: str | None = None) -> bool | str:
+        return "it is empty; say what the video should show" if prompt is not None and not prompt.strip() else True
+
+    @classmethod
+    def execute(cls, prompt: str, negative_prompt: str, model_id: str) -> io.NodeOutput:
+        with pipeline_run(cls.FAMILY, model_id, {"encoding": 1}) as pipeline:
+            # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
+            settings = pipeline.settings(negative_prompt=negative_prompt, guidance_scale=2.0)
+            embeddings = pipeline.encode_text(prompt, settings)
+        _warn_of_cut(embeddings.cut)
+        assert embeddings.negative is not None
+        branches = (embeddings.positive, embeddings.negative)
+        return io.NodeOutput(*(to_conditioning(branch["text"]) for branch in branches))
+
+
+class ImageEncoder(FamilyNode):
+    KIND = "ImageEncoder"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        family = cls.FAMILY
+        first = io.Image.Input("image", tooltip="The first frame: one picture of any size, resized to the video's.")
+        return cls.schema(
+            "Image Encoder (TPU)",
+            "Reads the picture that a video begins with, and maybe the one that it ends with, on the device.",
+            [first, *inputs.video_size(family), inputs.model_id(family), inputs.image("last_image", "last")],
+            [inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler, at the same size.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
+        return _check_frames(num_frames)
+
+    @classmethod
+    def execute(cls, image: Any, model_id: str, last_image: Any = None, **size: Any) -> io.NodeOutput:
+        given = _pictures(image=image, last_image=last_image)
+        inputs.check_whole(num_frames=size["num_frames"])
+        latent_frames = (size["num_frames"] - 1) // inputs.FRAMES_STEP + 1
+        with pipeline_run(cls.FAMILY, model_id, {"encoding": latent_frames}) as pipeline:
+            return io.NodeOutput(pipeline.encode_images(given, _settings(pipeline, **size)))
+
+
+class Sampler(FamilyNode):
+    KIND = "TPUSampler"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        family = cls.FAMILY
+        given = [
+            inputs.prompt_embeds(family),
+            inputs.negative_prompt_embeds(),
+            *inputs.sampling(family),
+            inputs.model_id(family),
+            inputs.scheduler(family),
+            inputs.lora(),
+        ]
+        return cls.schema(
+            "TPU Sampler",
+            "Denoises a video's latents from the prompt, on all chips.",
+            [*given, *([inputs.image_embeds(family)] if family.images else [])],
+            [
+                io.Latent.Output(
+                    "latents", tooltip=f"For {family.name} TPU VAE Decoder, or for ComfyUI's own VAE Decode."
+                ),
+                io.Int.Output("num_frames_out", display_name="num_frames", tooltip="Frames that the latents hold."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
+        return _check_frames(num_frames)
+
+    @classmethod
+    def execute(
+        cls,
+        prompt_embeds: Conditioning,
+        negative_prompt_embeds: Conditioning,
+        model_id: str,
+        lora: Any = None,
+        image_embeds: Any = None,
+        **chosen: Any,
+    ) -> io.NodeOutput:
+        inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"])
+        shared = _shared(image_embeds)
+        stages = {"denoising": chosen["num_inference_steps"]}
+        with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
+            from comfy_tpu.pipeline.text import PromptEmbeddings
+
+            settings = _settings(pipeline, **chosen)
+            positive, negative = _branches(
+                pipeline,
+                settings,
+                prompt_embeds=prompt_embeds,
+                negative_prompt_embeds=negative_prompt_embeds,
+            )
+            latents = pipeline.denoise(PromptEmbeddings("", positive, negative, shared=shared), settings)
+            return io.NodeOutput(to_latent(pipeline.to_vae_scale(latents)), settings.num_frames)
+
+
+class VAEDecoder(FamilyNode):
+    KIND = "TPUVAEDecoder"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        family = cls.FAMILY
+        return cls.schema(
+            "TPU VAE Decoder",
+            "Decodes latents to frames, on all chips; in tiles where whole frames do not fit.",
+            [inputs.latents(family), inputs.fps(family), inputs.model_id(family)],
+            inputs.frame_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, latents: Latent, fps: int, model_id: str) -> io.NodeOutput:
+        samples = from_latent("latents", latents)
+        inputs.check_whole(fps=fps)
+        with pipeline_run(cls.FAMILY, model_id, {"decoding": samples.shape[2]}) as pipeline:
+            settings = pipeline.latent_settings(samples, fps=fps)
+            images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
+        return io.NodeOutput(images, float(fps), to_video(images, fps))
+
+
+class Pipeline(FamilyNode):
+    KIND = "TPUPipeline"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        family = cls.FAMILY
+        given = [
+            inputs.prompt(family),
+            inputs.negative_prompt(family),
+            *inputs.sampling(family),
+            inputs.fps(family),
+            inputs.model_id(family),
+            inputs.scheduler(family),
+            inputs.lora(),
+        ]
+        pictures = [inputs.image("image", "first"), inputs.image("last_image", "last")] if family.images else []
+        return cls.schema(
+            "TPU Full Pipeline",
+            "From a prompt to a video in one node: text encoder, transformer and VAE, all on the device.",
+            [*given, *pictures],
+            inputs.frame_outputs(),
+        )
+
+    @classmethod
+    def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
+        return _check_frames(num_frames)
+
+    @classmethod
+    def execute(
+        cls,
+        prompt: str,
+        fps: int,
+        model_id: str,
+        lora: Any = None,
+        image: Any = None,
+        last_image: Any = None,
+        **chosen: Any,
+    ) -> io.NodeOutput:
+        inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"], fps=fps)
+        given = _pictures(image=image, last_image=last_image)
+        latent_frames = (chosen["num_frames"] - 1) // inputs.FRAMES_STEP + 1
+        stages = {"denoising": chosen["num_inference_steps"], "decoding": latent_frames}
+        with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
+            settings = _settings(pipeline, fps=fps, **chosen)
+            embeddings = pipeline.encode(prompt, settings, given)
+            _warn_of_cut(embeddings.cut)
+            latents = pipeline.denoise(embeddings, settings)
+            images = to_images(pipeline.decode(latents, settings), settings.num_frames)
+        return io.NodeOutput(images, float(fps), to_video(images, fps))
+
+
+def nodes_of(family: NodeFamily) -> list[type[io.ComfyNode]]:
+    kinds = [TextEncoder, *([ImageEncoder] if family.images else []), Sampler, VAEDecoder, Pipeline]
+    return [type(f"{family.key}{kind.KIND}", (kind,), {"FAMILY": family}) for kind in kinds]
+
+
+def _check_frames(num_frames: int | None) -> bool | str:
+    """None: it comes over a link, and is checked when it is there."""
+    return True if num_frames is None else inputs.frames_problem(num_frames) or True
+
+
+def _pictures(**given: Any) -> list[Any]:
+    """The first and the last, as far as they are there."""
+    if given["image"] is None and given["last_image"] is not None:
+        raise InvalidValueError("last_image is given without image; connect the first frame too")
+    return [from_images(name, images) for name, images in given.items() if images is not None]
+
+
+def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:
+    """What came over a link that may be absent, and can be of any type."""
+    if image_embeds is None:
+        return {}
+    if not isinstance(image_embeds, dict) or not all(isinstance(each, torch.Tensor) for each in image_embeds.values()):
+        raise InvalidValueError(
+            f"image_embeds is a {type(image_embeds).__name__}, expected what an Image Encoder gives"
+        )
+    return image_embeds
+
+
+def _branches(
+    pipeline: VideoPipeline, settings: GenerationSettings, **given: Conditioning
+) -> list[dict[str, torch.Tensor]]:
+    """Each as the model reads it, all of one length."""
+    tokens, features = pipeline.embedding_shapes(settings)["text"]
+    read = [from_conditioning(name, embeds, tokens=tokens, features=features) for name, embeds in given.items()]
+    longest = max(embeds.shape[1] for embeds in read)
+    return [{"text": torch.nn.functional.pad(embeds, (0, 0, 0, longest - embeds.shape[1]))} for embeds in read]
+
+
+def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
+    """A model made for sizes below the widgets' smallest is drawn at its own: there is no other way to ask for it."""
+    own = pipeline.defaults
+    if max(own.height, own.width) < inputs.SIZE_MIN:
+        if (height, width) != (own.height, own.width):
+            logger.info(
+                "%s draws %d×%d only; height and width are not used", pipeline.model_name, own.width, own.height
+            )
+        height, width = own.height, own.width
+    return pipeline.settings(height=height, width=width, **chosen)
+
+
+def _warn_of_cut(cut: str) -> None:
+    if cut:
+        logger.warning("prompt is longer than the model reads; this was cut off: %s", cut)

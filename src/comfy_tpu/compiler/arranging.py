@@ -1,0 +1,70 @@
+"""Checkpoints whose tensors are called or laid out otherwise than the module's: put right as they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from comfy_tpu.compiler.checkpoint import TensorInfo
+from comfy_tpu.compiler.weights import WeightSource
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A row-parallel weight whose input is several parts, one behind the other, each of them split over tp by itself.
+
+    Cut into tp equal pieces as it is, a device's columns would not be those of its share of the parts. So columns are
+    loaded in another order: each device's share of the first part, then its share of the second. `pack_features` puts
+    the input in the same order, without moving anything between devices.
+    """
+
+    pattern: str
+    """A glob of names in the checkpoint."""
+    parts: tuple[int, ...]
+    """How many columns each has."""
+
+
+class ArrangedSource:
+    """A checkpoint under the module's names, with packed columns."""
+
+    def __init__(
+        self, source: WeightSource, *, rename: Callable[[str], str] | None, packed: Sequence[Packed], tp: int
+    ) -> None:
+        self._source = source
+        self._packed = packed
+        self._tp = tp
+        self._names = {rename(name) if rename else name: name for name in source.tensors}
+        self._tensors = {name: dataclasses.replace(source.tensors[own], name=name) for name, own in self._names.items()}
+
+    @property
+    def path(self) -> Path:
+        return self._source.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        return packed_columns(name, self._source.read(self._names[name]), self._packed, self._tp)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def packed_columns(name: str, weight: torch.Tensor, packed: Sequence[Packed], tp: int) -> torch.Tensor:
+    """The weight of this name as a mesh with `tp` computes with it."""
+    for item in packed:
+        if fnmatch.fnmatchcase(name, item.pattern):
+            return pack_features(weight.split(item.parts, dim=-1), tp)
+    return weight
+
+
+def pack_features(parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
+    """Tensors one behind the other in the last dimension, device by device where tp splits each of them."""
+    if tp == 1:
+        return torch.cat(tuple(parts), dim=-1)
+    return torch.cat([part.unflatten(-1, (tp, -1)) for part in parts], dim=-1).flatten(-2)

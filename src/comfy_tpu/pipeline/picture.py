@@ -1,0 +1,37 @@
+"""Runs that start from a picture instead of from noise alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    latents: torch.Tensor
+    """[1, channels, 1, height, width] in the transformer's scale."""
+    strength: float
+    """How much of the picture is made anew: the share of the steps that are run, from the last."""
+
+
+def first_step(count: int, strength: float) -> int:
+    """The number of the first step that is run, from 0, as diffusers' image-to-image pipelines count."""
+    return int(max(count - min(count * strength, count), 0))
+
+
+def check_picture(picture: torch.Tensor, settings: GenerationSettings, strength: float) -> None:
+    expected = (1, settings.height, settings.width, 3)
+    if tuple(picture.shape) != expected or not picture.is_floating_point():
+        raise InvalidValueError(f"image is {picture.dtype} {list(picture.shape)}, expected floats {list(expected)}")
+    check_strength(strength, settings.num_inference_steps)
+
+
+def check_strength(strength: float, steps: int) -> None:
+    if not isinstance(strength, (int, float)) or not 0 < strength <= 1:
+        raise InvalidValueError(f"strength={strength!r} is not a number over 0, up to 1")
+    if first_step(steps, strength) == steps:
+        raise InvalidValueError(f"strength={strength} leaves none of {steps} steps; use {1 / steps:.3g} or more")

@@ -1,0 +1,111 @@
+"""The examples of every family with a small random model each, one after the other in one server, twice.
+
+Nobody unloads anything, and the devices hold the second time what they held the first time.
+"""
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.comfyui.checkout import Checkout
+from tests.comfyui.client import ComfyClient, Prompt
+from tests.comfyui.server import ComfyServer, running
+from tests.comfyui.workflows import load_example, nodes_of, to_prompt
+from tests.families import wan_pipelines
+from tests.families.wan_pipelines import picture
+
+pytestmark = pytest.mark.comfyui
+
+MODELS = {
+    "wan21_tpu_basic.json": "demo",
+    "wan22_tpu_basic.json": "small/pair",
+    "wan22_tpu_image_to_video.json": "small/pair-from-pictures",
+}
+DIRECTORIES = {"small/pair": "2.2", "small/pair-from-pictures": "2.2 image", "small/5b": "5B image"}
+SIZE = {"height": 64, "width": 96}
+
+
+@pytest.fixture(scope="module")
+def family_server(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    base = tmp_path_factory.mktemp("families") / "base"
+    for name, kind in DIRECTORIES.items():
+        directory = base / "models" / "diffusers" / name
+        shutil.copytree(wan_pipelines.directory(kind), directory)
+        # Below the widgets' smallest: such a model is drawn at its own size.
+        (directory / "generation.json").write_text(json.dumps(SIZE))
+    with running(checkout, base) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def family_client(family_server: ComfyServer) -> Iterator[ComfyClient]:
+    with ComfyClient(family_server) as client:
+        content = io.BytesIO()
+        picture(0).save(content, "PNG")
+        client.upload("example.png", content.getvalue())
+        yield client
+
+
+def prompt_of(name: str, model: str, client: ComfyClient) -> Prompt:
+    prompt = to_prompt(load_example(name), client.object_info())
+    chosen = {"model_id": model, "num_frames": 17, "num_inference_steps": 3}
+    for node in prompt.values():
+        node["inputs"] |= {key: value for key, value in chosen.items() if key in node["inputs"]}
+    return prompt
+
+
+def held(client: ComfyClient) -> dict[str, int]:
+    return {entry["label"]: entry["bytes_per_device"] for entry in client.status()["resident"]}
+
+
+def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient) -> None:
+    rounds = []
+    for number in range(2):
+        for name, model in MODELS.items():
+            prompt = prompt_of(name, model, family_client)
+            for node in prompt.values():  # or ComfyUI would have everything of the second round in its cache
+                if "seed" in node["inputs"]:
+                    node["inputs"]["seed"] = number
+            run = family_client.succeed(prompt)
+            assert all(run.outputs(node)["images"] for node in nodes_of(prompt, "SaveVideo"))
+        rounds.append(held(family_client))
+    assert rounds[0] == rounds[1]
+    assert any("transformer_2" in label for label in rounds[0]), "both of a pair stay"
+    compiled = family_client.status()["compiled"]["programs"]
+    for name, model in MODELS.items():
+        family_client.succeed(prompt_of(name, model, family_client))
+    assert family_client.status()["compiled"]["programs"] == compiled
+    family_client.empty_device()
+    assert held(family_client) == {}
+
+
+def test_the_5b_from_a_picture_and_without_one(family_client: ComfyClient) -> None:
+    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/5b", family_client)
+    assert family_client.succeed(prompt)
+    assert family_client.succeed(prompt_of("wan22_tpu_basic.json", "small/5b", family_client))
+
+
+def test_a_picture_for_a_model_that_takes_none(family_client: ComfyClient) -> None:
+    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair", family_client)
+    error = family_client.fail(prompt)
+    assert "begins with a prompt alone; leave it out" in error["exception_message"]
+
+
+def test_a_model_of_another_family_is_not_offered(family_client: ComfyClient) -> None:
+    info = family_client.object_info()
+    assert "small/pair" in str(info["Wan22TPUSampler"]["input"]["required"]["model_id"])
+    assert "small/pair" not in str(info["Wan21TPUSampler"]["input"]["required"]["model_id"])
+
+
+def test_a_batch_of_pictures_is_refused(family_client: ComfyClient, tmp_path: Path) -> None:
+    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair-from-pictures", family_client)
+    (encoder,) = nodes_of(prompt, "Wan22ImageEncoder")
+    (loader,) = nodes_of(prompt, "LoadImage")
+    prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": [loader, 0], "amount": 2}}
+    prompt[encoder]["inputs"]["image"] = ["twice", 0]
+    error = family_client.fail(prompt)
+    assert "image holds 2 pictures of 70×50, expected one" in error["exception_message"]

@@ -1,0 +1,125 @@
+"""Lowers every program of Flux.1 dev for eight v6e chips, without weights, memory or a TPU; prints what came out.
+
+Arguments: width, height.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+import torch
+
+from comfy_tpu.compiler.component import Component, ComponentSpec
+from comfy_tpu.config import MESH_AXES, MeshSizes
+from comfy_tpu.families import flux
+from comfy_tpu.parallel.mesh import abstract_placement
+from comfy_tpu.pipeline.denoise import make_step
+from comfy_tpu.pipeline.schedule import HISTORY
+
+FAMILY = flux.FLUX_DEV
+CLIP = {
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 77,
+    "eos_token_id": 2,
+    "projection_dim": 768,
+}
+T5 = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+VAE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
+BFLOAT16, FLOAT32, INT32 = np.dtype("bfloat16"), np.dtype("float32"), np.dtype("int32")
+
+
+def array(*shape: int, dtype: np.dtype = FLOAT32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def component(spec: ComponentSpec, config: Mapping[str, Any]) -> Component:
+    return Component(spec, config, PLACEMENT, dtype=torch.bfloat16)
+
+
+def facts(exported: jax.export.Exported) -> dict[str, Any]:
+    text = exported.mlir_module()
+    return {
+        "platforms": list(exported.platforms),
+        "devices": exported.nr_devices,
+        "kernels": text.count("tpu_custom_call"),
+        "loops": text.count("stablehlo.while"),
+        "megabytes": len(exported.mlir_module_serialized) / 1e6,
+        "outputs": [list(aval.shape) for aval in exported.out_avals],
+    }
+
+
+def transformer(latent: tuple[int, ...]) -> dict[str, jax.export.Exported]:
+    made = component(FAMILY.transformer, FAMILY.published["black-forest-labs/FLUX.1-dev"])
+    weights = made.abstract_weights()
+    prepare = made.program(FAMILY.prepare).export(
+        "tpu", weights, pooled=array(1, 768, dtype=BFLOAT16), text=array(1, 512, 4096, dtype=BFLOAT16)
+    )
+    avals = jax.tree.unflatten(prepare.out_tree, prepare.out_avals)
+    step = made.program(make_step(FAMILY.predict), static=("guided",), output_axes=()).export(
+        "tpu",
+        weights,
+        samples=[array(*latent)] * HISTORY,
+        outputs=[array(*latent)] * HISTORY,
+        coefficients=array(2 * HISTORY),
+        timestep=array(1),
+        guidance_scale=array(),
+        prepared={name: array(*aval.shape, dtype=aval.dtype) for name, aval in avals.items()},
+        guided=False,
+    )
+    return {"prepare": prepare, "denoise_step": step}
+
+
+def main(width: int, height: int) -> dict[str, Any]:
+    latent = (1, 16, 1, height // 8, width // 8)
+    begin = time.perf_counter()
+    programs = transformer(latent)
+    seconds = time.perf_counter() - begin
+    for encoder, config in zip(FAMILY.text_encoders, (CLIP, T5), strict=True):
+        made = component(encoder.component, config)
+        tokens = array(1, encoder.length or 512, dtype=INT32)
+        programs[encoder.encode.__name__] = made.program(encoder.encode).export(
+            "tpu", made.abstract_weights(), input_ids=tokens, attention_mask=tokens
+        )
+    vae = component(FAMILY.vae, VAE)
+    axes = (None, None, None, None, MESH_AXES)
+    programs["decode_frame"] = vae.program(FAMILY.decode_frame, input_axes={"latent": axes}).export(
+        "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
+    )
+    found = {name: facts(exported) for name, exported in programs.items()}
+    return {"programs": found, "transformer seconds": seconds}
+
+
+report = main(*map(int, sys.argv[1:3]))
+report["seconds"] = time.process_time()
+report["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+sys.stdout.write(json.dumps(report) + "\n")

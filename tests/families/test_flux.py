@@ -1,0 +1,420 @@
+"""Flux.1 against diffusers' own pipeline, across meshes, sizes, schedulers and stages."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline, UniPCMultistepScheduler
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from comfy_tpu.bridge import to_host
+from comfy_tpu.cli import main as cli
+from comfy_tpu.compiler.cache import count_compilations
+from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.component import Component, ComponentSpec
+from comfy_tpu.config import GenerationSettings, ShardingConfig
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
+from comfy_tpu.families import flux
+from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline.images import as_frame, read_image
+from comfy_tpu.pipeline.schedule import make_schedule
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.families import small_flux
+from tests.tracing import relative_error
+
+PROMPT = "a red circle moving left"
+# 15 tokens, which nothing divides, and 16, which lie evenly on any mesh; the text has 32.
+SIZES = [(48, 80), (64, 64)]
+CHOSEN: dict[str, Any] = {
+    "height": 48,
+    "width": 80,
+    "num_inference_steps": 4,
+    "guidance_scale": 4.0,
+    "max_sequence_length": 32,
+    "seed": 7,
+}
+VARIANTS = ["dev", "schnell"]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@functools.cache
+def opened(variant: str, mesh: str = "single") -> VideoPipeline:
+    return VideoPipeline.open(small_flux.directory(variant), mesh=mesh)
+
+
+def picture(pipeline: VideoPipeline, **changed: Any) -> torch.Tensor:
+    return torch.cat(list(pipeline.generate(PROMPT, pipeline.settings(**(CHOSEN | changed)))), dim=1)[:, 0]
+
+
+@functools.cache
+def expected(variant: str, scheduler: str = "euler", num_videos: int = 1, **changed: Any) -> torch.Tensor:
+    pipeline = small_flux.reference(variant)
+    own = pipeline.scheduler
+    if scheduler == "unipc":
+        pipeline.scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            use_dynamic_shifting=variant == "dev",
+            time_shift_type="exponential",
+        )
+    chosen = {name: value for name, value in (CHOSEN | changed).items() if name != "seed"}
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        images = pipeline(
+            PROMPT,
+            **chosen,
+            num_images_per_prompt=num_videos,
+            generator=torch.Generator().manual_seed(CHOSEN["seed"]),
+            output_type="pt",
+        ).images
+    finally:
+        pipeline.scheduler = own
+    return images.permute(0, 2, 3, 1)
+
+
+def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
+    assert one.shape == other.shape
+    return float(-10 * torch.log10(((one - other) ** 2).mean().clamp_min(1e-20)))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
+def test_the_picture_of_dev_is_that_of_diffusers_on_every_mesh(mesh: str, height: int, width: int) -> None:
+    reference = expected("dev", height=height, width=width)
+    assert reference.std() > 0.05, "the reference shows something"
+    assert psnr(picture(opened("dev", mesh), height=height, width=width), reference) >= 40
+
+
+@pytest.mark.parametrize(
+    ("mesh", "height", "width"), [("single", 48, 80), ("single", 64, 64), ("dp=2,tp=4", 48, 80), ("dp=2,sp=4", 64, 64)]
+)
+def test_the_picture_of_schnell_is_that_of_diffusers(mesh: str, height: int, width: int) -> None:
+    reference = expected("schnell", height=height, width=width)
+    assert psnr(picture(opened("schnell", mesh), height=height, width=width), reference) >= 40
+
+
+@every_variant
+def test_another_scheduler(variant: str) -> None:
+    actual = picture(opened(variant), scheduler="unipc")
+    assert psnr(actual, expected(variant, "unipc")) >= 40
+    assert psnr(actual, expected(variant, "unipc")) > psnr(actual, expected(variant)) + 20
+
+
+def test_several_pictures_at_once() -> None:
+    actual = picture(opened("dev"), num_videos=2)
+    assert actual.shape[0] == 2
+    assert psnr(actual, expected("dev", num_videos=2)) >= 40
+    assert psnr(picture(opened("dev", "dp=2,tp=4"), num_videos=2), actual) >= 40, "one on each half of the mesh"
+
+
+def test_dev_reads_its_guidance_and_one_program_does_for_all_numbers() -> None:
+    pipeline = opened("dev")
+    first = picture(pipeline)
+    with count_compilations() as count:
+        assert torch.equal(picture(pipeline), first)
+        assert not torch.equal(picture(pipeline, seed=8), first)
+        guided = picture(pipeline, guidance_scale=2.0)
+        assert not torch.equal(picture(pipeline, flow_shift=2.0), first)
+        assert torch.equal(picture(pipeline, guidance_scale=2.0), guided)
+    assert count.requested == 0, "neither a seed nor a number compiles anything"
+    assert psnr(guided, first) < 100
+    assert psnr(guided, expected("dev", guidance_scale=2.0)) >= 40
+
+
+def test_schnell_says_that_guidance_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = opened("schnell")
+    plain = picture(pipeline, guidance_scale=0.0)
+    assert "no effect" not in caplog.text
+    assert torch.equal(picture(pipeline, guidance_scale=3.0, negative_prompt="blue"), plain)
+    assert "guidance_scale=3.0 has no effect: Flux.1 schnell was distilled to do without guidance" in caplog.text
+    assert "negative_prompt=blue has no effect: Flux.1 schnell has no branch for a negative prompt" in caplog.text
+
+
+def test_sizes_of_the_family() -> None:
+    assert (FLUX_DEV.defaults.num_inference_steps, FLUX_DEV.defaults.guidance_scale) == (28, 3.5)
+    assert (FLUX_SCHNELL.defaults.num_inference_steps, FLUX_SCHNELL.defaults.max_sequence_length) == (4, 256)
+    assert opened("dev").family is FLUX_DEV
+    assert opened("schnell").family is FLUX_SCHNELL
+
+
+def test_sigmas_are_those_of_diffusers() -> None:
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    for size, steps in ((1024, 28), (512, 4)):
+        settings = GenerationSettings(height=size, width=size, num_inference_steps=steps, flow_shift=1.0)
+        reference = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+        sigmas = np.linspace(1.0, 1 / steps, steps)
+        reference.set_timesteps(sigmas=sigmas, mu=calculate_shift((size // 16) ** 2))
+        found = make_schedule(FLUX_DEV.schedulers["euler"](settings))
+        np.testing.assert_allclose(found.sigmas, reference.sigmas[:-1].numpy(), rtol=1e-6)
+        plain = make_schedule(FLUX_SCHNELL.schedulers["euler"](settings))
+        np.testing.assert_allclose(plain.sigmas, sigmas, rtol=1e-6)
+
+
+def component(spec: ComponentSpec, variant: str, mesh: str, **options: Any) -> tuple[Component, Any]:
+    pipeline = opened(variant)
+    found = Component(
+        spec,
+        pipeline._files.config(spec),
+        make_placement(mesh),
+        dtype=torch.float32,
+        # Every weight is stored in pieces, however small: it is the gathering that is on trial.
+        sharding=ShardingConfig(gather_min_bytes=0),
+        **options,
+    )
+    return found, found.load(Checkpoint.open(pipeline.directory / spec.name))
+
+
+@pytest.mark.parametrize("text_tokens", [7, 8])
+@pytest.mark.parametrize(
+    ("mesh", "scan"),
+    [("single", True), ("single", False), ("dp=2,tp=4", True), ("dp=2,sp=4", True), ("sp=2,tp=4", False)],
+)
+def test_transformer(mesh: str, scan: bool, text_tokens: int) -> None:
+    latents = torch.randn(2, 4, 1, 8, 16, generator=torch.Generator().manual_seed(1))
+    text = torch.randn(2, text_tokens, 16, generator=torch.Generator().manual_seed(2))
+    pooled = torch.randn(2, 24, generator=torch.Generator().manual_seed(3))
+    reference = small_flux.reference("dev")
+    wanted = reference.transformer(
+        reference._pack_latents(latents[:, :, 0], 2, 4, 8, 16),
+        text,
+        pooled,
+        torch.tensor([0.7, 0.7]),
+        reference._prepare_latent_image_ids(2, 4, 8, "cpu", torch.float32),
+        torch.zeros(text_tokens, 3),
+        torch.tensor([3.5, 3.5]),
+        return_dict=False,
+    )[0]
+    transformer, weights = component(flux.TRANSFORMER, "dev", mesh, scan=scan)
+    prepared = transformer.program(flux.prepare)(weights, pooled=pooled, text=text)
+    axes = dict.fromkeys(("latents", "pooled", "text"), ("dp",))
+    velocity = transformer.program(flux.predict, input_axes=axes)(
+        weights, latents=latents, timestep=torch.tensor([700.0]), guidance_scale=torch.tensor(3.5), **prepared
+    )
+    wanted = reference._unpack_latents(wanted, 64, 128, 8).unsqueeze(2)
+    assert relative_error(to_host(velocity), wanted) <= 1e-4
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8"])
+def test_quantized_products(quantize: Any) -> None:
+    exact = picture(opened("dev"))
+    pipeline = VideoPipeline.open(small_flux.directory("dev"), mesh="dp=2,tp=4", quantize=quantize)
+    assert 20 <= psnr(picture(pipeline), exact) < 80
+
+
+@pytest.mark.parametrize(("mesh", "scan"), [("single", True), ("single", False), ("dp=2,tp=4", True), ("sp=8", True)])
+def test_text_encoders(mesh: str, scan: bool) -> None:
+    reference = small_flux.reference("dev")
+    text, pooled, _ = reference.encode_prompt(PROMPT, max_sequence_length=19)
+    for encoder, wanted in zip(FLUX_DEV.text_encoders, (pooled, text), strict=True):
+        tokenizer = reference.tokenizer if encoder.length else reference.tokenizer_2
+        ids = tokenizer(PROMPT, padding="max_length", max_length=encoder.length or 19, return_tensors="pt").input_ids
+        found, weights = component(encoder.component, "dev", mesh, scan=scan)
+        (actual,) = found.program(encoder.encode)(weights, input_ids=ids, attention_mask=torch.ones_like(ids)).values()
+        assert relative_error(to_host(actual), wanted) <= 1e-4
+
+
+def copy_of(variant: str, path: Path) -> Path:
+    shutil.copytree(small_flux.directory(variant), path)
+    return path
+
+
+def test_clip_under_the_names_of_published_checkpoints(tmp_path: Path) -> None:
+    directory = copy_of("dev", tmp_path / "model")
+    (file,) = (directory / "text_encoder").glob("*.safetensors")
+    save_file({f"text_model.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    pipeline = VideoPipeline.open(directory, mesh="single")
+    settings = pipeline.settings(**CHOSEN)
+    ours, known = (p.encode(PROMPT, settings).positive for p in (pipeline, opened("dev")))
+    assert torch.equal(ours["pooled"], known["pooled"])
+
+
+def test_latents_as_tokens_and_back() -> None:
+    latents = torch.randn(2, 16, 1, 6, 10)
+    reference = small_flux.reference("dev")
+    tokens = flux.as_tokens(latents)
+    assert torch.equal(tokens, reference._pack_latents(latents, 2, 16, 6, 10))
+    assert torch.equal(flux.as_latents(tokens, 6, 10), latents)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"height": 100}, "height=100 is not divisible by 16; use 96 or 112"),
+        ({"width": 4096}, "width=4096 is outside 16 to 2048"),
+        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes pictures; use 1"),
+        ({"num_frames": 0}, "num_frames=0 is for videos"),
+        ({"scheduler": "heun"}, "scheduler='heun' is unknown; choose from euler, unipc, dpm++"),
+        ({"max_sequence_length": 513}, "max_sequence_length=513 is not allowed"),
+    ],
+)
+def test_bad_settings(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        opened("dev").settings(**chosen)
+    assert message in str(caught.value)
+
+
+def edited(directory: Path, file: str, **changes: Any) -> None:
+    path = directory / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_wrong_directories(tmp_path: Path) -> None:
+    directory = copy_of("dev", tmp_path / "lacks")
+    shutil.rmtree(directory / "text_encoder_2")
+    shutil.rmtree(directory / "tokenizer_2")
+    with pytest.raises(
+        CheckpointError, match=r"lacks text_encoder_2, tokenizer_2; a FluxPipeline directory has text_e"
+    ):
+        VideoPipeline.open(directory, mesh="single")
+
+    directory = copy_of("dev", tmp_path / "other")
+    edited(directory, "model_index.json", _class_name="FluxFillPipeline")
+    with pytest.raises(UnsupportedError, match=r"is a FluxFillPipeline; supported are .*Flux.1 dev \(FluxPipeline\)"):
+        VideoPipeline.open(directory, mesh="single")
+
+    directory = copy_of("dev", tmp_path / "vae")
+    edited(directory, "vae/config.json", _class_name="AutoencoderTiny")
+    with pytest.raises(
+        CheckpointError, match=r"describes a AutoencoderTiny, expected AutoencoderKL; this is not a Flux"
+    ):
+        VideoPipeline.open(directory, mesh="single")
+
+    directory = copy_of("dev", tmp_path / "newer")
+    edited(directory, "transformer/config.json", thinking=True)
+    pipeline = VideoPipeline.open(directory, mesh="single")
+    settings = pipeline.settings(**CHOSEN)
+    with pytest.raises(UnsupportedError, match="FluxTransformer2DModel has thinking, which this version of diffusers"):
+        pipeline.denoise(opened("dev").encode(PROMPT, settings), settings)
+
+    directory = copy_of("dev", tmp_path / "damaged")
+    edited(directory, "transformer/config.json", num_layers="many")
+    with pytest.raises(CheckpointError, match="num_layers='many', expected a whole number"):
+        VideoPipeline.open(directory, mesh="single")
+
+
+def test_embeddings_of_another_model() -> None:
+    pipeline = opened("dev")
+    settings = pipeline.settings(**CHOSEN)
+    embeddings = pipeline.encode(PROMPT, settings)
+    wide = {**embeddings.positive, "pooled": torch.zeros(1, 768)}
+    with pytest.raises(
+        InvalidValueError, match="have pooled 768, text 16 features, this model wants pooled 24, text 16"
+    ):
+        pipeline.denoise(type(embeddings)(PROMPT, wide, None), settings)
+
+
+def pixels(path: str) -> np.ndarray:
+    with Image.open(path) as opened_file:
+        return np.array(opened_file)
+
+
+def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ("--model", str(small_flux.directory("dev")), "--mesh", "single")
+    size = ("--height", "48", "--width", "80", "--steps", "4", "--seed", "7")
+    assert cli.main(["generate", PROMPT, *model, *size]) == 0
+    assert capsys.readouterr().out == "picture.png\n"
+    assert pixels("picture.png").shape == (48, 80, 3)
+    metadata = media.read_metadata("picture.png")
+    assert (metadata["prompt"], metadata["seed"]) == (PROMPT, "7")
+    assert cli.main(["generate", PROMPT, *model, *size, "--output", "x.png"]) == 0
+    assert Path("x.png").exists()
+    assert cli.main(["encode", PROMPT, *model, *size]) == 0
+    assert cli.main(["denoise", "text.safetensors", "--mesh", "single"]) == 0
+    assert cli.main(["decode", "latents.safetensors", "--mesh", "single"]) == 0
+    assert np.array_equal(pixels("latents.png"), pixels("picture.png"))
+    assert cli.main(["generate", PROMPT, *model, "--num-frames", "5"]) == 1
+    assert "--num-frames 5 is for videos and this model makes pictures; use 1" in capsys.readouterr().err
+
+
+def test_flux_dev_lowers_for_eight_chips() -> None:
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("lower_flux.py"), "1024", "1024"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": "src"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    programs = seen["programs"]
+    for program in programs.values():
+        assert program["platforms"] == ["tpu"]
+        assert program["devices"] == 8
+        assert program["megabytes"] < 5, "no table was worked out on the host"
+    step = programs["denoise_step"]
+    assert step["kernels"] == 2, "splash once in each kind of block"
+    assert step["loops"] == 2, "both lists of blocks are scanned"
+    assert step["outputs"] == [[1, 16, 1, 128, 128]] * 6
+    assert programs["prepare"]["outputs"] == [[1, 3072], [1, 512, 3072]]
+    assert programs["encode_pooled"]["outputs"] == [[1, 768]]
+    assert programs["encode_text"]["outputs"] == [[1, 512, 4096]]
+    assert programs["encode_pooled"]["loops"] == programs["encode_text"]["loops"] == 1
+    assert programs["decode_frame"]["outputs"] == [[1, 1, 1024, 1024, 3]]
+    assert seen["peak"] < 4e9
+
+
+def photograph(path: Path) -> Path:
+    rows, columns = np.mgrid[0:120, 0:160]
+    colours = np.stack((rows * 2, columns, (rows * columns) % 256), axis=-1).astype(np.uint8)
+    Image.fromarray(colours).save(path)
+    return path
+
+
+@pytest.mark.parametrize(("variant", "strength", "mesh"), [("dev", 0.6, "single"), ("schnell", 0.9, "dp=2,tp=4")])
+def test_from_a_picture_as_diffusers_does_it(tmp_path: Path, variant: str, strength: float, mesh: str) -> None:
+    parts = {name: part for name, part in small_flux.reference(variant).components.items() if part is not None}
+    reference = FluxImg2ImgPipeline(**parts)
+    reference.set_progress_bar_config(disable=True)
+    file = photograph(tmp_path / "photograph.png")
+    with Image.open(file) as image:
+        wanted = reference(
+            PROMPT,
+            image=image.convert("RGB"),
+            strength=strength,
+            num_images_per_prompt=2,
+            generator=torch.Generator().manual_seed(CHOSEN["seed"]),
+            output_type="pt",
+            **{name: value for name, value in CHOSEN.items() if name != "seed"},
+        ).images.permute(0, 2, 3, 1)
+    pipeline = opened(variant, mesh)
+    settings = pipeline.settings(**CHOSEN, num_videos=2)
+    beginning = pipeline.encode_picture(as_frame(read_image(file), settings), settings, strength)
+    latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings, beginning)
+    (actual,) = pipeline.decode(latents, settings)
+    assert psnr(actual[:, 0], wanted) >= 40
+    assert psnr(actual[:, 0], picture(pipeline, num_videos=2)) < 40, "the picture has its part in it"
+
+
+def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    photograph(tmp_path / "photograph.png")
+    command = ["generate", PROMPT, "--model", str(small_flux.directory("dev")), "--mesh", "single"]
+    command += ["--height", "48", "--width", "80", "--steps", "4"]
+    assert cli.main([*command, "--image", "photograph.png", "--strength", "0.5"]) == 0
+    metadata = media.read_metadata("picture.png")
+    assert metadata["strength"] == "0.5"
+    assert len(metadata["pictures"]) == 16, "the fingerprint of what it shows"
+    for more, message in [
+        (["--image", "photograph.png", "--strength", "0"], "--strength 0.0 is not a number over 0, up to 1"),
+        (["--image", "photograph.png", "--strength", "some"], "--strength 'some' is not a number over 0, up to 1"),
+        (["--strength", "0.5"], "--strength 0.5 is for a picture that is made anew; give --image too"),
+        (["--image", "none.png"], "--image none.png is not a file; give a picture such as first.png"),
+    ]:
+        assert cli.main([*command, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert cli.main(["generate", PROMPT, "--model", "demo", "--mesh", "single", "--image", "photograph.png"]) == 1
+    assert "--image is given, but model demo begins with a prompt alone; leave it out" in capsys.readouterr().err
