@@ -56,8 +56,6 @@ class AttentionConfig:
     """Subtract the mean key before the splash kernel: the softmax is the same, its exponents smaller."""
     block_sizes: BlockSizes | None = None
     """None: from the table by chip and length."""
-    uneven_heads: Literal["refuse", "whole"] = "refuse"
-    """Where tp does not divide the heads. whole: every device has all of them, and tp shares out queries instead."""
     dense_max_tokens: int = 4096
     """Up to this many keys an L×L score array may be made; above it never, on any backend."""
     over_mesh: bool = True

@@ -132,13 +132,6 @@ def test_a_mesh_of_one_device_needs_no_jit() -> None:
     assert relative_error(np.asarray(got), case.expected(case.inputs())) <= 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_heads_that_do_not_divide_may_be_computed_whole(layout: dict) -> None:
-    case = Case(heads=6, kv_heads=2, queries=77, keys=77, mask=(2, 6, 77, 77))
-    config = AttentionConfig(implementation="chunked", uneven_heads="whole")
-    assert relative_error(*run(case, config, cpu_placement(**layout))) <= 1e-5
-
-
 def _parts(case: Case, count: int) -> tuple[list[jax.Array], list[jax.Array]]:
     """A sequence as two, of which the first has `count` tokens."""
     arrays = [jnp.asarray(case.inputs()[name]) for name in ("query", "key", "value")]

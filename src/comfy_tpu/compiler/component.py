@@ -41,8 +41,7 @@ class ComponentSpec:
     """From the `config.json` of the component."""
     rules: tuple[Rule, ...]
     heads: str | None = None
-    """The key of its configuration that counts attention heads, where tp must divide them. None: where tp does not,
-    every device computes all heads of its share of the queries."""
+    """The key of its configuration that counts attention heads."""
     stacks: tuple[LayerStack, ...] = ()
     float32: tuple[str, ...] = ()
     """Globs of weights that stay float32 whatever the model's dtype is."""
@@ -99,7 +98,7 @@ class Component:
         )
         self.context = TraceContext(
             placement=placement,
-            attention=_attention_of(spec, attention),
+            attention=attention if spec.shared else dataclasses.replace(attention, over_mesh=False),
             weight_axes={name: self._axes_of_one_layer(name, name in stacked) for name in shapes},
         )
 
@@ -155,12 +154,6 @@ class Component:
         """A program over this component's weights; `options` are those of `Program`."""
         name = f"{self.spec.name}.{method_name(method)}"
         return Program(self.module, context=self.context, method=method, name=name, cache=self._cache, **options)
-
-
-def _attention_of(spec: ComponentSpec, attention: AttentionConfig) -> AttentionConfig:
-    if not spec.shared:
-        return dataclasses.replace(attention, over_mesh=False)
-    return attention if spec.heads else dataclasses.replace(attention, uneven_heads="whole")
 
 
 def _rules_for_scales(rules: tuple[Rule, ...], names: Iterable[str]) -> list[Rule]:

@@ -152,8 +152,8 @@ TRANSFORMER = ComponentSpec(
     ),
 )
 
-_TEXT, _GLYPH = 0, 1
-"""Rows of cond_type_embed. The third is for images."""
+_TEXT, _GLYPH, _IMAGE = 0, 1, 2
+"""Rows of cond_type_embed."""
 
 
 def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
@@ -167,20 +167,31 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
 
 
 def prepare(
-    module: Any, text: torch.Tensor, text_mask: torch.Tensor, glyph: torch.Tensor, glyph_mask: torch.Tensor
+    module: Any,
+    text: torch.Tensor,
+    text_mask: torch.Tensor,
+    glyph: torch.Tensor,
+    glyph_mask: torch.Tensor,
+    image: torch.Tensor | None = None,
+    condition: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Everything of the prompt that does not depend on the timestep, and the order of its tokens.
 
     diffusers puts tokens that count before filling by indexing with masks, whose results have no shape before they are
-    known. A stable sort of the mask is the same order. Of a text-to-video model's image tokens none counts, so there
-    are none here: hidden keys that nobody reads.
+    known. A stable sort of the mask is the same order. Without a picture none of diffusers' image tokens counts, and
+    there are none here.
     """
     embedder, dtype = module.context_embedder, module.context_embedder.proj_in.weight.dtype
     text, glyph = text.to(dtype), glyph.to(dtype)
     count = text_mask.float().sum(dim=1).clamp(min=1)
     pooled = ((text * text_mask).float().sum(dim=1) / count).to(dtype)
-    visible = torch.cat((glyph_mask, text_mask), dim=1).squeeze(-1) > 0
-    return {
+    masks, picture = [glyph_mask, text_mask], {}
+    if image is not None and condition is not None:
+        masks.insert(0, torch.ones_like(image[:, :, :1]))
+        embedded = module.image_embedder(image.to(dtype)) + module.cond_type_embed.weight[_IMAGE]
+        picture = {"image": embedded, "condition": condition}
+    visible = torch.cat([mask.float() for mask in masks], dim=1).squeeze(-1) > 0
+    return picture | {
         "text": embedder.proj_in(text),
         "text_visible": text_mask.squeeze(-1) > 0,
         "pooled": embedder.time_text_embed.text_embedder(pooled),
@@ -201,17 +212,21 @@ def predict(
     glyph: torch.Tensor,
     order: torch.Tensor,
     visible_count: torch.Tensor,
+    image: torch.Tensor | None = None,
+    condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """diffusers' forward, with static shapes, for latents without an image: its channels and their mask are zeros."""
+    """diffusers' forward, with static shapes. Without a picture its channels and their mask are zeros."""
     config, dtype = module.config, module.proj_out.weight.dtype
     batch, channels, *sizes = latents.shape
-    condition = torch.zeros(batch, config.in_channels - channels, *sizes, dtype=dtype, device=latents.device)
-    latents = torch.cat((latents.to(dtype), condition), dim=1)
+    if condition is None:
+        condition = torch.zeros(batch, config.in_channels - channels, *sizes, device=latents.device)
+    latents = torch.cat((latents.to(dtype), condition.to(dtype)), dim=1)
     timestep = timestep.expand(batch)
     time = module.time_embed(timestep).to(dtype)
 
     context = _refined(module.context_embedder, text, text_visible, pooled, timestep)
-    context = torch.cat((glyph, context + module.cond_type_embed.weight[_TEXT]), dim=1)
+    before = (glyph,) if image is None else (image, glyph)
+    context = torch.cat((*before, context + module.cond_type_embed.weight[_TEXT]), dim=1)
     # A product with a permutation: the partitioner divides it by batch, where a gather would bring all rows together.
     places = order.unsqueeze(-1) == torch.arange(order.shape[1], device=order.device)
     context = constrain(places.to(dtype) @ context, "dp", None, None)

@@ -24,11 +24,15 @@ SPATIAL_SCALE = 16
 TEMPORAL_SCALE = 4
 
 
-def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
+def build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLHunyuanVideo15
 
     refuse_unknown_keys(AutoencoderKLHunyuanVideo15, config)
-    model = AutoencoderKLHunyuanVideo15.from_config(dict(config))
+    return AutoencoderKLHunyuanVideo15.from_config(dict(config))
+
+
+def _build_decoder(config: Mapping[str, Any]) -> torch.nn.Module:
+    model = build_vae(config)
     del model.encoder
     return model
 
@@ -36,7 +40,7 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
 VAE = ComponentSpec(
     name="vae",
     classes=("AutoencoderKLHunyuanVideo15",),
-    build=_build_vae,
+    build=_build_decoder,
     unused=("encoder.*",),
     rules=(replicate("*"),),  # the picture is split over the mesh, not the weights
 )

@@ -46,7 +46,7 @@ class Call:
 
 def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
     _check_name("sequence_parallel", config.sequence_parallel, ("auto", "ulysses", "ring"))
-    if call.heads == 1 or (call.heads % sizes.tp and config.uneven_heads == "whole"):
+    if call.heads == 1:
         return "whole_keys"
     check_heads(call.heads, sizes.tp)
     # Text tokens are few: holding them everywhere costs nothing, and no device waits for another. A dense mask lies

@@ -17,7 +17,7 @@ from comfy_tpu.kernels.chunked import chunked
 from comfy_tpu.kernels.cudnn import cudnn
 from comfy_tpu.kernels.hopper import hopper
 from comfy_tpu.kernels.masking import Masking, band_of, smooth, split_mask
-from comfy_tpu.kernels.sharded import divides_heads, joint_over_mesh, over_mesh
+from comfy_tpu.kernels.sharded import joint_over_mesh, over_mesh
 from comfy_tpu.kernels.splash import splash
 from comfy_tpu.parallel.placement import Placement
 
@@ -75,7 +75,7 @@ def attention(
         has_lengths=lengths is not None,
     )
     strategy = choose_strategy(call, platform, sizes, config)
-    shares_sequence = sizes.sp > 1 or (not divides_heads(heads, sizes) and sizes.tp > 1)
+    shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
     implementation = choose_implementation(call, platform, chip, config, sharded=strategy if shares_sequence else None)
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
@@ -110,7 +110,7 @@ def joint_attention(
     """
     count, more = first[0].shape[2], second[0].shape[2]
     batch, heads, _, head_dim = first[0].shape
-    sizes = MeshSizes() if placement is None else placement.sizes
+    sizes = MeshSizes() if placement is None or not config.over_mesh else placement.sizes
     call = Call(
         heads=heads,
         queries=count + more,

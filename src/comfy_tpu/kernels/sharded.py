@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from comfy_tpu.config import MeshSizes
 from comfy_tpu.kernels.choice import Strategy
 from comfy_tpu.kernels.masking import Masking, merge
 from comfy_tpu.parallel.placement import Placement
@@ -45,9 +44,8 @@ def over_mesh(
     keys = key.shape[2]
     shards_keys = strategy != "whole_keys"
     # A single head (a VAE's) leaves tp nothing to divide: it takes a share of the queries instead.
-    divides = divides_heads(heads, sizes)
-    head_axis, query_axes = ("tp", ("sp",)) if divides else (None, ("sp", "tp"))
-    head_shards, query_shards = (sizes.tp, sizes.sp) if divides else (1, sizes.sp * sizes.tp)
+    head_axis, query_axes = ("tp", ("sp",)) if heads > 1 else (None, ("sp", "tp"))
+    head_shards, query_shards = (sizes.tp, sizes.sp) if heads > 1 else (1, sizes.sp * sizes.tp)
 
     copies = _kv_copies(heads, key.shape[1], head_shards * (sizes.sp if strategy == "ulysses" else 1))
     if copies > 1:
@@ -94,10 +92,6 @@ def over_mesh(
     # check_vma=False: a Pallas call does not say over which axes its results vary.
     out = jax.shard_map(body, mesh=placement.mesh, in_specs=(specs,), out_specs=specs["query"], check_vma=False)(arrays)
     return out[:, :, :queries]
-
-
-def divides_heads(heads: int, sizes: MeshSizes) -> bool:
-    return heads > 1 and heads % sizes.tp == 0
 
 
 def joint_over_mesh(

@@ -1,0 +1,120 @@
+"""HunyuanVideo-1.5 from a picture: the first frame as latents beside the noise, and SigLIP's tokens before the text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families import hunyuan
+from comfy_tpu.families.family import Cache, Config, ImageInput
+from comfy_tpu.families.hunyuan_vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae
+from comfy_tpu.parallel.rules import column, replicate, row
+from comfy_tpu.parallel.workload import Workload
+
+IMAGE_TOKENS = 729
+"""Of SigLIP's picture of 384 pixels in patches of 14."""
+
+
+def _build_image_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    return SiglipVisionModel(SiglipVisionConfig(**{**config, "vision_use_head": False}))
+
+
+def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
+    model: Any = build_vae(config)
+    for attention in model.encoder.mid_block.attentions:
+        # One frame sees all of itself; diffusers writes a mask of pixels by pixels, row by row, in Python.
+        attention.prepare_causal_attention_mask = lambda *_, **__: None
+    return model
+
+
+IMAGE_ENCODER = ComponentSpec(
+    name="image_encoder",
+    classes=("SiglipVisionModel",),
+    heads="num_attention_heads",
+    build=_build_image_encoder,
+    stacks=(LayerStack("encoder.layers"),),
+    rename=lambda name: name.removeprefix("vision_model."),  # transformers before 5 put it before every name
+    unused=("head.*",),
+    rules=(
+        column("encoder.layers.*.self_attn.[qkv]_proj.*"),
+        row("encoder.layers.*.self_attn.out_proj.weight"),
+        replicate("encoder.layers.*.self_attn.out_proj.bias"),
+        column("encoder.layers.*.mlp.fc1.*"),
+        row("encoder.layers.*.mlp.fc2.weight"),
+        replicate("encoder.layers.*.mlp.fc2.bias"),
+        replicate("encoder.layers.*.layer_norm[12].*"),
+        replicate("embeddings.*"),
+        replicate("post_layernorm.*"),
+    ),
+)
+
+IMAGE_VAE = dataclasses.replace(VAE, build=_build_vae, unused=())
+
+
+def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    hidden = module.encoder(inputs_embeds=module.embeddings(pixel_values)).last_hidden_state
+    return {"image": module.post_layernorm(hidden)}
+
+
+def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
+    """[batch, 3, 1, height, width] in -1..1 -> the transformer's latents; there is no second frame."""
+    moments = module.encoder(pixels.to(module.encoder.conv_in.conv.weight.dtype))
+    return moments.float().chunk(2, dim=1)[0] * module.config.scaling_factor, []
+
+
+def condition(latents: torch.Tensor, pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+    """The channels beside the noise: the picture in the first frame and nothing in the others, and which that is."""
+    batch, channels, _, height, width = latents.shape
+    frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
+    channels_beside = torch.zeros(batch, channels + 1, frames, height, width)
+    channels_beside[:, :channels, 0] = latents[:, :, 0]
+    channels_beside[:, channels, 0] = 1
+    return {"condition": channels_beside}
+
+
+def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
+    frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
+    sides = settings.height // SPATIAL_SCALE, settings.width // SPATIAL_SCALE
+    return hunyuan.embedding_shapes(config, settings) | {
+        "image": (IMAGE_TOKENS, config["image_embed_dim"]),
+        "condition": (config["in_channels"] - config["out_channels"], frames, *sides),
+    }
+
+
+def workload(config: Config, settings: GenerationSettings) -> Workload:
+    work = hunyuan.workload(config, settings)
+    return dataclasses.replace(work, text_tokens=work.text_tokens + IMAGE_TOKENS)
+
+
+def _is_hunyuan_image(index: Config, config: Config) -> bool:
+    return index.get("_class_name") == "HunyuanVideo15ImageToVideoPipeline"
+
+
+HUNYUAN15_IMAGE = dataclasses.replace(
+    hunyuan.HUNYUAN15,
+    name="HunyuanVideo-1.5 image-to-video",
+    matches=_is_hunyuan_image,
+    pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
+    vae=IMAGE_VAE,
+    image=ImageInput(
+        encode_frames,
+        condition,
+        encoder=IMAGE_ENCODER,
+        embed=embed_image,
+        processor="feature_extractor",
+        first_only=True,
+    ),
+    embedding_shapes=embedding_shapes,
+    workload=workload,
+    published={
+        name.replace("t2v", "i2v"): {**config, "task_type": "i2v"} for name, config in hunyuan.PUBLISHED.items()
+    },
+)
