@@ -73,6 +73,8 @@ IMAGES = [("images", "IMAGE")]
 HUNYUAN = [
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
 ]
 HUNYUAN_SAMPLING = [
     *SAMPLING[:2],
@@ -142,10 +144,16 @@ SPECIFIED = {
         [*PROMPTS, HUNYUAN_MODEL],
         BOTH,
     ),
+    "HunyuanVideo15ImageEncoder": (
+        "HunyuanVideo 1.5 Image Encoder (TPU)",
+        "TPU/HunyuanVideo",
+        [("image", "IMAGE", {}), *HUNYUAN_SAMPLING[:3], HUNYUAN_MODEL],
+        [("image_embeds", "TPU_IMAGE_EMBEDS")],
+    ),
     "HunyuanVideo15TPUSampler": (
         "HunyuanVideo 1.5 TPU Sampler",
         "TPU/HunyuanVideo",
-        [*EMBEDS, *HUNYUAN_SAMPLING, HUNYUAN_MODEL, EULER, LORA],
+        [*EMBEDS, *HUNYUAN_SAMPLING, HUNYUAN_MODEL, EULER, LORA, EMBEDDED],
         [("latents", "LATENT"), ("num_frames", "INT")],
     ),
     "HunyuanVideo15TPUVAEDecoder": (
@@ -157,7 +165,7 @@ SPECIFIED = {
     "HunyuanVideo15TPUPipeline": (
         "HunyuanVideo 1.5 TPU Full Pipeline",
         "TPU/HunyuanVideo",
-        [*PROMPTS, *HUNYUAN_SAMPLING, HUNYUAN_FPS, HUNYUAN_MODEL, EULER, LORA],
+        [*PROMPTS, *HUNYUAN_SAMPLING, HUNYUAN_FPS, HUNYUAN_MODEL, EULER, LORA, PICTURES[0]],
         FRAMES,
     ),
     "TPULoraLoader": (

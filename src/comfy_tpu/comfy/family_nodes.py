@@ -93,10 +93,12 @@ class ImageEncoder(FamilyNode):
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
         first = io.Image.Input("image", tooltip="The first frame: one picture of any size, resized to the video's.")
+        last = [inputs.image("last_image", "last")] if family.last_image else []
+        ending = ", and maybe the one that it ends with" if family.last_image else ""
         return cls.schema(
             "Image Encoder (TPU)",
-            "Reads the picture that a video begins with, and maybe the one that it ends with, on the device.",
-            [first, *inputs.size(family), inputs.model_id(family), inputs.image("last_image", "last")],
+            f"Reads the picture that a video begins with{ending}, on the device.",
+            [first, *inputs.size(family), inputs.model_id(family), *last],
             [inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler, at the same size.")],
         )
 
@@ -211,7 +213,9 @@ class Pipeline(FamilyNode):
             inputs.scheduler(family),
             inputs.lora(),
         ]
-        pictures = [inputs.image("image", "first"), inputs.image("last_image", "last")] if family.images else []
+        pictures = [inputs.image("image", "first")] if family.images else []
+        if family.images and family.last_image:
+            pictures.append(inputs.image("last_image", "last"))
         if family.picture:
             pictures = inputs.picture_to_start_from()
         return cls.schema(

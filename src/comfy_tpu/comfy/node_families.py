@@ -46,6 +46,8 @@ class NodeFamily:
     has_demo: bool = False
     images: bool = False
     """Some of its models begin with a picture."""
+    last_image: bool = True
+    """And some of those end with one."""
     second_guidance: bool = False
     """Some of its models have two transformers."""
     shift_max: float = 10.0
@@ -139,8 +141,10 @@ HUNYUAN = NodeFamily(
     hub_models=(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
     ),
-    accepts=lambda index: index.get("_class_name") == "HunyuanVideo15Pipeline",
+    accepts=lambda index: index.get("_class_name") in ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
     defaults=GenerationSettings(
         num_frames=121, guidance_scale=6.0, flow_shift=9.0, scheduler="euler", fps=24, max_sequence_length=1000
     ),
@@ -152,6 +156,8 @@ HUNYUAN = NodeFamily(
     scheduler_help="euler is HunyuanVideo's own; unipc and dpm++ are multistep ones",
     shift_max=20.0,
     shift_help="9 for the 720P model, 5 for the 480P model",
+    images=True,
+    last_image=False,
     trained_fps="24",
 )
 
