@@ -159,6 +159,7 @@ WAN22_5B = dataclasses.replace(
     ),
     presets={"720P": {"height": 704, "width": 1280, "flow_shift": 5.0}},
     spatial_scale=16,
+    latent_channels=lambda config: int(config.get("z_dim", 48)),
     prepare=prepare_5b,
     prepared_axes={**wan.PROMPT_AXES, "condition": ("dp",)},
     predict=predict_5b,
