@@ -4,11 +4,13 @@ import functools
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from PIL import Image
 from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
+from comfy_tpu.config import MESH_AXES
 from comfy_tpu.families import hunyuan_image
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan
@@ -59,8 +61,9 @@ def picture() -> Image.Image:
     return Image.fromarray(values).resize((WIDTH, HEIGHT))
 
 
-def test_the_first_frame_is_encoded_as_in_diffusers() -> None:
-    pixels = random(1, 3, 1, HEIGHT, WIDTH).clamp(-1, 1)
+@pytest.mark.parametrize(("mesh", "height", "width"), [("single", 48, 80), ("dp=2,tp=4", 32, 48), ("sp=8", 48, 208)])
+def test_the_first_frame_is_encoded_as_in_diffusers(mesh: str, height: int, width: int) -> None:
+    pixels = random(1, 3, 1, height, width).clamp(-1, 1)
     vae = small_hunyuan.vae()
     wanted = vae.reference.encode(pixels).latent_dist.mode() * vae.reference.config.scaling_factor
     with_encoder = SmallModel(hunyuan_image.IMAGE_VAE, vae.config, vae.reference, vae.checkpoint)
@@ -68,7 +71,8 @@ def test_the_first_frame_is_encoded_as_in_diffusers() -> None:
     def encode(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
         return hunyuan_image.encode_frames(module, pixels, None)[0]
 
-    assert relative_error(run(with_encoder, "single", encode, pixels=pixels), wanted) <= 1e-4
+    columns = {"pixels": (None, None, None, None, MESH_AXES)}
+    assert relative_error(run(with_encoder, mesh, encode, input_axes=columns, pixels=pixels), wanted) <= 1e-4
 
 
 def test_the_picture_is_seen_as_in_diffusers() -> None:

@@ -82,6 +82,15 @@ def with_edges_repeated(x: torch.Tensor, dim: int, before: int, after: int) -> t
     return torch.where(place < before, first, torch.where(place >= before + size, last, F.pad(x, widths)))
 
 
+def in_columns(x: torch.Tensor) -> torch.Tensor:
+    """What comes out of an attention, split over the mesh as every picture here.
+
+    The attention's own layout, tokens over the mesh, would become rows and columns over it, and XLA computes
+    convolutions wrongly where neither divides (2 × 3 latents on dp=2,tp=4; jax 0.10.2, on CPUs).
+    """
+    return constrain(x, None, None, None, None, MESH_AXES)
+
+
 class _FrameDecoder:
     """diffusers' decoder on one latent frame, with what it remembers of those before."""
 
@@ -137,10 +146,7 @@ class _FrameDecoder:
         # One head: [batch, 1, tokens, channels].
         q, k, v = (part.flatten(2).transpose(1, 2).unsqueeze(1) for part in (query, *self._pairs))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
-        out = x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape))
-        # The attention's own layout, tokens over the mesh, would become rows and columns over it, and XLA computes
-        # convolutions wrongly where neither divides (2 × 3 latents on dp=2,tp=4; jax 0.10.2, on CPUs).
-        return constrain(out, None, None, None, None, MESH_AXES)
+        return in_columns(x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape)))
 
     def _upsample(self, upsampler: Any, x: torch.Tensor) -> torch.Tensor:
         spread, repeats = upsampler._dcae_upsample_rearrange, upsampler.repeats
