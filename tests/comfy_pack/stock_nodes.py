@@ -36,6 +36,7 @@ STOCK = {
         ],
         ("VIDEO", "VIDEO"),
     ),
+    "SaveImage": _node([_input("images", "IMAGE"), _input("filename_prefix", "STRING")], is_output_node=True),
     "LoadImage": _node([_input("image", "COMBO")], ("IMAGE", "IMAGE"), ("MASK", "MASK")),
     "VAELoader": _node([_input("vae_name", "COMBO")], ("VAE", "VAE")),
     "VAEDecode": _node([_input("samples", "LATENT"), _input("vae", "VAE")], ("IMAGE", "IMAGE")),

@@ -11,6 +11,8 @@ from tests.comfy_pack.stock_nodes import NOTES, STOCK, VHS_ADDED, WIDGETS
 
 DIRECTORY = ROOT / "example_workflows"
 NAMES = [
+    "flux_tpu_basic",
+    "hunyuanvideo15_tpu_basic",
     "wan21_native_tpu_model",
     "wan21_native_tpu_vae",
     "wan21_tpu_basic",
@@ -21,7 +23,7 @@ NAMES = [
     "wan22_tpu_basic",
     "wan22_tpu_image_to_video",
 ]
-OURS = ("Wan21", "Wan22")
+OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 
@@ -225,6 +227,8 @@ def test_the_demo_runs_without_a_download(schemas):
         ("wan21_tpu_basic", "Wan21TPUSampler"),
         ("wan21_tpu_full_pipeline", "Wan21TPUPipeline"),
         ("wan22_tpu_basic", "Wan22TPUSampler"),
+        ("flux_tpu_basic", "FluxTPUSampler"),
+        ("hunyuanvideo15_tpu_basic", "HunyuanVideo15TPUSampler"),
     ],
 )
 def test_the_plain_examples_have_the_nodes_defaults(name, node_type, schemas):

@@ -8,11 +8,13 @@ import pytest
 from tests.comfy_pack.loading import ROOT
 
 LANGUAGES = ("en", "zh")
+STAGES = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
 IDS = (
     *(
         f"{family}{kind}"
-        for family in ("Wan21", "Wan22")
-        for kind in ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
+        for family in ("Wan21", "Wan22", "Flux", "HunyuanVideo15")
+        for kind in STAGES
+        if (family, kind) != ("Flux", "ImageEncoder")
     ),
     "TPULoraLoader",
     "TPUCompileModel",

@@ -58,6 +58,36 @@ CHOICES = [
     ("attention", "COMBO", {"default": "auto", "options": ["auto", "splash", "hopper", "cudnn", "chunked"]}),
 ]
 
+FLUX = ["black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"]
+FLUX_SAMPLING = [
+    ("height", "INT", {"default": 1024, "min": 256, "max": 2048, "step": 16}),
+    ("width", "INT", {"default": 1024, "min": 256, "max": 2048, "step": 16}),
+    ("num_inference_steps", "INT", {"default": 28, "min": 1, "max": 100}),
+    ("guidance_scale", "FLOAT", {"default": 3.5, "min": 0, "max": 20, "step": 0.1}),
+    SAMPLING[5],
+]
+FLUX_MODEL = ("model_id", "COMBO", {"default": FLUX[0], "options": FLUX})
+EULER = ("scheduler", "COMBO", {"default": "euler", "options": ["euler", "unipc", "dpm++"], "optional": True})
+STRENGTH = ("strength", "FLOAT", {"default": 0.6, "min": 0.01, "max": 1, "step": 0.01, "optional": True})
+IMAGES = [("images", "IMAGE")]
+HUNYUAN = [
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+]
+HUNYUAN_SAMPLING = [
+    *SAMPLING[:2],
+    ("num_frames", "INT", {"default": 121, "min": 17, "max": 121, "step": 4}),
+    SAMPLING[3],
+    ("guidance_scale", "FLOAT", {"default": 6.0, "min": 0, "max": 20, "step": 0.1}),
+    SAMPLING[5],
+    ("flow_shift", "FLOAT", {"default": 9.0, "min": 1, "max": 20, "step": 0.1}),
+]
+HUNYUAN_MODEL = ("model_id", "COMBO", {"default": HUNYUAN[0], "options": HUNYUAN})
+HUNYUAN_FPS = ("fps", "INT", {"default": 24, "min": 1, "max": 240})
+BOTH = [("prompt_embeds", "CONDITIONING"), ("negative_prompt_embeds", "CONDITIONING")]
+
 # id: shown as, category, inputs, outputs
 SPECIFIED = {
     **{
@@ -94,6 +124,50 @@ SPECIFIED = {
             ),
         )
     },
+    "FluxTextEncoder": ("Flux Text Encoder (TPU)", "TPU/Flux", [PROMPTS[0], FLUX_MODEL], BOTH[:1]),
+    "FluxTPUSampler": (
+        "Flux TPU Sampler",
+        "TPU/Flux",
+        [EMBEDS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA],
+        [("latents", "LATENT")],
+    ),
+    "FluxTPUVAEDecoder": ("Flux TPU VAE Decoder", "TPU/Flux", [("latents", "LATENT", {}), FLUX_MODEL], IMAGES),
+    "FluxTPUPipeline": (
+        "Flux TPU Full Pipeline",
+        "TPU/Flux",
+        [PROMPTS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA, PICTURES[0], STRENGTH],
+        IMAGES,
+    ),
+    "HunyuanVideo15TextEncoder": (
+        "HunyuanVideo 1.5 Text Encoder (TPU)",
+        "TPU/HunyuanVideo",
+        [*PROMPTS, HUNYUAN_MODEL],
+        BOTH,
+    ),
+    "HunyuanVideo15ImageEncoder": (
+        "HunyuanVideo 1.5 Image Encoder (TPU)",
+        "TPU/HunyuanVideo",
+        [("image", "IMAGE", {}), *HUNYUAN_SAMPLING[:3], HUNYUAN_MODEL],
+        [("image_embeds", "TPU_IMAGE_EMBEDS")],
+    ),
+    "HunyuanVideo15TPUSampler": (
+        "HunyuanVideo 1.5 TPU Sampler",
+        "TPU/HunyuanVideo",
+        [*EMBEDS, *HUNYUAN_SAMPLING, HUNYUAN_MODEL, EULER, LORA, EMBEDDED],
+        [("latents", "LATENT"), ("num_frames", "INT")],
+    ),
+    "HunyuanVideo15TPUVAEDecoder": (
+        "HunyuanVideo 1.5 TPU VAE Decoder",
+        "TPU/HunyuanVideo",
+        [("latents", "LATENT", {}), HUNYUAN_FPS, HUNYUAN_MODEL],
+        FRAMES,
+    ),
+    "HunyuanVideo15TPUPipeline": (
+        "HunyuanVideo 1.5 TPU Full Pipeline",
+        "TPU/HunyuanVideo",
+        [*PROMPTS, *HUNYUAN_SAMPLING, HUNYUAN_FPS, HUNYUAN_MODEL, EULER, LORA, PICTURES[0]],
+        FRAMES,
+    ),
     "TPULoraLoader": (
         "TPU Load LoRA",
         "TPU",

@@ -6,7 +6,7 @@ Nobody unloads anything, and the devices hold the second time what they held the
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
-from tests.families import wan_pipelines
+from tests.families import small_flux, small_hunyuan, wan_pipelines
 from tests.families.wan_pipelines import picture
 
 pytestmark = pytest.mark.comfyui
@@ -24,17 +24,25 @@ MODELS = {
     "wan21_tpu_basic.json": "demo",
     "wan22_tpu_basic.json": "small/pair",
     "wan22_tpu_image_to_video.json": "small/pair-from-pictures",
+    "flux_tpu_basic.json": "small/flux",
+    "hunyuanvideo15_tpu_basic.json": "small/hunyuan",
 }
-DIRECTORIES = {"small/pair": "2.2", "small/pair-from-pictures": "2.2 image", "small/5b": "5B image"}
+DIRECTORIES: dict[str, Callable[[], Path]] = {
+    "small/pair": lambda: wan_pipelines.directory("2.2"),
+    "small/pair-from-pictures": lambda: wan_pipelines.directory("2.2 image"),
+    "small/5b": lambda: wan_pipelines.directory("5B image"),
+    "small/flux": lambda: small_flux.directory("dev"),
+    "small/hunyuan": small_hunyuan.directory,
+}
 SIZE = {"height": 64, "width": 96}
 
 
 @pytest.fixture(scope="module")
 def family_server(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     base = tmp_path_factory.mktemp("families") / "base"
-    for name, kind in DIRECTORIES.items():
+    for name, made in DIRECTORIES.items():
         directory = base / "models" / "diffusers" / name
-        shutil.copytree(wan_pipelines.directory(kind), directory)
+        shutil.copytree(made(), directory)
         # Below the widgets' smallest: such a model is drawn at its own size.
         (directory / "generation.json").write_text(json.dumps(SIZE))
     with running(checkout, base) as server:
@@ -71,7 +79,7 @@ def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient
                 if "seed" in node["inputs"]:
                     node["inputs"]["seed"] = number
             run = family_client.succeed(prompt)
-            assert all(run.outputs(node)["images"] for node in nodes_of(prompt, "SaveVideo"))
+            assert all(run.outputs(node)["images"] for node in nodes_of(prompt, "SaveVideo", "SaveImage"))
         rounds.append(held(family_client))
     assert rounds[0] == rounds[1]
     assert any("transformer_2" in label for label in rounds[0]), "both of a pair stay"

@@ -162,13 +162,15 @@ def test_sigmas_are_those_of_diffusers() -> None:
         np.testing.assert_allclose(plain.sigmas, sigmas, rtol=1e-6)
 
 
-def component(spec: ComponentSpec, variant: str, mesh: str, **options: Any) -> tuple[Component, Any]:
+def component(
+    spec: ComponentSpec, variant: str, mesh: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Component, Any]:
     pipeline = opened(variant)
     found = Component(
         spec,
         pipeline._files.config(spec),
         make_placement(mesh),
-        dtype=torch.float32,
+        dtype=dtype,
         # Every weight is stored in pieces, however small: it is the gathering that is on trial.
         sharding=ShardingConfig(gather_min_bytes=0),
         **options,
@@ -176,12 +178,20 @@ def component(spec: ComponentSpec, variant: str, mesh: str, **options: Any) -> t
     return found, found.load(Checkpoint.open(pipeline.directory / spec.name))
 
 
-@pytest.mark.parametrize("text_tokens", [7, 8])
 @pytest.mark.parametrize(
-    ("mesh", "scan"),
-    [("single", True), ("single", False), ("dp=2,tp=4", True), ("dp=2,sp=4", True), ("sp=2,tp=4", False)],
+    ("mesh", "scan", "text_tokens", "dtype"),
+    [
+        ("single", True, 7, torch.float32),
+        ("single", False, 7, torch.float32),
+        ("single", True, 8, torch.bfloat16),
+        ("dp=2,tp=4", True, 7, torch.float32),
+        ("dp=2,sp=4", True, 7, torch.float32),
+        ("dp=2,sp=4", True, 8, torch.float32),
+        ("sp=2,tp=4", False, 8, torch.float32),
+        ("sp=2,tp=4", True, 8, torch.bfloat16),
+    ],
 )
-def test_transformer(mesh: str, scan: bool, text_tokens: int) -> None:
+def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype) -> None:
     latents = torch.randn(2, 4, 1, 8, 16, generator=torch.Generator().manual_seed(1))
     text = torch.randn(2, text_tokens, 16, generator=torch.Generator().manual_seed(2))
     pooled = torch.randn(2, 24, generator=torch.Generator().manual_seed(3))
@@ -196,14 +206,14 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int) -> None:
         torch.tensor([3.5, 3.5]),
         return_dict=False,
     )[0]
-    transformer, weights = component(flux.TRANSFORMER, "dev", mesh, scan=scan)
+    transformer, weights = component(flux.TRANSFORMER, "dev", mesh, dtype, scan=scan)
     prepared = transformer.program(flux.prepare)(weights, pooled=pooled, text=text)
     axes = dict.fromkeys(("latents", "pooled", "text"), ("dp",))
     velocity = transformer.program(flux.predict, input_axes=axes)(
         weights, latents=latents, timestep=torch.tensor([700.0]), guidance_scale=torch.tensor(3.5), **prepared
     )
     wanted = reference._unpack_latents(wanted, 64, 128, 8).unsqueeze(2)
-    assert relative_error(to_host(velocity), wanted) <= 1e-4
+    assert relative_error(to_host(velocity), wanted) <= (1e-4 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int8"])

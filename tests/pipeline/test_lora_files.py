@@ -58,8 +58,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], type[ComfyTpuErr
         InvalidValueError,
         r"fits nothing in model .*, it holds lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .*; expected "
         r"keys such as transformer.blocks.0.attn1.to_k.lora_A.weight or "
-        r"diffusion_model.blocks.0.self_attn.k.lora_down.weight or lora_unet_blocks_0_self_attn_k.lora_down.weight: "
-        r"use a LoRA made for Wan 2\.1",
+        r"diffusion_model.blocks.0.self_attn.k.lora_down.weight or "
+        r"lora_unet_blocks_0_self_attn_k.lora_down.weight: use a LoRA made for Wan 2\.1",
     ),
     "a text encoder's alone": (
         lambda: {"lora_te_x.lora_down.weight": torch.zeros(4, 8), "lora_te_x.lora_up.weight": torch.zeros(8, 4)},

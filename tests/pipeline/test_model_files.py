@@ -62,9 +62,9 @@ def test_a_whole_directory_is_accepted(directory: Path) -> None:
         (lambda d: (d / "model_index.json").write_text("{"), CheckpointError, "cannot be read"),
         (lambda d: (d / "model_index.json").write_text("[]"), CheckpointError, "holds a list, expected an object"),
         (
-            lambda d: edit(d / "model_index.json", _class_name="FluxPipeline"),
+            lambda d: edit(d / "model_index.json", _class_name="StableDiffusionPipeline"),
             UnsupportedError,
-            "the model is a FluxPipeline; supported are Wan 2.1",
+            "the model is a StableDiffusionPipeline; supported are Wan 2.1 .WanPipeline.",
         ),
         (
             lambda d: edit(d / "transformer" / "config.json", _class_name="FluxTransformer2DModel"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ Latent = dict[str, Any]
 _AS_IF_ABSENT = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
 _NOT_READ = (
     *_AS_IF_ABSENT,
+    "guidance",
     "area",
     "mask",
     "control",
@@ -32,13 +33,15 @@ _NOT_READ = (
 """What other nodes tell a sampler along with a prompt. To pass over it would draw something else than was asked for."""
 
 
-def to_conditioning(embeds: torch.Tensor) -> Conditioning:
+def to_conditioning(embeddings: Mapping[str, torch.Tensor], extras: Mapping[str, str]) -> Conditioning:
     """float32, as ComfyUI's own encoders give it on a CPU; bfloat16 values survive that unchanged."""
-    return [[embeds.float(), {}]]
+    return [[embeddings["text"].float(), {key: embeddings[name].float() for name, key in extras.items()}]]
 
 
-def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: int) -> torch.Tensor:
-    """[1, tokens or more, features]. Shorter texts are filled up with zeros, which is what the model was trained on."""
+def from_conditioning(
+    name: str, conditioning: Any, *, shapes: Mapping[str, tuple[int, ...]], extras: Mapping[str, str], filled: bool
+) -> dict[str, torch.Tensor]:
+    """The embeddings of one prompt, by the family's names. `filled`: a shorter text is filled up with zeros."""
     try:
         entries = [(entry[0], dict(entry[1])) for entry in conditioning]
     except (TypeError, ValueError, IndexError, KeyError):
@@ -56,6 +59,7 @@ def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: in
             f"{name} comes with {', '.join(unread)}, which is not read here; connect the text encoder without the "
             "nodes that limit or steer its prompt"
         )
+    tokens, features = shapes["text"]
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
         got = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
         raise InvalidValueError(f"{name} holds {got}, expected (1, tokens, features) of one prompt")
@@ -64,10 +68,15 @@ def from_conditioning(name: str, conditioning: Any, *, tokens: int, features: in
             f"{name} has {embeds.shape[2]} features, this model_id wants {features}: those of another model; encode "
             "the prompt with the same model_id"
         )
-    if not bool(torch.isfinite(embeds).all()):
-        raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
-    missing = max(tokens - embeds.shape[1], 0)
-    return torch.nn.functional.pad(embeds.detach().cpu().float(), (0, 0, 0, missing))
+    found = {"text": embeds, **{own: extra.get(key) for own, key in extras.items()}}
+    for own, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 + len(shapes[own]):
+            raise InvalidValueError(f"{name} has no {own}, which this model reads; use the family's own text encoder")
+        if not bool(torch.isfinite(tensor).all()):
+            raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
+    read = {own: tensor.detach().cpu().float() for own, tensor in found.items() if tensor is not None}
+    missing = max(tokens - embeds.shape[1], 0) if filled else 0
+    return read | {"text": torch.nn.functional.pad(read["text"], (0, 0, 0, missing))}
 
 
 def from_images(name: str, images: Any) -> Image:
@@ -88,8 +97,9 @@ def from_images(name: str, images: Any) -> Image:
     return fromarray((picture.clamp(0, 1) * 255).round().byte().numpy())
 
 
-def to_latent(samples: torch.Tensor) -> Latent:
-    return {"samples": samples}
+def to_latent(samples: torch.Tensor, *, picture: bool = False) -> Latent:
+    """[videos, channels, frames, height, width]; pictures without frames, as ComfyUI has them."""
+    return {"samples": samples[:, :, 0] if picture else samples}
 
 
 def from_latent(name: str, latent: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -55,30 +56,34 @@ class TextEncoder(FamilyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
+        given, made = [inputs.prompt(family)], ["prompt"]
+        if not family.picture:
+            given, made = [*given, inputs.negative_prompt(family)], [*made, "negative prompt"]
         return cls.schema(
             "Text Encoder (TPU)",
-            "Reads the prompt and the negative prompt with Wan's UMT5 encoder, on the device.",
-            [inputs.prompt(family), inputs.negative_prompt(family), inputs.model_id(family)],
+            f"Reads the {' and the '.join(made)} with {family.encoder}, on the device.",
+            [*given, inputs.model_id(family)],
             [
-                io.Conditioning.Output("prompt_embeds", tooltip="The prompt as the model reads it."),
-                io.Conditioning.Output("negative_prompt_embeds", tooltip="The negative prompt as the model reads it."),
+                io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
+                for name in made
             ],
         )
 
     @classmethod
     def validate_inputs(cls, prompt: str | None = None) -> bool | str:
-        return "it is empty; say what the video should show" if prompt is not None and not prompt.strip() else True
+        what = f"it is empty; say what the {cls.FAMILY.noun} should show"
+        return what if prompt is not None and not prompt.strip() else True
 
     @classmethod
-    def execute(cls, prompt: str, negative_prompt: str, model_id: str) -> io.NodeOutput:
-        with pipeline_run(cls.FAMILY, model_id, {"encoding": 1}) as pipeline:
-            # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
-            settings = pipeline.settings(negative_prompt=negative_prompt, guidance_scale=2.0)
-            embeddings = pipeline.encode_text(prompt, settings)
+    def execute(cls, prompt: str, model_id: str, negative_prompt: str | None = None) -> io.NodeOutput:
+        family = cls.FAMILY
+        # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
+        chosen = {} if family.picture else {"negative_prompt": negative_prompt, "guidance_scale": 2.0}
+        with pipeline_run(family, model_id, {"encoding": 1}) as pipeline:
+            embeddings = pipeline.encode_text(prompt, pipeline.settings(**chosen))
         _warn_of_cut(embeddings.cut)
-        assert embeddings.negative is not None
-        branches = (embeddings.positive, embeddings.negative)
-        return io.NodeOutput(*(to_conditioning(branch["text"]) for branch in branches))
+        branches = [branch for branch in (embeddings.positive, embeddings.negative) if branch is not None]
+        return io.NodeOutput(*(to_conditioning(branch, family.extras) for branch in branches))
 
 
 class ImageEncoder(FamilyNode):
@@ -88,10 +93,12 @@ class ImageEncoder(FamilyNode):
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
         first = io.Image.Input("image", tooltip="The first frame: one picture of any size, resized to the video's.")
+        last = [inputs.image("last_image", "last")] if family.last_image else []
+        ending = ", and maybe the one that it ends with" if family.last_image else ""
         return cls.schema(
             "Image Encoder (TPU)",
-            "Reads the picture that a video begins with, and maybe the one that it ends with, on the device.",
-            [first, *inputs.video_size(family), inputs.model_id(family), inputs.image("last_image", "last")],
+            f"Reads the picture that a video begins with{ending}, on the device.",
+            [first, *inputs.size(family), inputs.model_id(family), *last],
             [inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler, at the same size.")],
         )
 
@@ -114,24 +121,24 @@ class Sampler(FamilyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
+        negative = [] if family.picture else [inputs.negative_prompt_embeds()]
         given = [
             inputs.prompt_embeds(family),
-            inputs.negative_prompt_embeds(),
+            *negative,
             *inputs.sampling(family),
             inputs.model_id(family),
             inputs.scheduler(family),
             inputs.lora(),
         ]
+        frames = io.Int.Output("num_frames_out", display_name="num_frames", tooltip="Frames that the latents hold.")
+        latents = io.Latent.Output(
+            "latents", tooltip=f"For {family.name} TPU VAE Decoder, or for ComfyUI's own VAE Decode."
+        )
         return cls.schema(
             "TPU Sampler",
-            "Denoises a video's latents from the prompt, on all chips.",
+            f"Denoises a {family.noun}'s latents from the prompt, on all chips.",
             [*given, *([inputs.image_embeds(family)] if family.images else [])],
-            [
-                io.Latent.Output(
-                    "latents", tooltip=f"For {family.name} TPU VAE Decoder, or for ComfyUI's own VAE Decode."
-                ),
-                io.Int.Output("num_frames_out", display_name="num_frames", tooltip="Frames that the latents hold."),
-            ],
+            [latents] if family.picture else [latents, frames],
         )
 
     @classmethod
@@ -142,27 +149,28 @@ class Sampler(FamilyNode):
     def execute(
         cls,
         prompt_embeds: Conditioning,
-        negative_prompt_embeds: Conditioning,
         model_id: str,
+        negative_prompt_embeds: Conditioning | None = None,
         lora: Any = None,
         image_embeds: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
-        inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"])
+        family = cls.FAMILY
+        inputs.check_whole(**_counted(chosen))
         shared = _shared(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
-        with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
+        with pipeline_run(family, model_id, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.text import PromptEmbeddings
 
             settings = _settings(pipeline, **chosen)
-            positive, negative = _branches(
-                pipeline,
-                settings,
-                prompt_embeds=prompt_embeds,
-                negative_prompt_embeds=negative_prompt_embeds,
-            )
-            latents = pipeline.denoise(PromptEmbeddings("", positive, negative, shared=shared), settings)
-            return io.NodeOutput(to_latent(pipeline.to_vae_scale(latents)), settings.num_frames)
+            given = {"prompt_embeds": prompt_embeds}
+            if not family.picture:
+                given["negative_prompt_embeds"] = negative_prompt_embeds or []
+            positive, *negative = _branches(family, pipeline, settings, given)
+            embeddings = PromptEmbeddings("", positive, negative[0] if negative else None, shared=shared)
+            made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
+        latents = to_latent(made, picture=family.picture)
+        return io.NodeOutput(latents) if family.picture else io.NodeOutput(latents, settings.num_frames)
 
 
 class VAEDecoder(FamilyNode):
@@ -173,19 +181,21 @@ class VAEDecoder(FamilyNode):
         family = cls.FAMILY
         return cls.schema(
             "TPU VAE Decoder",
-            "Decodes latents to frames, on all chips; in tiles where whole frames do not fit.",
-            [inputs.latents(family), inputs.fps(family), inputs.model_id(family)],
-            inputs.frame_outputs(),
+            f"Decodes latents to {'pictures' if family.picture else 'frames'}, on all chips; in tiles where whole "
+            f"{'ones' if family.picture else 'frames'} do not fit.",
+            [inputs.latents(family), *([] if family.picture else [inputs.fps(family)]), inputs.model_id(family)],
+            inputs.frame_outputs(family),
         )
 
     @classmethod
-    def execute(cls, latents: Latent, fps: int, model_id: str) -> io.NodeOutput:
+    def execute(cls, latents: Latent, model_id: str, fps: int | None = None) -> io.NodeOutput:
         samples = from_latent("latents", latents)
-        inputs.check_whole(fps=fps)
+        if fps is not None:
+            inputs.check_whole(fps=fps)
         with pipeline_run(cls.FAMILY, model_id, {"decoding": samples.shape[2]}) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
-        return io.NodeOutput(images, float(fps), to_video(images, fps))
+        return _frames(images, fps)
 
 
 class Pipeline(FamilyNode):
@@ -196,19 +206,23 @@ class Pipeline(FamilyNode):
         family = cls.FAMILY
         given = [
             inputs.prompt(family),
-            inputs.negative_prompt(family),
+            *([] if family.picture else [inputs.negative_prompt(family)]),
             *inputs.sampling(family),
-            inputs.fps(family),
+            *([] if family.picture else [inputs.fps(family)]),
             inputs.model_id(family),
             inputs.scheduler(family),
             inputs.lora(),
         ]
-        pictures = [inputs.image("image", "first"), inputs.image("last_image", "last")] if family.images else []
+        pictures = [inputs.image("image", "first")] if family.images else []
+        if family.images and family.last_image:
+            pictures.append(inputs.image("last_image", "last"))
+        if family.picture:
+            pictures = inputs.picture_to_start_from()
         return cls.schema(
             "TPU Full Pipeline",
-            "From a prompt to a video in one node: text encoder, transformer and VAE, all on the device.",
+            f"From a prompt to a {family.noun} in one node: text encoder, transformer and VAE, all on the device.",
             [*given, *pictures],
-            inputs.frame_outputs(),
+            inputs.frame_outputs(family),
         )
 
     @classmethod
@@ -219,29 +233,44 @@ class Pipeline(FamilyNode):
     def execute(
         cls,
         prompt: str,
-        fps: int,
         model_id: str,
+        fps: int | None = None,
         lora: Any = None,
         image: Any = None,
         last_image: Any = None,
+        strength: float = 1.0,
         **chosen: Any,
     ) -> io.NodeOutput:
-        inputs.check_whole(num_frames=chosen["num_frames"], num_inference_steps=chosen["num_inference_steps"], fps=fps)
+        inputs.check_whole(**_counted(chosen), **({} if fps is None else {"fps": fps}))
         given = _pictures(image=image, last_image=last_image)
-        latent_frames = (chosen["num_frames"] - 1) // inputs.FRAMES_STEP + 1
+        latent_frames = (chosen.get("num_frames", 1) - 1) // inputs.FRAMES_STEP + 1
         stages = {"denoising": chosen["num_inference_steps"], "decoding": latent_frames}
         with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
+            from comfy_tpu.pipeline.images import as_frame
+
             settings = _settings(pipeline, fps=fps, **chosen)
+            beginning = None
+            if given and cls.FAMILY.picture:
+                beginning = pipeline.encode_picture(as_frame(given.pop(), settings), settings, strength)
             embeddings = pipeline.encode(prompt, settings, given)
             _warn_of_cut(embeddings.cut)
-            latents = pipeline.denoise(embeddings, settings)
+            latents = pipeline.denoise(embeddings, settings, beginning)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
-        return io.NodeOutput(images, float(fps), to_video(images, fps))
+        return _frames(images, fps)
 
 
 def nodes_of(family: NodeFamily) -> list[type[io.ComfyNode]]:
     kinds = [TextEncoder, *([ImageEncoder] if family.images else []), Sampler, VAEDecoder, Pipeline]
     return [type(f"{family.key}{kind.KIND}", (kind,), {"FAMILY": family}) for kind in kinds]
+
+
+def _counted(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: chosen[name] for name in ("num_frames", "num_inference_steps") if name in chosen}
+
+
+def _frames(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
+    """None: they are pictures."""
+    return io.NodeOutput(images) if fps is None else io.NodeOutput(images, float(fps), to_video(images, fps))
 
 
 def _check_frames(num_frames: int | None) -> bool | str:
@@ -268,13 +297,19 @@ def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:
 
 
 def _branches(
-    pipeline: VideoPipeline, settings: GenerationSettings, **given: Conditioning
+    family: NodeFamily, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, Conditioning]
 ) -> list[dict[str, torch.Tensor]]:
     """Each as the model reads it, all of one length."""
-    tokens, features = pipeline.embedding_shapes(settings)["text"]
-    read = [from_conditioning(name, embeds, tokens=tokens, features=features) for name, embeds in given.items()]
-    longest = max(embeds.shape[1] for embeds in read)
-    return [{"text": torch.nn.functional.pad(embeds, (0, 0, 0, longest - embeds.shape[1]))} for embeds in read]
+    shapes = pipeline.embedding_shapes(settings)
+    read = [
+        from_conditioning(name, embeds, shapes=shapes, extras=family.extras, filled=family.filled)
+        for name, embeds in given.items()
+    ]
+    longest = max(embeds["text"].shape[1] for embeds in read)
+    return [
+        embeds | {"text": torch.nn.functional.pad(embeds["text"], (0, 0, 0, longest - embeds["text"].shape[1]))}
+        for embeds in read
+    ]
 
 
 def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:

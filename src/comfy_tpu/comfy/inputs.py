@@ -14,9 +14,8 @@ from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
 
-SIZE_MIN, SIZE_MAX, SIZE_STEP = 256, 1280, 16
+SIZE_MIN, SIZE_STEP = 256, 16
 FRAMES_MIN, FRAMES_MAX, FRAMES_STEP = 17, 121, 4
-SCHEDULERS = ["unipc", "euler", "dpm++"]
 
 LORA_TYPE = io.Custom("TPU_LORA")
 """A tuple of `Lora`."""
@@ -27,7 +26,10 @@ IMAGE_TYPE = io.Custom("TPU_IMAGE_EMBEDS")
 
 def prompt(family: NodeFamily) -> io.Input:
     return io.String.Input(
-        "prompt", multiline=True, dynamic_prompts=True, tooltip=f"What the video should show, {family.languages}."
+        "prompt",
+        multiline=True,
+        dynamic_prompts=True,
+        tooltip=f"What the {family.noun} should show, {family.languages}.",
     )
 
 
@@ -44,7 +46,7 @@ def negative_prompt(family: NodeFamily) -> io.Input:
 def prompt_embeds(family: NodeFamily) -> io.Input:
     return io.Conditioning.Input(
         "prompt_embeds",
-        tooltip=f"The prompt, from {family.text_encoder_name} or from ComfyUI's CLIP Text Encode with Wan's encoder.",
+        tooltip=f"The prompt, from {family.text_encoder_name}{family.native_encoder}.",
     )
 
 
@@ -54,31 +56,51 @@ def negative_prompt_embeds() -> io.Input:
     )
 
 
-def video_size(family: NodeFamily) -> list[io.Input]:
-    return [
-        io.Int.Input("height", tooltip=_size_tooltip(family, "Height"), **_size_range(family.defaults.height)),
-        io.Int.Input("width", tooltip=_size_tooltip(family, "Width"), **_size_range(family.defaults.width)),
+def size(family: NodeFamily) -> list[io.Input]:
+    """Height, width and frames."""
+    sides = [
         io.Int.Input(
-            "num_frames",
-            default=family.defaults.num_frames,
-            min=FRAMES_MIN,
-            max=FRAMES_MAX,
-            step=FRAMES_STEP,
-            tooltip="Frames of the video: 4n+1. 81 frames at 16 frames a second are 5 seconds.",
-        ),
+            side,
+            default=getattr(family.defaults, side),
+            min=SIZE_MIN,
+            max=family.size_max,
+            step=SIZE_STEP,
+            tooltip=_size_tooltip(family, side.capitalize()),
+        )
+        for side in ("height", "width")
     ]
+    if family.picture:
+        return sides
+    frames = io.Int.Input(
+        "num_frames",
+        default=family.defaults.num_frames,
+        min=FRAMES_MIN,
+        max=FRAMES_MAX,
+        step=FRAMES_STEP,
+        tooltip="Frames of the video: 4n+1. 81 frames at 16 frames a second are 5 seconds.",
+    )
+    return [*sides, frames]
 
 
 def sampling(family: NodeFamily) -> list[io.Input]:
     """Height to flow_shift, in the order of the node table."""
+    motion = "finer" if family.picture else "finer; below 20 motion suffers"
+    shift = io.Float.Input(
+        "flow_shift",
+        default=family.defaults.flow_shift,
+        min=1.0,
+        max=family.shift_max,
+        step=0.1,
+        tooltip=f"How long to stay at high noise: {family.shift_help}.",
+    )
     return [
-        *video_size(family),
+        *size(family),
         io.Int.Input(
             "num_inference_steps",
             default=family.defaults.num_inference_steps,
             min=1,
             max=100,
-            tooltip="Denoising steps. Fewer are faster, more are finer; below 20 motion suffers.",
+            tooltip=f"Denoising steps. Fewer are faster, more are {motion}.",
         ),
         io.Float.Input(
             "guidance_scale",
@@ -86,7 +108,7 @@ def sampling(family: NodeFamily) -> list[io.Input]:
             min=0.0,
             max=20.0,
             step=0.1,
-            tooltip="How closely to follow the prompt. At 1 or less the negative prompt is not used: half the work.",
+            tooltip=family.guidance_help,
         ),
         *([_second_guidance(family)] if family.second_guidance else []),
         io.Int.Input(
@@ -95,16 +117,9 @@ def sampling(family: NodeFamily) -> list[io.Input]:
             min=0,
             max=2**64 - 1,
             control_after_generate=True,
-            tooltip="The same seed with the same settings is the same video, on any number of chips.",
+            tooltip=f"The same seed with the same settings is the same {family.noun}, on any number of chips.",
         ),
-        io.Float.Input(
-            "flow_shift",
-            default=family.defaults.flow_shift,
-            min=1.0,
-            max=family.shift_max,
-            step=0.1,
-            tooltip=f"How long to stay at high noise: {family.shift_help}.",
-        ),
+        *([] if family.picture else [shift]),
     ]
 
 
@@ -125,6 +140,23 @@ def image(name: str, which: str) -> io.Input:
         optional=True,
         tooltip=f"The {which} frame, for models that take one: one picture of any size, resized to the video's.",
     )
+
+
+def picture_to_start_from() -> list[io.Input]:
+    return [
+        io.Image.Input(
+            "image", optional=True, tooltip="A picture to start from: one, of any size, resized to height and width."
+        ),
+        io.Float.Input(
+            "strength",
+            default=0.6,
+            min=0.01,
+            max=1.0,
+            step=0.01,
+            optional=True,
+            tooltip="How much of the picture is made anew: 1 is all of it. Without a picture it has no effect.",
+        ),
+    ]
 
 
 def image_embeds(family: NodeFamily) -> io.Input:
@@ -166,10 +198,10 @@ def model_id(family: NodeFamily) -> io.Input:
 def scheduler(family: NodeFamily) -> io.Input:
     return io.Combo.Input(
         "scheduler",
-        options=SCHEDULERS,
+        options=list(family.schedulers),
         default=family.defaults.scheduler,
         optional=True,
-        tooltip="The solver. unipc is Wan's own; euler is the plainest; dpm++ is the multistep one.",
+        tooltip=f"The solver. {family.scheduler_help}.",
     )
 
 
@@ -179,7 +211,9 @@ def lora() -> io.Input:
     )
 
 
-def frame_outputs() -> list[io.Output]:
+def frame_outputs(family: NodeFamily) -> list[io.Output]:
+    if family.picture:
+        return [io.Image.Output("images", tooltip="The picture, or one for each latent, for ComfyUI's image nodes.")]
     return [
         io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
         io.Float.Output("fps_out", display_name="fps", tooltip="Frames a second, for whoever makes a video of them."),
@@ -213,10 +247,6 @@ def check_loras(given: Any) -> tuple[Lora, ...]:
     return given
 
 
-def _size_range(default: int) -> dict[str, int]:
-    return {"default": default, "min": SIZE_MIN, "max": SIZE_MAX, "step": SIZE_STEP}
-
-
 def _size_tooltip(family: NodeFamily, side: str) -> str:
     demo = " demo always draws 64×64." if family.has_demo else ""
-    return f"{side} in pixels, a multiple of {SIZE_STEP}. 720P is 1280×720, 480P is 848×480.{demo}"
+    return f"{side} in pixels, a multiple of {SIZE_STEP}. {family.sizes_help}{demo}"

@@ -26,10 +26,28 @@ class NodeFamily:
     defaults: GenerationSettings
     latent_format: str
     """Of comfy.latent_formats, for previews."""
+    encoder: str = "Wan's UMT5 encoder"
+    native_encoder: str = " or from ComfyUI's CLIP Text Encode with Wan's encoder"
+    """Where embeddings may come from besides the family's own node; empty: nowhere."""
     languages: str = "in English or Chinese"
+    extras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Embeddings besides "text" -> what a CONDITIONING calls them."""
+    filled: bool = True
+    """Shorter texts are filled up with zeros, which is what the model was trained on."""
+    picture: bool = False
+    """It makes pictures: no frames, no fps, no negative prompt."""
+    size_max: int = 1280
+    schedulers: tuple[str, ...] = ("unipc", "euler", "dpm++")
+    scheduler_help: str = "unipc is Wan's own; euler is the plainest; dpm++ is the multistep one"
+    guidance_help: str = (
+        "How closely to follow the prompt. At 1 or less the negative prompt is not used: half the work."
+    )
+    sizes_help: str = "720P is 1280×720, 480P is 848×480."
     has_demo: bool = False
     images: bool = False
     """Some of its models begin with a picture."""
+    last_image: bool = True
+    """And some of those end with one."""
     second_guidance: bool = False
     """Some of its models have two transformers."""
     shift_max: float = 10.0
@@ -39,6 +57,10 @@ class NodeFamily:
     @property
     def text_encoder_name(self) -> str:
         return f"{self.name} Text Encoder (TPU)"
+
+    @property
+    def noun(self) -> str:
+        return "picture" if self.picture else "video"
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -89,4 +111,54 @@ WAN22 = NodeFamily(
     trained_fps="16, the 5B at 24",
 )
 
-NODE_FAMILIES: tuple[NodeFamily, ...] = (WAN21, WAN22)
+FLUX = NodeFamily(
+    key="Flux",
+    name="Flux",
+    category="TPU/Flux",
+    hub_models=("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"),
+    accepts=lambda index: index.get("_class_name") == "FluxPipeline",
+    defaults=GenerationSettings(
+        height=1024, width=1024, num_frames=1, num_inference_steps=28, guidance_scale=3.5, scheduler="euler"
+    ),
+    latent_format="Flux",
+    encoder="Flux's CLIP and T5 encoders",
+    native_encoder=" or from ComfyUI's CLIP Text Encode with Flux's encoders",
+    languages="in English",
+    extras={"pooled": "pooled_output"},
+    filled=False,
+    picture=True,
+    size_max=2048,
+    schedulers=("euler", "unipc", "dpm++"),
+    scheduler_help="euler is Flux's own; unipc and dpm++ are multistep ones",
+    guidance_help="How closely to follow the prompt: a number that dev reads. It has no effect on schnell.",
+    sizes_help="About a million pixels in all: 1024×1024, 1152×896, 1344×768.",
+)
+
+HUNYUAN = NodeFamily(
+    key="HunyuanVideo15",
+    name="HunyuanVideo 1.5",
+    category="TPU/HunyuanVideo",
+    hub_models=(
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    ),
+    accepts=lambda index: index.get("_class_name") in ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
+    defaults=GenerationSettings(
+        num_frames=121, guidance_scale=6.0, flow_shift=9.0, scheduler="euler", fps=24, max_sequence_length=1000
+    ),
+    latent_format="HunyuanVideo15",
+    encoder="HunyuanVideo's Qwen2.5-VL and ByT5 encoders",
+    native_encoder="",
+    extras={name: f"tpu_{name}" for name in ("text_mask", "glyph", "glyph_mask")},
+    schedulers=("euler", "unipc", "dpm++"),
+    scheduler_help="euler is HunyuanVideo's own; unipc and dpm++ are multistep ones",
+    shift_max=20.0,
+    shift_help="9 for the 720P model, 5 for the 480P model",
+    images=True,
+    last_image=False,
+    trained_fps="24",
+)
+
+NODE_FAMILIES: tuple[NodeFamily, ...] = (WAN21, WAN22, FLUX, HUNYUAN)

@@ -97,12 +97,12 @@ def merge(array: jax.Array, change: WeightChange) -> jax.Array:
     """
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
-    axes_of_all = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
-    rows, columns = axes_of_all[0], axes_of_all[1:]
+    axes: list[Any] = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    rows, columns = axes[0], axes[1:]
     up, down = _padded(change)
     parts = ((up, (rows,)), (down, (None, *columns)), (change.difference, (rows, *columns)))
     # Cut as the weight is: each device makes its own piece of the product, and nothing goes between them.
-    placed = [None if part is None else _place(part, sharding, axes) for part, axes in parts]
+    placed = [None if part is None else _place(part, sharding, cut) for part, cut in parts]
     # Until then the devices may read from host memory that is about to go.
     return _merger(sharding)(array, *placed).block_until_ready()
 

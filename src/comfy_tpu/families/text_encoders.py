@@ -74,7 +74,7 @@ def _build_clip(config: Mapping[str, Any]) -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     model: Any = CLIPTextModel(CLIPTextConfig(**config))
-    # Until transformers 5.5 or so the model was in a `text_model`, which is still in the names of every checkpoint.
+    # Older versions have all of it in a `text_model`, and so do the names in published checkpoints.
     inner: torch.nn.Module = getattr(model, "text_model", model)
     return inner
 

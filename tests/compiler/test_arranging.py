@@ -1,0 +1,43 @@
+"""Names and columns of a checkpoint as the module wants them."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from comfy_tpu.compiler.arranging import ArrangedSource, Packed, pack_features, packed_columns
+from comfy_tpu.compiler.checkpoint import Checkpoint
+
+PACKED = (Packed("blocks.*.out.weight", (4, 8)),)
+
+
+def test_each_device_has_its_share_of_every_part() -> None:
+    one, other = torch.randn(3, 4), torch.randn(3, 8)
+    packed = pack_features((one, other), 2)
+    first, second = packed.chunk(2, dim=-1)
+    assert torch.equal(first, torch.cat((one[:, :2], other[:, :4]), dim=-1))
+    assert torch.equal(second, torch.cat((one[:, 2:], other[:, 4:]), dim=-1))
+    assert torch.equal(pack_features((one, other), 1), torch.cat((one, other), dim=-1))
+
+
+def test_a_packed_weight_computes_the_same_with_packed_features() -> None:
+    one, other, weight = torch.randn(3, 4).double(), torch.randn(3, 8).double(), torch.randn(5, 12).double()
+    plain = torch.cat((one, other), dim=-1) @ weight.T
+    for tp in (1, 2, 4):
+        columns = packed_columns("blocks.0.out.weight", weight, PACKED, tp)
+        torch.testing.assert_close(pack_features((one, other), tp) @ columns.T, plain)
+    assert packed_columns("blocks.0.in.weight", weight, PACKED, 4) is weight
+
+
+def test_a_source_under_other_names(tmp_path: Path) -> None:
+    weight, bias = torch.randn(5, 12), torch.randn(5)
+    save_file({"model.blocks.0.out.weight": weight, "model.bias": bias}, tmp_path / "model.safetensors")
+    source = ArrangedSource(
+        Checkpoint.open(tmp_path), rename=lambda name: name.removeprefix("model."), packed=PACKED, tp=2
+    )
+    assert set(source.tensors) == {"blocks.0.out.weight", "bias"}
+    assert source.tensors["bias"].name == "bias"
+    assert torch.equal(source.read("bias"), bias)
+    packed = pack_features(weight.split((4, 8), dim=1), 2)
+    assert torch.equal(source.read("blocks.0.out.weight"), packed)
+    source.close()
