@@ -229,9 +229,10 @@ def test_the_template_is_that_of_diffusers() -> None:
     assert reference.tokenizer_2_max_length == hunyuan_text.GLYPH_TOKENS
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4"])
-def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str) -> None:
-    model, latents = small_hunyuan.vae(), random(1, 4, 4, 3, 5)
+@pytest.mark.parametrize(("mesh", "sides"), [("single", (3, 5)), ("dp=2,sp=4", (3, 13)), ("dp=2,tp=4", (2, 3))])
+def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str, sides: tuple[int, int]) -> None:
+    """Also where the columns do not divide, as 53 at 480P, and where there are fewer than devices."""
+    model, latents = small_hunyuan.vae(), random(1, 4, 4, *sides)
     scale = model.reference.config.scaling_factor
     wanted = model.reference.decode(latents / scale, return_dict=False)[0].clamp(-1, 1).add(1).div(2)
     component = Component(model.spec, model.config, make_placement(mesh), dtype=torch.float32)
@@ -291,8 +292,9 @@ def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes
     config = hunyuan.PUBLISHED["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"]
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
     component = Component(hunyuan.TRANSFORMER, config, placement, dtype=torch.bfloat16)
+    # Biases are counted whole, also those that follow their columns over tp.
     counted = _weight_bytes(hunyuan.workload(config, hunyuan.HUNYUAN15.defaults), sizes)
-    assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=1e-3)
+    assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 
 def test_published_sizes() -> None:

@@ -13,7 +13,7 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families import hunyuan
 from comfy_tpu.families.family import Cache, Config, ImageInput
-from comfy_tpu.families.hunyuan_vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae
+from comfy_tpu.families.hunyuan_vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae, in_columns
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.parallel.workload import Workload
 
@@ -32,6 +32,7 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     for attention in model.encoder.mid_block.attentions:
         # One frame sees all of itself; diffusers writes a mask of pixels by pixels, row by row, in Python.
         attention.prepare_causal_attention_mask = lambda *_, **__: None
+        attention.register_forward_hook(lambda _, __, out: in_columns(out))
     return model
 
 

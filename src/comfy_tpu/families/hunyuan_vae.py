@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from comfy_tpu.bridge import constrain
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.config import MESH_AXES
 from comfy_tpu.families.building import refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config
 from comfy_tpu.parallel.rules import replicate
@@ -68,6 +70,27 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache) -> tuple[torch
     return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1), decoder.after()
 
 
+def with_edges_repeated(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+    """`x` with its first and last entries repeated along a dimension: F.pad with mode="replicate".
+
+    That one is a gather, which the partitioner does not divide along the columns that are split over the mesh.
+    """
+    size = x.shape[dim]
+    widths = [0, 0] * (-dim - 1) + [before, after]
+    place = torch.arange(before + size + after, device=x.device).view(-1, *(1,) * (-dim - 1))
+    first, last = x.narrow(dim, 0, 1), x.narrow(dim, size - 1, 1)
+    return torch.where(place < before, first, torch.where(place >= before + size, last, F.pad(x, widths)))
+
+
+def in_columns(x: torch.Tensor) -> torch.Tensor:
+    """What comes out of an attention, split over the mesh as every picture here.
+
+    The attention's own layout, tokens over the mesh, would become rows and columns over it, and XLA computes
+    convolutions wrongly where neither divides (2 × 3 latents on dp=2,tp=4; jax 0.10.2, on CPUs).
+    """
+    return constrain(x, None, None, None, None, MESH_AXES)
+
+
 class _FrameDecoder:
     """diffusers' decoder on one latent frame, with what it remembers of those before."""
 
@@ -101,7 +124,7 @@ class _FrameDecoder:
         before = x[:, :, :1].expand(-1, -1, behind, -1, -1) if self._is_first else next(self._before)
         joined = torch.cat((before, x), dim=2)
         self._remembered.append(joined[:, :, -behind:])
-        return causal.conv(F.pad(joined, (*sides, 0, 0), mode=causal.pad_mode))
+        return causal.conv(with_edges_repeated(with_edges_repeated(joined, -1, *sides[:2]), -2, *sides[2:]))
 
     def _resnet(self, resnet: Any, x: torch.Tensor) -> torch.Tensor:
         h = self._convolve(resnet.conv1, resnet.nonlinearity(resnet.norm1(x)))
@@ -123,7 +146,7 @@ class _FrameDecoder:
         # One head: [batch, 1, tokens, channels].
         q, k, v = (part.flatten(2).transpose(1, 2).unsqueeze(1) for part in (query, *self._pairs))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
-        return x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape))
+        return in_columns(x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape)))
 
     def _upsample(self, upsampler: Any, x: torch.Tensor) -> torch.Tensor:
         spread, repeats = upsampler._dcae_upsample_rearrange, upsampler.repeats

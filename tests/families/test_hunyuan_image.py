@@ -1,0 +1,107 @@
+"""HunyuanVideo-1.5 from a picture against diffusers' own pipeline."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import HunyuanVideo15ImageToVideoPipeline
+from PIL import Image
+from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
+
+from comfy_tpu.config import MESH_AXES
+from comfy_tpu.families import hunyuan_image
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.families import small_hunyuan
+from tests.families.test_hunyuan import QUOTED, psnr, random, run
+from tests.parity.small_models import SmallModel, small_model, temporary_directory
+from tests.tracing import relative_error
+
+WIDTH, HEIGHT, FRAMES = 80, 48, 5
+
+
+@functools.cache
+def image_encoder() -> SmallModel:
+    config = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return small_model(hunyuan_image.IMAGE_ENCODER, config, lambda: SiglipVisionModel(SiglipVisionConfig(**config)))
+
+
+@functools.cache
+def reference() -> HunyuanVideo15ImageToVideoPipeline:
+    text = small_hunyuan.reference()
+    parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "transformer", "vae", "scheduler", "guider")
+    pipeline = HunyuanVideo15ImageToVideoPipeline(
+        **{part: getattr(text, part) for part in parts},
+        image_encoder=image_encoder().reference,
+        feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.tokenizer_max_length = small_hunyuan.TEXT_TOKENS
+    return pipeline
+
+
+@functools.cache
+def directory() -> Path:
+    path = temporary_directory()
+    reference().save_pretrained(path)
+    return path
+
+
+def picture() -> Image.Image:
+    """Of the video's shape: diffusers cuts other shapes to it, and this pipeline squeezes them."""
+    values = np.random.default_rng(0).integers(0, 256, (HEIGHT // 8, WIDTH // 8, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((WIDTH, HEIGHT))
+
+
+@pytest.mark.parametrize(("mesh", "height", "width"), [("single", 48, 80), ("dp=2,tp=4", 32, 48), ("sp=8", 48, 208)])
+def test_the_first_frame_is_encoded_as_in_diffusers(mesh: str, height: int, width: int) -> None:
+    pixels = random(1, 3, 1, height, width).clamp(-1, 1)
+    vae = small_hunyuan.vae()
+    wanted = vae.reference.encode(pixels).latent_dist.mode() * vae.reference.config.scaling_factor
+    with_encoder = SmallModel(hunyuan_image.IMAGE_VAE, vae.config, vae.reference, vae.checkpoint)
+
+    def encode(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+        return hunyuan_image.encode_frames(module, pixels, None)[0]
+
+    columns = {"pixels": (None, None, None, None, MESH_AXES)}
+    assert relative_error(run(with_encoder, mesh, encode, input_axes=columns, pixels=pixels), wanted) <= 1e-4
+
+
+def test_the_picture_is_seen_as_in_diffusers() -> None:
+    values = random(1, 3, 28, 28)
+    wanted = image_encoder().reference(values).last_hidden_state
+    for mesh in ("single", "dp=2,tp=4"):
+        actual = run(image_encoder(), mesh, hunyuan_image.embed_image, pixel_values=values)
+        assert relative_error(actual["image"], wanted) <= 1e-4
+
+
+def test_the_video_is_that_of_diffusers() -> None:
+    made = reference()(
+        picture(),
+        QUOTED,
+        negative_prompt="left",
+        num_frames=FRAMES,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(7),
+        output_type="pt",
+    ).frames.permute(0, 1, 3, 4, 2)
+    pipeline = VideoPipeline.open(directory(), mesh="single")
+    settings = pipeline.settings(
+        width=made.shape[3],
+        height=made.shape[2],
+        num_frames=FRAMES,
+        num_inference_steps=2,
+        seed=7,
+        negative_prompt="left",
+        max_sequence_length=small_hunyuan.TEXT_TOKENS,
+    )
+    actual = torch.cat(list(pipeline.generate(QUOTED, settings, [picture()])), dim=1)
+    assert psnr(actual, made) >= 40
