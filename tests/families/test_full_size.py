@@ -1,0 +1,50 @@
+"""Every published model: its memory on two slices by the formulas; those of Wan lowered for TPU at their full size."""
+
+import pytest
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import rank_layouts
+from comfy_tpu.planning.models import find_model
+from comfy_tpu.planning.plan import parse_size
+from comfy_tpu.planning.program import lower_step
+
+PUBLISHED = [name for family in FAMILIES for name in family.published]
+WAN = {
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": "1280x720x81",
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": "1280x720x81",
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "1280x720x81",
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "1280x720x81",
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "1280x704x121",
+}
+
+
+@pytest.mark.parametrize("tpu", ["v6e-8", "v5p-8"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_fits_on_eight(name: str, tpu: str) -> None:
+    model = find_model(name)
+    best = rank_layouts(model.family.workload(model.config, model.defaults), parse_slice(tpu))[0]
+    assert best.fits
+    assert best.memory.weights > 1e8
+
+
+def test_a_pair_is_counted_twice() -> None:
+    one, pair = (find_model(name) for name in ("Wan2.1-T2V-14B-Diffusers", "Wan2.2-T2V-A14B-Diffusers"))
+    weights = [
+        rank_layouts(model.family.workload(model.config, one.defaults), parse_slice("v6e-8"))[0].memory.weights
+        for model in (one, pair)
+    ]
+    assert weights[1] == 2 * weights[0]
+
+
+@pytest.mark.parametrize("name", WAN)
+def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
+    model, slice_ = find_model(name), parse_slice("v6e-8")
+    settings = parse_size(WAN[name], model)
+    work = model.family.workload(model.config, settings)
+    facts = lower_step(model, settings, work, slice_, MeshSizes(dp=2, sp=4)).facts
+    assert facts.square_arrays == ()
+    cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and a picture's
+    assert facts.kernels >= 1
+    assert facts.kernels <= cross
