@@ -13,6 +13,11 @@ import torch
 from diffusers import WanPipeline
 from safetensors.torch import save_file
 
+from comfy_tpu.compiler.component import Component
+from comfy_tpu.config import Lora
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.pipeline.lora import open_loras
+from comfy_tpu.pipeline.model_files import ModelFiles
 from tests.pipeline import small_pipeline
 
 HIDDEN, FFN, LAYERS = 96, 64, 3
@@ -111,7 +116,7 @@ STYLES: dict[str, Any] = {
 
 def write(path: Path, tensors: Tensors, adapter: dict[str, Any] | None = None) -> Path:
     metadata = {"lora_adapter_metadata": json.dumps(adapter)} if adapter else None
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path, metadata)
     return path
 
 
@@ -128,6 +133,37 @@ def fused(*loras: tuple[Path, float]) -> Tensors:
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     return pipeline.transformer.state_dict()
+
+
+def loaded(
+    loras: list[Lora], mesh: str = "single", *, directory: Path | None = None, transformer: int = 0, **options: Any
+) -> dict[str, np.ndarray]:
+    """A transformer's weights as they are on the devices, by their names in the checkpoint."""
+    files = ModelFiles.open(directory or small_pipeline.directory())
+    spec = files.family.transformers[transformer]
+    component = Component(
+        spec, files.config(spec), make_placement(mesh, platform="cpu"), **({"dtype": torch.float32} | options)
+    )
+    opened = open_loras(loras, files).of(transformer)
+    arrays = component.load(files.checkpoint(spec), changes=opened if opened.key else None)
+    weights = {}
+    for slot in component.slots:
+        array = arrays[slot.name]
+        assert array.sharding.is_equivalent_to(slot.sharding, array.ndim), slot.name
+        assert array.dtype == slot.dtype
+        values = np.asarray(array.astype(np.float32) if slot.dtype.itemsize == 2 else array)
+        layered = slot.sources != (slot.name,)
+        weights |= {name: values[index] if layered else values for index, name in enumerate(slot.sources)}
+    return weights
+
+
+def error(actual: dict[str, np.ndarray], expected: Tensors) -> float:
+    """The largest of any tensor, relative to its largest value."""
+    assert set(expected) <= set(actual)
+    return max(
+        float(np.abs(actual[name] - tensor.numpy()).max() / np.abs(tensor.numpy()).max())
+        for name, tensor in expected.items()
+    )
 
 
 def changed(weights: dict[str, np.ndarray], base: Tensors) -> list[str]:

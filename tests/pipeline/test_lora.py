@@ -1,55 +1,23 @@
 """LoRA against diffusers' own loading and fusing, over meshes; and what it must not do."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.quantization import DTYPES, quantized
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import Lora, ResidencyConfig
-from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_loras, small_pipeline
-from tests.pipeline.small_loras import write
+from tests.pipeline.small_loras import error, loaded, write
 
 MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
-
-
-def loaded(loras: list[Lora], mesh: str = "single", **options: Any) -> dict[str, np.ndarray]:
-    """The transformer's weights as they are on the devices, by their names in the checkpoint."""
-    files = ModelFiles.open(small_pipeline.directory())
-    spec = files.family.transformer
-    component = Component(
-        spec, files.config(spec), make_placement(mesh, platform="cpu"), **({"dtype": torch.float32} | options)
-    )
-    opened = open_loras(loras, files)
-    arrays = component.load(files.checkpoint(spec), changes=opened if opened.key else None)
-    weights = {}
-    for slot in component.slots:
-        array = arrays[slot.name]
-        assert array.sharding.is_equivalent_to(slot.sharding, array.ndim), slot.name
-        assert array.dtype == slot.dtype
-        values = np.asarray(array.astype(np.float32) if slot.dtype.itemsize == 2 else array)
-        layered = slot.sources != (slot.name,)
-        weights |= {name: values[index] if layered else values for index, name in enumerate(slot.sources)}
-    return weights
-
-
-def error(actual: dict[str, np.ndarray], expected: dict[str, torch.Tensor]) -> float:
-    """The largest of any tensor, relative to its largest value."""
-    assert set(expected) <= set(actual)
-    return max(
-        float(np.abs(actual[name] - tensor.numpy()).max() / np.abs(tensor.numpy()).max())
-        for name, tensor in expected.items()
-    )
 
 
 def base() -> dict[str, torch.Tensor]:
