@@ -120,19 +120,27 @@ def write(path: Path, tensors: Tensors, adapter: dict[str, Any] | None = None) -
     return path
 
 
-def fused(*loras: tuple[Path, float]) -> Tensors:
-    """The weights of the small transformer after diffusers has put the LoRAs into them."""
+def pipeline(*loras: tuple[Path, float], scheduler: Any = None) -> WanPipeline:
+    """diffusers' small pipeline, with the LoRAs in its transformer's weights."""
     parts = {name: getattr(small_pipeline.reference(), name) for name in ("tokenizer", "text_encoder", "vae")}
     reference = small_pipeline.reference()
-    pipeline = WanPipeline(
-        **parts, transformer=copy.deepcopy(reference.transformer), scheduler=copy.deepcopy(reference.scheduler)
+    made = WanPipeline(
+        **parts,
+        transformer=copy.deepcopy(reference.transformer),
+        scheduler=scheduler or copy.deepcopy(reference.scheduler),
     )
+    made.set_progress_bar_config(disable=True)
     for path, strength in loras:  # one by one: PEFT refuses adapters with and without a bias beside each other
-        pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="own")
-        pipeline.set_adapters(["own"], [strength])
-        pipeline.fuse_lora()
-        pipeline.unload_lora_weights()
-    return pipeline.transformer.state_dict()
+        made.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="own")
+        made.set_adapters(["own"], [strength])
+        made.fuse_lora()
+        made.unload_lora_weights()
+    return made
+
+
+def fused(*loras: tuple[Path, float]) -> Tensors:
+    """The weights of the small transformer after diffusers has put the LoRAs into them."""
+    return pipeline(*loras).transformer.state_dict()
 
 
 def loaded(
