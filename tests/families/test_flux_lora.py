@@ -1,5 +1,6 @@
 """LoRA for Flux: against diffusers' own loading and fusing, by every name that files have for a module."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from comfy_tpu.families import flux
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux, small_flux_loras
 from tests.families.small_flux_loras import (
@@ -124,24 +126,35 @@ def test_every_module_is_known_by_its_original_name() -> None:
     assert all(targets.find(f"lora_unet_{name.replace('.', '_')}") for name in names)
 
 
-def test_nothing_is_compiled_for_another_lora_and_the_base_is_exact_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=2,sp=4"])
+def test_nothing_is_compiled_for_another_lora_and_the_base_is_exact_again(mesh: str, tmp_path: Path) -> None:
+    """Merged on the host with tp, on the devices without."""
+    heard: list[Progress] = []
     residency = Residency(ResidencyConfig())
-    pipeline = VideoPipeline.open(small_flux.directory("dev"), mesh="dp=2,tp=4", residency=residency)
+    pipeline = VideoPipeline.open(small_flux.directory("dev"), mesh=mesh, residency=residency, on_progress=heard.append)
     settings = pipeline.settings(height=64, width=96, num_inference_steps=2, max_sequence_length=32, seed=7)
     embeddings = pipeline.encode("a red circle", settings)
-    before = pipeline.denoise(embeddings, settings)
+    results = [pipeline.denoise(embeddings, settings)]
+    heard.clear()
     first = write(tmp_path / "a.safetensors", diffusers_style(factors(rank=4)))
     second = write(tmp_path / "b.safetensors", kohya_style(factors(rank=40, seed=2), alpha=1.0))
-    results = [before]
+
+    def run(*loras: Lora) -> None:
+        pipeline.use_loras(loras)
+        results.append(pipeline.denoise(embeddings, settings))
+
+    run(Lora(first))
+    run(Lora(second))
     with count_compilations() as count:
-        for loras in ([Lora(first)], [Lora(first, -0.5)], [Lora(second)], [Lora(first), Lora(second, 0.3)]):
-            pipeline.use_loras(loras)
-            results.append(pipeline.denoise(embeddings, settings))
+        run(Lora(first, -0.5))
+        run(Lora(second, 0.5))
+        run(Lora(first), Lora(second, 0.3))
         pipeline.use_loras([])
         residency.clear()  # so that the base is loaded again, beside nothing
-        assert torch.equal(pipeline.denoise(embeddings, settings), before)
-    assert count.requested == 0, "merged on the host, where a rank is no program either"
-    assert not any(torch.allclose(one, other, atol=1e-3) for n, one in enumerate(results) for other in results[n + 1 :])
+        assert torch.equal(pipeline.denoise(embeddings, settings), results[0])
+    assert count.requested == 0, "ranks 40 and 44 are one program, and strengths are numbers"
+    assert not [event for event in heard if event.stage == "compiling"], "no program of the transformer"
+    assert not any(torch.allclose(one, other, atol=1e-3) for one, other in itertools.combinations(results, 2))
 
 
 def test_a_lora_of_wan_is_refused_by_flux_and_one_of_flux_by_wan(tmp_path: Path) -> None:
