@@ -77,6 +77,9 @@ class ResidencyConfig:
     """Bytes per device, instead of the fraction."""
 
 
+LoraNoise = Literal["all", "high", "low"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """A LoRA file, and how much of it is added to a model."""
@@ -84,7 +87,7 @@ class Lora:
     path: Path
     strength: float = 1.0
     """Negative ones take away what the file adds."""
-    noise: Literal["all", "high", "low"] = "all"
+    noise: LoraNoise = "all"
     """Of a model with two transformers, which of them gets it."""
 
 

@@ -151,20 +151,23 @@ def test_a_bar_names_the_last_reused_steps(numbers, shown):
 
 
 LORAS = {
-    "a/style.safetensors": ("a/style.safetensors", 1.0),
-    "style.safetensors:0.8": ("style.safetensors", 0.8),
-    "style.safetensors:-1": ("style.safetensors", -1.0),
-    "odd:name.safetensors:.5": ("odd:name.safetensors", 0.5),
-    "odd:name.safetensors": ("odd:name.safetensors", 1.0),
-    "style.safetensors:strong": ("style.safetensors", "strong"),
-    "style.safetensors:": ("style.safetensors", ""),
+    "a/style.safetensors": ("a/style.safetensors", 1.0, "all"),
+    "style.safetensors:0.8": ("style.safetensors", 0.8, "all"),
+    "style.safetensors:-1": ("style.safetensors", -1.0, "all"),
+    "odd:name.safetensors:.5": ("odd:name.safetensors", 0.5, "all"),
+    "odd:name.safetensors": ("odd:name.safetensors", 1.0, "all"),
+    "style.safetensors:strong": ("style.safetensors", "strong", "all"),
+    "style.safetensors:": ("style.safetensors", "", "all"),
+    "style.safetensors:0.8:high": ("style.safetensors", 0.8, "high"),
+    "odd:name.safetensors:low": ("odd:name.safetensors", 1.0, "low"),
+    "style.safetensors:strong:low": ("style.safetensors", "strong", "low"),
 }
 
 
 @pytest.mark.parametrize("text", LORAS)
 def test_lora_and_its_strength(text):
     lora = options.parse_lora(text)
-    assert (str(lora.path), lora.strength) == LORAS[text]
+    assert (str(lora.path), lora.strength, lora.noise) == LORAS[text]
 
 
 def test_a_file_whose_name_ends_like_a_strength(tmp_path):

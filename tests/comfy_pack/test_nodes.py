@@ -175,6 +175,7 @@ SPECIFIED = {
             ("lora_name", "COMBO", {}),
             ("strength", "FLOAT", {"default": 1.0, "min": -100, "max": 100, "step": 0.01}),
             ("previous_lora", "TPU_LORA", {"optional": True}),
+            ("noise", "COMBO", {"default": "all", "options": ["all", "high", "low"], "optional": True}),
         ],
         [("lora", "TPU_LORA")],
     ),

@@ -86,6 +86,18 @@ def test_a_lora_that_does_not_fit_is_one_sentence_on_the_sampler(client: ComfyCl
     client.succeed(three_nodes(seed=43))
 
 
+def test_one_for_a_part_of_the_noise_is_for_models_with_two_transformers(client: ComfyClient, base: Path) -> None:
+    write(base, seed=6)
+    prompt = with_lora(three_nodes(seed=45), SAMPLER, 1.0)
+    for noise in ("high", "low"):
+        prompt["lora 0"]["inputs"]["noise"] = noise
+        error = client.fail(prompt)
+        assert error["node_id"] == SAMPLER
+        assert f"is for {noise} noise, but model demo has one transformer for all" in error["exception_message"]
+    prompt["lora 0"]["inputs"]["noise"] = "all"
+    client.succeed(prompt)
+
+
 def test_what_is_no_lora_is_refused(client: ComfyClient) -> None:
     prompt = three_nodes(seed=44)
     prompt["text"] = {"class_type": "ProbeText", "inputs": {"value": "a LoRA"}}

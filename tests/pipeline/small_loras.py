@@ -13,6 +13,11 @@ import torch
 from diffusers import WanPipeline
 from safetensors.torch import save_file
 
+from comfy_tpu.compiler.component import Component
+from comfy_tpu.config import Lora
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.pipeline.lora import open_loras
+from comfy_tpu.pipeline.model_files import ModelFiles
 from tests.pipeline import small_pipeline
 
 HIDDEN, FFN, LAYERS = 96, 64, 3
@@ -111,23 +116,62 @@ STYLES: dict[str, Any] = {
 
 def write(path: Path, tensors: Tensors, adapter: dict[str, Any] | None = None) -> Path:
     metadata = {"lora_adapter_metadata": json.dumps(adapter)} if adapter else None
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path, metadata)
     return path
+
+
+def pipeline(*loras: tuple[Path, float], scheduler: Any = None) -> WanPipeline:
+    """diffusers' small pipeline, with the LoRAs in its transformer's weights."""
+    parts = {name: getattr(small_pipeline.reference(), name) for name in ("tokenizer", "text_encoder", "vae")}
+    reference = small_pipeline.reference()
+    made = WanPipeline(
+        **parts,
+        transformer=copy.deepcopy(reference.transformer),
+        scheduler=scheduler or copy.deepcopy(reference.scheduler),
+    )
+    made.set_progress_bar_config(disable=True)
+    for path, strength in loras:  # one by one: PEFT refuses adapters with and without a bias beside each other
+        made.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="own")
+        made.set_adapters(["own"], [strength])
+        made.fuse_lora()
+        made.unload_lora_weights()
+    return made
 
 
 def fused(*loras: tuple[Path, float]) -> Tensors:
     """The weights of the small transformer after diffusers has put the LoRAs into them."""
-    parts = {name: getattr(small_pipeline.reference(), name) for name in ("tokenizer", "text_encoder", "vae")}
-    reference = small_pipeline.reference()
-    pipeline = WanPipeline(
-        **parts, transformer=copy.deepcopy(reference.transformer), scheduler=copy.deepcopy(reference.scheduler)
+    return pipeline(*loras).transformer.state_dict()
+
+
+def loaded(
+    loras: list[Lora], mesh: str = "single", *, directory: Path | None = None, transformer: int = 0, **options: Any
+) -> dict[str, np.ndarray]:
+    """A transformer's weights as they are on the devices, by their names in the checkpoint."""
+    files = ModelFiles.open(directory or small_pipeline.directory())
+    spec = files.family.transformers[transformer]
+    component = Component(
+        spec, files.config(spec), make_placement(mesh, platform="cpu"), **({"dtype": torch.float32} | options)
     )
-    for path, strength in loras:  # one by one: PEFT refuses adapters with and without a bias beside each other
-        pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="own")
-        pipeline.set_adapters(["own"], [strength])
-        pipeline.fuse_lora()
-        pipeline.unload_lora_weights()
-    return pipeline.transformer.state_dict()
+    opened = open_loras(loras, files).of(transformer)
+    arrays = component.load(files.checkpoint(spec), changes=opened if opened.key else None)
+    weights = {}
+    for slot in component.slots:
+        array = arrays[slot.name]
+        assert array.sharding.is_equivalent_to(slot.sharding, array.ndim), slot.name
+        assert array.dtype == slot.dtype
+        values = np.asarray(array.astype(np.float32) if slot.dtype.itemsize == 2 else array)
+        layered = slot.sources != (slot.name,)
+        weights |= {name: values[index] if layered else values for index, name in enumerate(slot.sources)}
+    return weights
+
+
+def error(actual: dict[str, np.ndarray], expected: Tensors) -> float:
+    """The largest of any tensor, relative to its largest value."""
+    assert set(expected) <= set(actual)
+    return max(
+        float(np.abs(actual[name] - tensor.numpy()).max() / np.abs(tensor.numpy()).max())
+        for name, tensor in expected.items()
+    )
 
 
 def changed(weights: dict[str, np.ndarray], base: Tensors) -> list[str]:

@@ -1,55 +1,25 @@
 """LoRA against diffusers' own loading and fusing, over meshes; and what it must not do."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.quantization import DTYPES, quantized
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import Lora, ResidencyConfig
-from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_loras, small_pipeline
-from tests.pipeline.small_loras import write
+from tests.pipeline.small_loras import error, loaded, write
+from tests.pipeline.test_video import psnr
 
 MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
-
-
-def loaded(loras: list[Lora], mesh: str = "single", **options: Any) -> dict[str, np.ndarray]:
-    """The transformer's weights as they are on the devices, by their names in the checkpoint."""
-    files = ModelFiles.open(small_pipeline.directory())
-    spec = files.family.transformer
-    component = Component(
-        spec, files.config(spec), make_placement(mesh, platform="cpu"), **({"dtype": torch.float32} | options)
-    )
-    opened = open_loras(loras, files)
-    arrays = component.load(files.checkpoint(spec), changes=opened if opened.key else None)
-    weights = {}
-    for slot in component.slots:
-        array = arrays[slot.name]
-        assert array.sharding.is_equivalent_to(slot.sharding, array.ndim), slot.name
-        assert array.dtype == slot.dtype
-        values = np.asarray(array.astype(np.float32) if slot.dtype.itemsize == 2 else array)
-        layered = slot.sources != (slot.name,)
-        weights |= {name: values[index] if layered else values for index, name in enumerate(slot.sources)}
-    return weights
-
-
-def error(actual: dict[str, np.ndarray], expected: dict[str, torch.Tensor]) -> float:
-    """The largest of any tensor, relative to its largest value."""
-    assert set(expected) <= set(actual)
-    return max(
-        float(np.abs(actual[name] - tensor.numpy()).max() / np.abs(tensor.numpy()).max())
-        for name, tensor in expected.items()
-    )
 
 
 def base() -> dict[str, torch.Tensor]:
@@ -194,3 +164,27 @@ def test_a_file_that_changes_under_its_name_is_another_lora(tmp_path: Path) -> N
     assert first.text != second.text
     assert open_loras([Lora(path, 0.5)], files).key != second.key
     assert open_loras([Lora(path, 0)], files).text == ""
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_four_steps_without_guidance_are_those_of_diffusers(mesh: str, tmp_path: Path) -> None:
+    """As LoRAs are run that were distilled to few steps: --steps 4 --guidance-scale 1 --scheduler euler."""
+    path = write(tmp_path / "a.safetensors", small_loras.original_style())
+    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh=mesh, loras=[Lora(path)])
+    chosen = {"height": 48, "width": 80, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 1.0}
+    settings = pipeline.settings(**chosen, scheduler="euler", flow_shift=5.0, seed=7)
+    assert pipeline.plan(settings).forwards == 4, "one branch"
+    embeddings = pipeline.encode("a red circle", settings)
+    assert embeddings.negative is None, "nobody reads it"
+    actual = torch.cat(list(pipeline.decode(pipeline.denoise(embeddings, settings), settings)), dim=1)
+
+    def reference(shift: float, *loras: tuple[Path, float]) -> torch.Tensor:
+        own = small_loras.pipeline(*loras, scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
+        generator = torch.Generator().manual_seed(7)
+        made = own("a red circle", **chosen, generator=generator, output_type="pt", max_sequence_length=512)
+        return made.frames.permute(0, 1, 3, 4, 2)
+
+    same = psnr(actual, reference(5.0, (path, 1.0)))
+    assert same >= 40
+    assert psnr(actual, reference(5.0)) < 35, "the LoRA shows"
+    assert psnr(actual, reference(1.0, (path, 1.0))) < same - 20, "and so does the shift"

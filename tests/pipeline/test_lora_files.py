@@ -13,6 +13,7 @@ import torch
 from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
+from comfy_tpu.families.lora_names import Rows
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.lora_keys import LoraFile, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -178,9 +179,9 @@ def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
         f"to_{letter}.weight": TensorInfo(f"to_{letter}.weight", (8, 6), torch.float32, tmp_path) for letter in "qkv"
     }
 
-    def names(module: str, shape: tuple[int, ...]) -> dict[str, slice]:
+    def names(module: str, shape: tuple[int, ...]) -> dict[str, Rows]:
         start = "qkv".index(module[-1]) * shape[0]
-        return {"qkv": slice(start, start + shape[0])}
+        return {"qkv": (slice(start, start + shape[0]),)}
 
     path = write(
         tmp_path / "a.safetensors",
@@ -190,7 +191,7 @@ def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
         },
     )
     factors = LoraFile.open(path).match(make_targets(tensors, names)).factors
-    assert {name: (part.rows.start, part.made) for name, part in factors.items()} == {
+    assert {name: (part.rows[0].start, part.made) for name, part in factors.items()} == {
         "to_q.weight": (0, (8, 6)),
         "to_k.weight": (8, (8, 6)),
         "to_v.weight": (16, (8, 6)),

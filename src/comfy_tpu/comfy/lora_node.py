@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import folder_paths
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.inputs import LORA_TYPE, check_loras
-from comfy_tpu.config import Lora
+from comfy_tpu.config import Lora, LoraNoise
 
 _FOLDER = "loras"
 
@@ -21,7 +21,7 @@ class TPULoraLoader(io.ComfyNode):
             node_id="TPULoraLoader",
             display_name="TPU Load LoRA",
             category="TPU",
-            description="A LoRA for Wan 2.1 TPU Sampler and Wan 2.1 TPU Full Pipeline. Several go one after the other.",
+            description="A LoRA for the TPU samplers and full pipelines. Several go one after the other.",
             inputs=[
                 io.Combo.Input(
                     "lora_name",
@@ -39,6 +39,13 @@ class TPULoraLoader(io.ComfyNode):
                 LORA_TYPE.Input(
                     "previous_lora", optional=True, tooltip="From another TPU Load LoRA: both are then in the model."
                 ),
+                io.Combo.Input(
+                    "noise",
+                    options=list(get_args(LoraNoise)),
+                    default="all",
+                    optional=True,
+                    tooltip="For Wan 2.2, which has two transformers: both, or the one for high or for low noise.",
+                ),
             ],
             outputs=[
                 LORA_TYPE.Output("lora", tooltip="For the lora input of a sampler, or for the next TPU Load LoRA.")
@@ -55,6 +62,8 @@ class TPULoraLoader(io.ComfyNode):
         return f"{status.st_size} {status.st_mtime_ns}"
 
     @classmethod
-    def execute(cls, lora_name: str, strength: float, previous_lora: Any = None) -> io.NodeOutput:
+    def execute(
+        cls, lora_name: str, strength: float, previous_lora: Any = None, noise: LoraNoise = "all"
+    ) -> io.NodeOutput:
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora_name))
-        return io.NodeOutput((*check_loras(previous_lora), Lora(path, strength)))
+        return io.NodeOutput((*check_loras(previous_lora), Lora(path, strength, noise)))

@@ -83,7 +83,7 @@ class Component:
         self.placement = placement
         self._cache = cache
         self._quantize = quantize
-        self._packed = spec.packed(config) if spec.packed else ()
+        self._packed = spec.packed(config) if spec.packed and placement.sizes.tp > 1 else ()
         self.module = build_skeleton(lambda: _build(spec, config))
         quantize_layers(self.module, spec.quantized, quantize)
         if scan:
@@ -128,7 +128,10 @@ class Component:
         on_progress: Callable[[int, int], None] | None = None,
         changes: WeightChanges | None = None,
     ) -> dict[str, jax.Array]:
-        """`changes` are added to the weights: on the devices, but before they are quantized."""
+        """`changes` are added to the weights: on the devices, but on the host where they are quantized or packed after.
+
+        A change has its columns in the checkpoint's order.
+        """
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
         if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None

@@ -13,6 +13,7 @@ import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.lora_names import Rows
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.workload import Workload
 
@@ -22,7 +23,7 @@ Config = Mapping[str, Any]
 SchedulerFactory = Callable[[GenerationSettings], Any]
 """A diffusers scheduler with its timesteps set."""
 
-LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, slice]]
+LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, Rows]]
 """(a module of the transformer, shape of its weight) -> what else LoRA files call it, with dots between the parts, and
 which outputs of theirs are the module's: not all where one module of theirs is several here."""
 

@@ -17,6 +17,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, TextEncoder, VideoFamily
+from comfy_tpu.families.lora_names import ALL, Rows, renamed
 from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import FLOW_SCHEDULERS
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -250,11 +251,9 @@ _ORIGINAL_NAMES = (
 )
 
 
-def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, slice]:
+def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
     """What Wan's own code calls a module of diffusers'; ComfyUI and most trainers do as it does."""
-    for pattern, name in _ORIGINAL_NAMES:
-        module = re.sub(pattern, name, module)
-    return {module: slice(None)}
+    return {renamed(module, _ORIGINAL_NAMES): ALL}
 
 
 _WHOLE_NUMBERS = (

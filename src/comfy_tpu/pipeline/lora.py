@@ -15,6 +15,7 @@ import torch
 from comfy_tpu.compiler.merging import WeightChange
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
+from comfy_tpu.families.lora_names import ALL, Rows
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
 
@@ -41,9 +42,10 @@ class OpenLora:
         # Into up, which the strength and alpha / rank then reach in float32 whatever the file is in.
         return WeightChange(up * (self.strength * factors.scale), down)
 
-    def _read(self, key: str | None, rows: slice = slice(None)) -> torch.Tensor:
+    def _read(self, key: str | None, rows: Rows = ALL) -> torch.Tensor:
         assert key is not None
-        tensor = self.file.checkpoint.read(key)[rows].float()
+        whole = self.file.checkpoint.read(key)
+        tensor = torch.cat([whole[piece] for piece in rows]).float()
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"lora={self.file.path}: {key} holds NaN or infinity; download it again")
         return tensor

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
 from comfy_tpu.families.family import LoraNames
+from comfy_tpu.families.lora_names import ALL, Rows
 
 Part = Literal["down", "up", "alpha", "difference", "bias"]
 
@@ -74,7 +75,7 @@ class Factors:
     """Of the model's tensor."""
     made: tuple[int, ...]
     """What the file's tensors come to; the same, or they do not fit."""
-    rows: slice
+    rows: Rows
     """Of the file's outputs."""
     up: str | None = None
     down: str | None = None
@@ -87,7 +88,7 @@ class Target:
     weight: str
     """The model's tensor, and its bias if it has one."""
     bias: str | None
-    rows: slice
+    rows: Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +115,13 @@ def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets
             continue
         module = name.removesuffix(".weight")
         bias = f"{module}.bias" if f"{module}.bias" in shapes else None
-        aliases = {module: slice(None), **names(module, shape)}
+        aliases = {module: ALL, **names(module, shape)}
         for alias, rows in aliases.items():
             target = Target(name, bias, rows)
             for written in dict.fromkeys((alias, alias.replace(".", "_"))):
-                by_name[written] = (*by_name.get(written, ()), target)
+                others = by_name.get(written, ())
+                if target not in others:  # names that differ by a dot are one name with underscores
+                    by_name[written] = (*others, target)
         if not examples and ".0." in module and len(aliases) > 1 and len(shape) == 2:  # of a block: where LoRAs are
             alias = list(aliases)[1]
             examples = [f"transformer.{module}.lora_A.weight", f"diffusion_model.{alias}.lora_down.weight"]
@@ -214,7 +217,7 @@ class LoraFile:
             made[target.bias] = self._difference(parts["bias"], target.rows, shapes[target.bias])
         return made
 
-    def _difference(self, key: str, rows: slice, shape: tuple[int, ...]) -> Factors:
+    def _difference(self, key: str, rows: Rows, shape: tuple[int, ...]) -> Factors:
         found = self.checkpoint.tensors[key].shape
         return Factors(shape, _cut(found, rows), rows, difference=key)
 
@@ -233,7 +236,7 @@ class LoraFile:
         return alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
 
 
-def _product(up: tuple[int, ...], down: tuple[int, ...], rows: slice, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _product(up: tuple[int, ...], down: tuple[int, ...], rows: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of up @ down: the model's own where the numbers agree, so that a linear layer's fits a 1×1×1 kernel."""
     if len(up) < 2 or len(down) < 2 or up[1] != down[0] or math.prod(up[2:]) != 1:
         return (*up, *down)  # no product at all: the two as they are, which fits nothing
@@ -242,8 +245,8 @@ def _product(up: tuple[int, ...], down: tuple[int, ...], rows: slice, shape: tup
     return (outputs, *(shape[1:] if same else down[1:]))
 
 
-def _cut(shape: tuple[int, ...], rows: slice) -> tuple[int, ...]:
-    return (len(range(*rows.indices(shape[0]))), *shape[1:]) if shape else shape
+def _cut(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+    return (sum(len(range(*piece.indices(shape[0]))) for piece in rows), *shape[1:]) if shape else shape
 
 
 def _adapter(path: Path) -> Mapping[str, Any]:
