@@ -77,7 +77,8 @@ def test_a_configuration_key_that_nobody_knows_is_refused() -> None:
 
 def test_an_image_to_video_transformer_is_refused() -> None:
     model = small_models.transformer()
-    with pytest.raises(UnsupportedError, match="takes image embeddings, but the model says that it is a text-to-video one"):
+    text = "takes image embeddings, but the model says that it is a text-to-video one"
+    with pytest.raises(UnsupportedError, match=text):
         Component(model.spec, {**model.config, "image_dim": 8}, make_placement("single"), dtype=torch.float32)
 
 
