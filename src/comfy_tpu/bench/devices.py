@@ -18,7 +18,7 @@ from comfy_tpu.compiler.weights import adopt
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
-from comfy_tpu.pipeline.video import DTYPES
+from comfy_tpu.pipeline.running_model import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

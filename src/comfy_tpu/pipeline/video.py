@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,20 @@ import torch
 from PIL import Image
 
 from comfy_tpu.bridge import to_device, to_host
-from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.mesh import make_placement
-from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.pipeline.checks import check_embeddings, check_latents, size_text, warn_of_ignored
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
 from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
-from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
+from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.picture import Beginning, check_picture, first_step
-from comfy_tpu.pipeline.progress import Listener, Progress, Stage, ignore
+from comfy_tpu.pipeline.progress import Listener, ignore
 from comfy_tpu.pipeline.reuse import Curve, find_curve
+from comfy_tpu.pipeline.running_model import DTYPES, RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_images, check_prompt, check_settings, make_settings
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep, guidance_of, make_plan
@@ -40,42 +37,12 @@ from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 _WIDTH = (None, None, None, None, MESH_AXES)
 """A VAE's pictures are split by columns over the whole mesh."""
 
 
-class VideoPipeline:
-    """A model on a mesh. Nothing is loaded before it is needed, and what was loaded stays until its place is needed."""
-
-    def __init__(
-        self,
-        files: ModelFiles,
-        placement: Placement,
-        *,
-        dtype: torch.dtype,
-        quantize: Quantization = "none",
-        attention: AttentionConfig,
-        cache: CacheConfig,
-        residency: Residency,
-        on_progress: Listener,
-        loras: Loras = NO_LORAS,
-    ) -> None:
-        self._files = files
-        self._placement = placement
-        self._dtype = dtype
-        self._quantize: Quantization = quantize
-        self._attention = attention
-        self._cache = cache
-        self._residency = residency
-        self.on_progress = on_progress
-        """Whoever runs the pipeline next may put another listener here."""
-        self.loras = loras
-        """In the transformer. Others by `use_loras`."""
-        self._components: dict[str, Component] = {}
-        self._programs: dict[str, Program] = {}
-        self._size = ""
+class VideoPipeline(RunningModel):
+    """The stages of a model."""
 
     @classmethod
     def open(
@@ -119,43 +86,6 @@ class VideoPipeline:
             on_progress=on_progress,
             loras=opened,
         )
-
-    def use_loras(self, loras: Sequence[Lora]) -> None:
-        """From now on the transformer has these, and no others. Nothing is loaded before it is needed, or compiled."""
-        self.loras = open_loras(loras, self._files)
-
-    @property
-    def model_name(self) -> str:
-        return self._files.name
-
-    @property
-    def model_fingerprint(self) -> str:
-        return self._files.fingerprint
-
-    @property
-    def directory(self) -> Path:
-        return self._files.directory
-
-    @property
-    def dtype_name(self) -> str:
-        """ "bfloat16" or "float32": what the model computes in."""
-        return str(self._dtype).removeprefix("torch.")
-
-    @property
-    def family(self) -> VideoFamily:
-        return self._files.family
-
-    @property
-    def limits(self) -> Limits:
-        return self.family.limits
-
-    def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
-        """What `encode` gives of a prompt, by name, without the row's own dimension."""
-        return self.family.embedding_shapes(self._files.config(self.family.transformer), settings)
-
-    @functools.cached_property
-    def defaults(self) -> GenerationSettings:
-        return self._files.defaults
 
     def settings(self, **chosen: Any) -> GenerationSettings:
         """The model's defaults with what was chosen in their place (None: not chosen), checked."""
@@ -207,7 +137,7 @@ class VideoPipeline:
             with self._weights(family.encoder) as weights:
                 self._tell("encoding", "picture", 0, 1)
                 seen |= {name: to_host(array) for name, array in embed(weights, pixel_values=values).items()}
-        self._size = _size(settings)
+        self._size = size_text(settings)
         encode = self._program(
             self.family.vae, family.encode_frames, input_axes={"pixels": _WIDTH, "cache": _WIDTH}, donate=("cache",)
         )
@@ -228,9 +158,9 @@ class VideoPipeline:
         if encode is None:
             raise InvalidValueError(f"image cannot be used: {self.family.name} does not start from a picture")
         check_picture(picture, settings, strength)
-        self._size = _size(settings)
+        self._size = size_text(settings)
         program = self._program(self.family.vae, encode, input_axes={"picture": (None, None, MESH_AXES)})
-        noise, _ = picture_noise(self._latent_shape(settings), settings.seed)
+        noise, _ = picture_noise(self.latent_shape(settings), settings.seed)
         with self._weights(self.family.vae) as weights:
             return Beginning(to_host(program(weights, picture=picture, noise=noise)), strength)
 
@@ -261,11 +191,11 @@ class VideoPipeline:
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
         check_settings(settings, self.limits)
-        self._check_latents(latents, settings)
+        check_latents(latents, self.latent_shape(settings), settings)
         return self._decode(latents, settings)
 
     def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
-        self._size = _size(settings)
+        self._size = size_text(settings)
         program = self._program(
             self.family.vae, self.family.decode_frame, input_axes={"latent": _WIDTH, "cache": _WIDTH}, donate=("cache",)
         )
@@ -323,8 +253,8 @@ class VideoPipeline:
     ) -> Iterator[tuple[list[jax.Array], list[jax.Array]]]:
         """The last samples and velocities after each step, newest first, until the next one takes over their memory."""
         plan = self.plan(settings, 1.0 if beginning is None else beginning.strength)
-        self._check_embeddings(embeddings, plan.guided, settings)
-        self._warn_of_ignored(settings)
+        check_embeddings(self, embeddings, plan.guided, settings)
+        warn_of_ignored(self.family, self.defaults, settings)
         if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:
             logger.warning(
                 "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; "
@@ -332,7 +262,7 @@ class VideoPipeline:
                 settings.guidance_until,
                 self._placement.sizes.dp,
             )
-        self._size = _size(settings)
+        self._size = size_text(settings)
         first = to_device(self._first_sample(plan, settings, beginning))
         samples: list[Any] = [first, *(jax.numpy.zeros_like(first) for _ in range(HISTORY - 1))]
         outputs: list[Any] = [jax.numpy.zeros_like(first) for _ in range(HISTORY)]
@@ -354,10 +284,10 @@ class VideoPipeline:
                 del weights, prepared
 
     def _first_sample(self, plan: Plan, settings: GenerationSettings, beginning: Beginning | None) -> torch.Tensor:
-        shape = self._latent_shape(settings)
+        shape = self.latent_shape(settings)
         if beginning is None:
             return initial_noise(shape, settings.seed)
-        self._check_latents(beginning.latents.expand(shape[0], -1, -1, -1, -1), settings)
+        check_latents(beginning.latents.expand(shape[0], -1, -1, -1, -1), self.latent_shape(settings), settings)
         sigma = plan.steps[0].sigma
         return sigma * picture_noise(shape, settings.seed)[1] + (1 - sigma) * beginning.latents
 
@@ -418,21 +348,6 @@ class VideoPipeline:
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.guidance == "branches" and max(guidance_of(settings)) > 1
 
-    def _warn_of_ignored(self, settings: GenerationSettings) -> None:
-        """Of settings that somebody chose, and that this family has no use for."""
-        of_branches = ("negative_prompt", "guidance_until")
-        ignored = {"branches": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
-        for name in ignored[self.family.guidance]:
-            if getattr(settings, name) != getattr(self.defaults, name):
-                logger.warning(
-                    "%s=%s has no effect: %s",
-                    name,
-                    getattr(settings, name),
-                    f"{self.family.name} was distilled to do without guidance"
-                    if name == "guidance_scale"
-                    else f"{self.family.name} has no branch for a negative prompt",
-                )
-
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self._files) if settings.reuse > 0 else None
 
@@ -440,137 +355,7 @@ class VideoPipeline:
     def _step(self) -> Callable[..., Any]:
         return make_step(self.family.predict)
 
-    def _check_embeddings(self, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings) -> None:
-        for branch in filter(None, (embeddings.positive, embeddings.negative)):
-            every = {**branch, **embeddings.shared}
-            shapes = self.embedding_shapes(settings)
-            if missing := sorted(set(shapes) - set(every)):
-                how = " and a picture" if self.family.image else ""
-                raise InvalidValueError(
-                    f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
-                )
-            for name, rows in every.items():
-                if rows.ndim == 5 and rows.shape[-2:] != self._latent_shape(settings)[-2:]:
-                    raise InvalidValueError(
-                        f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape)}; encode it "
-                        f"for {_size(settings)}"
-                    )
-            found = {name: rows.shape[-1] for name, rows in every.items() if rows.ndim != 5}
-            wanted = {name: shape[-1] for name, shape in shapes.items() if len(shape) != 4}
-            if found != wanted:
-                raise InvalidValueError(
-                    f"embeddings have {_widths(found)} features, this model wants {_widths(wanted)}; "
-                    "encode the prompt with this model"
-                )
-        if guided and embeddings.negative is None:
-            raise InvalidValueError(
-                "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
-            )
-
-    def _latent_shape(self, settings: GenerationSettings) -> tuple[int, ...]:
-        family = self.family
-        return (
-            settings.num_videos,
-            self._latent_channels,
-            (settings.num_frames - 1) // family.temporal_scale + 1,
-            settings.height // family.spatial_scale,
-            settings.width // family.spatial_scale,
-        )
-
-    @property
-    def _latent_channels(self) -> int:
-        return self.family.latent_channels(self._files.config(self.family.vae))
-
-    def _check_latents(self, latents: torch.Tensor, settings: GenerationSettings) -> None:
-        expected = self._latent_shape(settings)
-        if tuple(latents.shape) != expected:
-            raise InvalidValueError(
-                f"latents have shape {tuple(latents.shape)}, expected {expected} for {_size(settings)}; "
-                "decode with the settings and the model they were made with"
-            )
-        if not bool(torch.isfinite(latents).all()):
-            raise InvalidValueError("latents hold NaN or infinity; denoise again, with other settings or in float32")
-
-    def _latent_statistics(self) -> list[torch.Tensor]:
-        config = self._files.config(self.family.vae)
-        return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.family.latent_statistics(config)]
-
-    def _component(self, spec: ComponentSpec) -> Component:
-        # Two transformers of one make are one component with two sets of weights: nothing is traced twice.
-        first = self.family.transformer
-        if spec in self.family.transformers and self._files.config(spec) == self._files.config(first):
-            spec = first
-        if spec.name not in self._components:
-            self._components[spec.name] = Component(
-                spec,
-                self._files.config(spec),
-                self._placement,
-                dtype=self._dtype,
-                quantize=self._quantize,
-                attention=self._attention,
-                cache=self._cache,
-            )
-        return self._components[spec.name]
-
-    def _program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> Program:
-        component = self._component(spec)
-        name = f"{component.spec.name}.{function.__name__}"
-        if name not in self._programs:
-            self._programs[name] = component.program(function, on_event=self._on_program, **options)
-        return self._programs[name]
-
-    @contextlib.contextmanager
-    def _weights(self, spec: ComponentSpec) -> Iterator[dict[str, jax.Array]]:
-        component = self._component(spec)
-        numbers = {part.name: number for number, part in enumerate(self.family.transformers)}
-        loras = self.loras.of(numbers[spec.name]) if spec.name in numbers else NO_LORAS
-
-        def load() -> dict[str, jax.Array]:
-            return component.load(
-                self._files.checkpoint(spec),
-                lambda done, total: self._tell("loading", spec.name, done, total),
-                loras if loras.key else None,
-            )
-
-        with self._residency.use(
-            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize, loras.key),
-            label=f"{self.model_name} {spec.name}{loras.label}",
-            nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
-            load=load,
-        ) as weights:
-            yield weights
-
-    def _on_program(self, event: ProgramEvent) -> None:
-        if event.stage in ("compiling", "ready"):
-            self.on_progress(
-                Progress(
-                    "compiling", f"{event.program} at {self._size}", int(event.stage == "ready"), 1, event.from_cache
-                )
-            )
-
-    def _tell(
-        self,
-        stage: Stage,
-        what: str,
-        done: int,
-        total: int,
-        preview: Callable[[], torch.Tensor] | None = None,
-        *,
-        reused: bool = False,
-    ) -> None:
-        self.on_progress(Progress(stage, what, done, total, preview=preview, reused=reused))
-
 
 def _finished(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
     """The first frame as the model sees it without its noise: what a flow's velocity points to."""
     return to_host(sample[:1, :, :1] - sigma * velocity[:1, :, :1])
-
-
-def _widths(found: Mapping[str, int]) -> str:
-    """ "4096"; of several embeddings "text 4096, pooled 768"."""
-    named = [f"{name} {width}" for name, width in found.items()]
-    return str(*found.values()) if len(found) == 1 else ", ".join(named)
-
-
-def _size(settings: GenerationSettings) -> str:
-    return f"{settings.width}×{settings.height}×{settings.num_frames}"

@@ -1,0 +1,82 @@
+"""Checks of what a stage is given by the one before it, and of settings against a family."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.family import VideoFamily
+from comfy_tpu.pipeline.running_model import RunningModel
+from comfy_tpu.pipeline.text import PromptEmbeddings
+
+logger = logging.getLogger(__name__)
+
+
+def check_embeddings(
+    model: RunningModel, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
+) -> None:
+    for branch in filter(None, (embeddings.positive, embeddings.negative)):
+        every = {**branch, **embeddings.shared}
+        shapes = model.embedding_shapes(settings)
+        if missing := sorted(set(shapes) - set(every)):
+            how = " and a picture" if model.family.image else ""
+            raise InvalidValueError(
+                f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
+            )
+        for name, rows in every.items():
+            if rows.ndim == 5 and rows.shape[-2:] != model.latent_shape(settings)[-2:]:
+                raise InvalidValueError(
+                    f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape)}; encode it "
+                    f"for {size_text(settings)}"
+                )
+        found = {name: rows.shape[-1] for name, rows in every.items() if rows.ndim != 5}
+        wanted = {name: shape[-1] for name, shape in shapes.items() if len(shape) != 4}
+        if found != wanted:
+            raise InvalidValueError(
+                f"embeddings have {_widths(found)} features, this model wants {_widths(wanted)}; "
+                "encode the prompt with this model"
+            )
+    if guided and embeddings.negative is None:
+        raise InvalidValueError(
+            "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
+        )
+
+
+def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: GenerationSettings) -> None:
+    if tuple(latents.shape) != expected:
+        raise InvalidValueError(
+            f"latents have shape {tuple(latents.shape)}, expected {expected} for {size_text(settings)}; "
+            "decode with the settings and the model they were made with"
+        )
+    if not bool(torch.isfinite(latents).all()):
+        raise InvalidValueError("latents hold NaN or infinity; denoise again, with other settings or in float32")
+
+
+def warn_of_ignored(family: VideoFamily, defaults: GenerationSettings, settings: GenerationSettings) -> None:
+    """Of settings that somebody chose, and that this family has no use for."""
+    of_branches = ("negative_prompt", "guidance_until")
+    ignored = {"branches": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
+    for name in ignored[family.guidance]:
+        if getattr(settings, name) != getattr(defaults, name):
+            logger.warning(
+                "%s=%s has no effect: %s",
+                name,
+                getattr(settings, name),
+                f"{family.name} was distilled to do without guidance"
+                if name == "guidance_scale"
+                else f"{family.name} has no branch for a negative prompt",
+            )
+
+
+def size_text(settings: GenerationSettings) -> str:
+    return f"{settings.width}×{settings.height}×{settings.num_frames}"
+
+
+def _widths(found: Mapping[str, int]) -> str:
+    """ "4096"; of several embeddings "text 4096, pooled 768"."""
+    named = [f"{name} {width}" for name, width in found.items()]
+    return str(*found.values()) if len(found) == 1 else ", ".join(named)
