@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from comfy_tpu.compiler.arranging import ArrangedSource, Packed, pack_features, packed_columns
+from comfy_tpu.compiler.arranging import ArrangedSource, Packed, pack_features, packed_columns, unpack_features
 from comfy_tpu.compiler.checkpoint import Checkpoint
 
 PACKED = (Packed("blocks.*.out.weight", (4, 8)),)
@@ -27,6 +27,18 @@ def test_a_packed_weight_computes_the_same_with_packed_features() -> None:
         columns = packed_columns("blocks.0.out.weight", weight, PACKED, tp)
         torch.testing.assert_close(pack_features((one, other), tp) @ columns.T, plain)
     assert packed_columns("blocks.0.in.weight", weight, PACKED, 4) is weight
+
+
+def test_a_weight_with_packed_rows_answers_packed_features() -> None:
+    x, weight = torch.randn(3, 5).double(), torch.randn(20, 5).double()
+    rows = (Packed("blocks.*.in.weight", (4, 8, 8), dimension=0),)
+    plain = (x @ weight.T).split((4, 8, 8), dim=-1)
+    for tp in (1, 2, 4):
+        answer = x @ packed_columns("blocks.0.in.weight", weight, rows, tp).T
+        for actual, wanted in zip(unpack_features(answer, (4, 8, 8), tp), plain, strict=True):
+            torch.testing.assert_close(actual, wanted)
+        # The first device's rows are its share of every part.
+        torch.testing.assert_close(answer[:, : 20 // tp], pack_features([p[:, : p.shape[1] // tp] for p in plain], 1))
 
 
 def test_a_source_under_other_names(tmp_path: Path) -> None:

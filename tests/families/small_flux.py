@@ -62,7 +62,7 @@ VAE: dict[str, Any] = {
 }
 
 
-def _random(module: torch.nn.Module) -> torch.nn.Module:
+def random_weights(module: torch.nn.Module) -> torch.nn.Module:
     module.eval().requires_grad_(False)
     for parameter in module.parameters():
         if parameter.ndim == 1 or not parameter.any():
@@ -104,12 +104,12 @@ def reference(variant: str) -> FluxPipeline:
             base_image_seq_len=256,
             max_image_seq_len=4096,
         ),
-        vae=_random(AutoencoderKL(**VAE)),
-        text_encoder=_random(CLIPTextModel(CLIPTextConfig(**CLIP))),
+        vae=random_weights(AutoencoderKL(**VAE)),
+        text_encoder=random_weights(CLIPTextModel(CLIPTextConfig(**CLIP))),
         tokenizer=_clip_tokenizer(),
-        text_encoder_2=_random(T5EncoderModel(T5Config(**T5))),
+        text_encoder_2=random_weights(T5EncoderModel(T5Config(**T5))),
         tokenizer_2=_t5_tokenizer(),
-        transformer=_random(FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=dev)),
+        transformer=random_weights(FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=dev)),
     )
 
 

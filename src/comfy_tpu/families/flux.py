@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from comfy_tpu.bridge import constrain, current_trace
+from comfy_tpu.bridge import constrain
 from comfy_tpu.compiler.arranging import Packed, pack_features
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
-from comfy_tpu.config import GenerationSettings, MeshSizes
+from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, TextEncoder, VideoFamily
+from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
 from comfy_tpu.families.lora_names import ALL, Rows, renamed, rows_of_fused, swapped_halves
-from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import dpm, unipc
 from comfy_tpu.families.text_encoders import clip_component, encoded_t5, pooled_clip, t5_component
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -27,38 +26,6 @@ from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
 _FFN = 4
 """Width of the feed-forward layers, in hidden sizes. diffusers has it fixed."""
-
-
-class FluxProcessor:
-    """diffusers' attention processor, with RoPE tables of half the width and text and picture joined by `joined`."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        def heads(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(-1, (attn.heads, -1))
-
-        query = attn.norm_q(heads(attn.to_q(hidden_states)))
-        key = attn.norm_k(heads(attn.to_k(hidden_states)))
-        value = heads(attn.to_v(hidden_states))
-        if encoder_hidden_states is not None:
-            query = joined(attn.norm_added_q(heads(attn.add_q_proj(encoder_hidden_states))), query)
-            key = joined(attn.norm_added_k(heads(attn.add_k_proj(encoder_hidden_states))), key)
-            value = joined(heads(attn.add_v_proj(encoder_hidden_states)), value)
-        if image_rotary_emb is not None:
-            query, key = rotate_pairs(query, *image_rotary_emb), rotate_pairs(key, *image_rotary_emb)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
-        out = out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)
-        if encoder_hidden_states is None:
-            return out
-        text, picture = parted(out, encoder_hidden_states.shape[1])
-        return attn.to_out[1](attn.to_out[0](picture)), attn.to_add_out(text)
 
 
 class JointBlock(torch.nn.Module):
@@ -79,7 +46,7 @@ class JointBlock(torch.nn.Module):
         mlp = self.act_mlp(self.proj_mlp(normed))
         attention = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         # Both are split over tp, and so is proj_out: columns are packed alike on both sides, and one sum is left.
-        return hidden_states + gate.unsqueeze(1) * self.proj_out(pack_features((attention, mlp), _mesh().tp))
+        return hidden_states + gate.unsqueeze(1) * self.proj_out(pack_features((attention, mlp), tp()))
 
 
 class Modulation(torch.nn.Linear):
@@ -89,44 +56,17 @@ class Modulation(torch.nn.Linear):
         return constrain(super().forward(x), "dp", None)
 
 
-def _mesh() -> MeshSizes:
-    placement = current_trace().placement
-    return MeshSizes() if placement is None else placement.sizes
-
-
-def joined(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
-    """[batch, text and picture tokens, …]. Where sp divides both, each device puts its own parts together.
-
-    Attention does not mind the order of tokens that bring their positions along, and so nothing moves.
-    """
-    shards = _shards(text.shape[1], picture.shape[1])
-    return torch.cat([x.unflatten(1, (shards, -1)) for x in (text, picture)], dim=2).flatten(1, 2)
-
-
-def parted(both: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `joined` was made of."""
-    picture_tokens = both.shape[1] - text_tokens
-    shards = _shards(text_tokens, picture_tokens)
-    parts = both.unflatten(1, (shards, -1)).split((text_tokens // shards, picture_tokens // shards), dim=2)
-    text, picture = (part.flatten(1, 2) for part in parts)
-    return text, picture
-
-
-def _shards(*lengths: int) -> int:
-    return _mesh().sp if all(length % _mesh().sp == 0 for length in lengths) else 1
-
-
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import FluxTransformer2DModel
 
     refuse_unknown_keys(FluxTransformer2DModel, config)
     model: Any = FluxTransformer2DModel.from_config(dict(config))
     for block in model.transformer_blocks:
-        block.attn.processor = FluxProcessor()
+        block.attn.processor = JointProcessor()
         for norm in (block.norm1, block.norm1_context):
             norm.linear = Modulation(norm.linear.in_features, norm.linear.out_features)
     for index, block in enumerate(model.single_transformer_blocks):
-        block.attn.processor = FluxProcessor()
+        block.attn.processor = JointProcessor()
         block.norm.linear = Modulation(block.norm.linear.in_features, block.norm.linear.out_features)
         model.single_transformer_blocks[index] = JointBlock(block)
     built: torch.nn.Module = model

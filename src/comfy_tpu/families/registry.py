@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.family import Config, VideoFamily
 from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
+from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
 from comfy_tpu.families.hunyuan import HUNYUAN15
 from comfy_tpu.families.hunyuan_image import HUNYUAN15_IMAGE
 from comfy_tpu.families.wan import WAN21
@@ -13,6 +14,7 @@ from comfy_tpu.families.wan22 import WAN21_FIRST_LAST, WAN21_IMAGE, WAN22, WAN22
 FAMILIES: tuple[VideoFamily, ...] = (
     *(WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B),
     *(FLUX_DEV, FLUX_SCHNELL),
+    *(FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE),
     *(HUNYUAN15, HUNYUAN15_IMAGE),
 )
 

@@ -21,7 +21,7 @@ from comfy_tpu.quiet import quiet
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 
 # Weights of components only: beside them some repositories have the whole model once more, in one file for other tools.
-_WANTED = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt"]
+_WANTED = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
 _SAMPLE_BYTES = 4096
 
 
