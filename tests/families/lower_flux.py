@@ -4,7 +4,6 @@ Arguments: width, height.
 """
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from comfy_tpu.families import flux
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
+from tests.peak_memory import peak_bytes
 
 FAMILY = flux.FLUX_DEV
 CLIP = {
@@ -121,5 +121,5 @@ def main(width: int, height: int) -> dict[str, Any]:
 
 report = main(*map(int, sys.argv[1:3]))
 report["seconds"] = time.process_time()
-report["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+report["peak"] = peak_bytes()
 sys.stdout.write(json.dumps(report) + "\n")

@@ -4,7 +4,6 @@ Arguments: the model's id on the hub, width, height.
 """
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
+from tests.peak_memory import peak_bytes
 
 QWEN_4B = {
     "vocab_size": 151936,
@@ -128,5 +128,5 @@ def main(model: str, width: int, height: int) -> dict[str, Any]:
 
 report = main(sys.argv[1], *map(int, sys.argv[2:4]))
 report["seconds"] = time.process_time()
-report["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+report["peak"] = peak_bytes()
 sys.stdout.write(json.dumps(report) + "\n")

@@ -5,7 +5,6 @@ Arguments: width, height, frames.
 
 import json
 import re
-import resource
 import sys
 import time
 from typing import Any
@@ -22,6 +21,7 @@ from comfy_tpu.families.family import Config
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
+from tests.peak_memory import peak_bytes
 
 TEXT_ENCODER = {
     "vocab_size": 152064,
@@ -137,6 +137,6 @@ report = {
     "programs": programs,
     "transformer seconds": transformer_seconds,
     "seconds": time.process_time() - begin,
-    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "peak": peak_bytes(),
 }
 sys.stdout.write(json.dumps(report) + "\n")

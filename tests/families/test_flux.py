@@ -351,7 +351,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: 
 
 def test_flux_dev_lowers_for_eight_chips() -> None:
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("lower_flux.py"), "1024", "1024"],
+        [sys.executable, "-m", "tests.families.lower_flux", "1024", "1024"],
         capture_output=True,
         text=True,
         check=False,

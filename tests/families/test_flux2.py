@@ -247,7 +247,7 @@ def test_it_does_not_start_from_a_picture() -> None:
 @pytest.mark.parametrize("model", ["black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-dev"])
 def test_full_size_models_lower_for_eight_chips(model: str) -> None:
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("lower_flux2.py"), model, "1024", "1024"],
+        [sys.executable, "-m", "tests.families.lower_flux2", model, "1024", "1024"],
         capture_output=True,
         text=True,
         check=False,

@@ -256,7 +256,7 @@ def test_full_size_lowers_for_eight_chips(
     width: int, height: int, record_property: pytest.FixtureRequest | Any
 ) -> None:
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("lower_hunyuan.py"), str(width), str(height), "121"],
+        [sys.executable, "-m", "tests.families.lower_hunyuan", str(width), str(height), "121"],
         capture_output=True,
         text=True,
         check=False,

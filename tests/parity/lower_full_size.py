@@ -5,7 +5,6 @@ Arguments: width, height, frames.
 
 import json
 import re
-import resource
 import sys
 import time
 from typing import Any
@@ -21,6 +20,7 @@ from comfy_tpu.families import wan
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
+from tests.peak_memory import peak_bytes
 
 TRANSFORMER = {
     "patch_size": (1, 2, 2),
@@ -124,5 +124,5 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
 begin = time.process_time()
 report = {"programs": main(*map(int, sys.argv[1:4]))}
 report["seconds"] = time.process_time() - begin
-report["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+report["peak"] = peak_bytes()
 sys.stdout.write(json.dumps(report) + "\n")

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-PROCESS = Path(__file__).with_name("lower_full_size.py")
-
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (848, 480)], ids=["720P", "480P"])
 def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
     done = subprocess.run(
-        [sys.executable, PROCESS, str(width), str(height), "81"],
+        [sys.executable, "-m", "tests.parity.lower_full_size", str(width), str(height), "81"],
         capture_output=True,
         text=True,
         check=False,
