@@ -298,7 +298,7 @@ def test_models_that_are_not_in_the_list(client: ComfyClient, model: str) -> Non
 def test_models_that_come_over_a_link(client: ComfyClient, model: str) -> None:
     prompt = linked(three_nodes(), ENCODER, "model_id", "ProbeText", value=model)
     message = sentence(client, prompt, ENCODER)
-    assert message.startswith(f"model_id={model!r} is not a model that is known here; choose from ")
+    assert message.startswith(f"model_id={model!r} is not a Wan 2.1 model that is known here; choose from ")
 
 
 def test_a_hub_model_that_cannot_be_had(client: ComfyClient) -> None:
@@ -318,7 +318,7 @@ def test_a_model_folder_that_went_away(client: ComfyClient, base: Path) -> None:
     shutil.rmtree(directory)
     assert "model_id: 'gone' not in" in refusal(client, prompt, SAMPLER)
     linked_prompt = linked(three_nodes(), ENCODER, "model_id", "ProbeText", value="gone")
-    assert "model_id='gone' is not a model that is known here" in sentence(client, linked_prompt, ENCODER)
+    assert "model_id='gone' is not a Wan 2.1 model that is known here" in sentence(client, linked_prompt, ENCODER)
 
 
 def lack_weights(directory: Path) -> None:

@@ -15,6 +15,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
+from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
@@ -86,7 +87,20 @@ class RunningModel:
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """What `encode` gives of a prompt, by name, without the row's own dimension."""
-        return self.family.embedding_shapes(self._files.config(self.family.transformer), settings)
+        config = self._files.config(self.family.transformer)
+        try:
+            shapes = self.family.embedding_shapes(config, settings)
+        except KeyError as error:
+            raise self._damaged(f"has {error.args[0]}=None") from error
+        if odd := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
+            raise self._damaged(f"makes {odd[0]} of shape {shapes[odd[0]]}")
+        return shapes
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"model={self.model_name}: the config.json of its transformer {what}, expected whole numbers; download the "
+            "model again"
+        )
 
     @functools.cached_property
     def defaults(self) -> GenerationSettings:
