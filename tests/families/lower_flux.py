@@ -3,24 +3,17 @@
 Arguments: width, height.
 """
 
-import json
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.export
-import numpy as np
-import torch
 
-from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families import flux
 from comfy_tpu.parallel.mesh import abstract_placement
-from comfy_tpu.pipeline.denoise import make_step
-from comfy_tpu.pipeline.schedule import HISTORY
-from tests.peak_memory import peak_bytes
+from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
 
 FAMILY = flux.FLUX_DEV
 CLIP = {
@@ -55,47 +48,15 @@ VAE = {
     "use_post_quant_conv": False,
 }
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
-BFLOAT16, FLOAT32, INT32 = np.dtype("bfloat16"), np.dtype("float32"), np.dtype("int32")
-
-
-def array(*shape: int, dtype: np.dtype = FLOAT32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def component(spec: ComponentSpec, config: Mapping[str, Any]) -> Component:
-    return Component(spec, config, PLACEMENT, dtype=torch.bfloat16)
-
-
-def facts(exported: jax.export.Exported) -> dict[str, Any]:
-    text = exported.mlir_module()
-    return {
-        "platforms": list(exported.platforms),
-        "devices": exported.nr_devices,
-        "kernels": text.count("tpu_custom_call"),
-        "loops": text.count("stablehlo.while"),
-        "megabytes": len(exported.mlir_module_serialized) / 1e6,
-        "outputs": [list(aval.shape) for aval in exported.out_avals],
-    }
 
 
 def transformer(latent: tuple[int, ...]) -> dict[str, jax.export.Exported]:
-    made = component(FAMILY.transformer, FAMILY.published["black-forest-labs/FLUX.1-dev"])
+    made = component(FAMILY.transformer, FAMILY.published["black-forest-labs/FLUX.1-dev"], PLACEMENT)
     weights = made.abstract_weights()
     prepare = made.program(FAMILY.prepare).export(
         "tpu", weights, pooled=array(1, 768, dtype=BFLOAT16), text=array(1, 512, 4096, dtype=BFLOAT16)
     )
-    avals = jax.tree.unflatten(prepare.out_tree, prepare.out_avals)
-    step = made.program(make_step(FAMILY.predict), static=("guided",), output_axes=()).export(
-        "tpu",
-        weights,
-        samples=[array(*latent)] * HISTORY,
-        outputs=[array(*latent)] * HISTORY,
-        coefficients=array(2 * HISTORY),
-        timestep=array(1),
-        guidance_scale=array(),
-        prepared={name: array(*aval.shape, dtype=aval.dtype) for name, aval in avals.items()},
-        guided=False,
-    )
+    step = export_step(made, FAMILY.predict, weights, latent, outputs(prepare), guided=False)
     return {"prepare": prepare, "denoise_step": step}
 
 
@@ -105,21 +66,20 @@ def main(width: int, height: int) -> dict[str, Any]:
     programs = transformer(latent)
     seconds = time.perf_counter() - begin
     for encoder, config in zip(FAMILY.text_encoders, (CLIP, T5), strict=True):
-        made = component(encoder.component, config)
+        made = component(encoder.component, config, PLACEMENT)
         tokens = array(1, encoder.length or 512, dtype=INT32)
         programs[encoder.encode.__name__] = made.program(encoder.encode).export(
             "tpu", made.abstract_weights(), input_ids=tokens, attention_mask=tokens
         )
-    vae = component(FAMILY.vae, VAE)
+    vae = component(FAMILY.vae, VAE, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
     programs["decode_frame"] = vae.program(FAMILY.decode_frame, input_axes={"latent": axes}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
-    found = {name: facts(exported) for name, exported in programs.items()}
+    found = {name: facts(exported, sequence=4096) for name, exported in programs.items()}
     return {"programs": found, "transformer seconds": seconds}
 
 
 report = main(*map(int, sys.argv[1:3]))
 report["seconds"] = time.process_time()
-report["peak"] = peak_bytes()
-sys.stdout.write(json.dumps(report) + "\n")
+tell(report)

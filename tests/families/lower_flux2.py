@@ -3,25 +3,18 @@
 Arguments: the model's id on the hub, width, height.
 """
 
-import json
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.export
-import numpy as np
-import torch
 
-from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN
 from comfy_tpu.parallel.mesh import abstract_placement
-from comfy_tpu.pipeline.denoise import make_step
-from comfy_tpu.pipeline.schedule import HISTORY
-from tests.peak_memory import peak_bytes
+from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
 
 QWEN_4B = {
     "vocab_size": 151936,
@@ -60,48 +53,16 @@ MODELS: dict[str, tuple[VideoFamily, dict[str, Any]]] = {
     "black-forest-labs/FLUX.2-dev": (FLUX2_DEV, MISTRAL_24B),
 }
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
-BFLOAT16, FLOAT32, INT32 = np.dtype("bfloat16"), np.dtype("float32"), np.dtype("int32")
-
-
-def array(*shape: int, dtype: np.dtype = FLOAT32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def component(spec: ComponentSpec, config: Mapping[str, Any]) -> Component:
-    return Component(spec, config, PLACEMENT, dtype=torch.bfloat16)
-
-
-def facts(exported: jax.export.Exported) -> dict[str, Any]:
-    text = exported.mlir_module()
-    return {
-        "platforms": list(exported.platforms),
-        "devices": exported.nr_devices,
-        "kernels": text.count("tpu_custom_call"),
-        "loops": text.count("stablehlo.while"),
-        "megabytes": len(exported.mlir_module_serialized) / 1e6,
-        "outputs": [list(aval.shape) for aval in exported.out_avals],
-    }
 
 
 def transformer(family: VideoFamily, model: str, latent: tuple[int, ...]) -> dict[str, jax.export.Exported]:
     config = family.published[model]
-    made = component(family.transformer, config)
+    made = component(family.transformer, config, PLACEMENT)
     weights = made.abstract_weights()
     prepare = made.program(family.prepare).export(
         "tpu", weights, text=array(1, 512, config["joint_attention_dim"], dtype=BFLOAT16)
     )
-    avals = jax.tree.unflatten(prepare.out_tree, prepare.out_avals)
-    step = made.program(make_step(family.predict), static=("guided",), output_axes=()).export(
-        "tpu",
-        weights,
-        samples=[array(*latent)] * HISTORY,
-        outputs=[array(*latent)] * HISTORY,
-        coefficients=array(2 * HISTORY),
-        timestep=array(1),
-        guidance_scale=array(),
-        prepared={name: array(*aval.shape, dtype=aval.dtype) for name, aval in avals.items()},
-        guided=False,
-    )
+    step = export_step(made, family.predict, weights, latent, outputs(prepare), guided=False)
     return {"prepare": prepare, "denoise_step": step}
 
 
@@ -112,21 +73,20 @@ def main(model: str, width: int, height: int) -> dict[str, Any]:
     programs = transformer(family, model, latent)
     seconds = time.perf_counter() - begin
     (encoder,) = family.text_encoders
-    made = component(encoder.component, text_config)
+    made = component(encoder.component, text_config, PLACEMENT)
     tokens = array(1, 512, dtype=INT32)
     programs["encode_text"] = made.program(encoder.encode).export(
         "tpu", made.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
-    vae = component(family.vae, VAE)
+    vae = component(family.vae, VAE, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
     programs["decode_frame"] = vae.program(family.decode_frame, input_axes={"latent": axes}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
-    found = {name: facts(exported) for name, exported in programs.items()}
+    found = {name: facts(exported, sequence=4096) for name, exported in programs.items()}
     return {"programs": found, "transformer seconds": seconds}
 
 
 report = main(sys.argv[1], *map(int, sys.argv[2:4]))
 report["seconds"] = time.process_time()
-report["peak"] = peak_bytes()
-sys.stdout.write(json.dumps(report) + "\n")
+tell(report)

@@ -3,25 +3,14 @@
 Arguments: width, height, frames.
 """
 
-import json
-import re
 import sys
 import time
 from typing import Any
 
-import jax
-import jax.export
-import numpy as np
-import torch
-
-from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families import hunyuan, hunyuan_text, hunyuan_vae
-from comfy_tpu.families.family import Config
 from comfy_tpu.parallel.mesh import abstract_placement
-from comfy_tpu.pipeline.denoise import make_step
-from comfy_tpu.pipeline.schedule import HISTORY
-from tests.peak_memory import peak_bytes
+from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
 
 TEXT_ENCODER = {
     "vocab_size": 152064,
@@ -46,40 +35,7 @@ GLYPH_ENCODER = {
     "tie_word_embeddings": False,
 }
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
-BFLOAT16, FLOAT32, INT32 = np.dtype("bfloat16"), np.dtype("float32"), np.dtype("int32")
 SETTINGS = hunyuan.HUNYUAN15.defaults
-
-
-def array(*shape: int, dtype: np.dtype = FLOAT32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def component(spec: ComponentSpec, config: Config) -> Component:
-    return Component(spec, config, PLACEMENT, dtype=torch.bfloat16)
-
-
-def outputs(exported: jax.export.Exported) -> Any:
-    avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    return jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), avals)
-
-
-def facts(exported: jax.export.Exported) -> dict[str, Any]:
-    text = exported.mlir_module()
-    return {
-        "platforms": list(exported.platforms),
-        "devices": exported.nr_devices,
-        "kernels": text.count("tpu_custom_call"),
-        "loops": text.count("stablehlo.while"),
-        "all to all": text.count("stablehlo.all_to_all"),
-        "megabytes": len(exported.mlir_module_serialized) / 1e6,
-        "outputs": [list(aval.shape) for aval in exported.out_avals],
-        "sequences in one array": max(sum(size >= 10_000 for size in shape) for shape in _shapes(text)),
-    }
-
-
-def _shapes(text: str) -> list[list[int]]:
-    found = set(re.findall(r"tensor<((?:\d+x)+)\w+>", text))
-    return [[int(size) for size in shape.split("x")[:-1]] for shape in found]
 
 
 def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
@@ -90,36 +46,24 @@ def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
         (hunyuan_text.TEXT_ENCODER, hunyuan_text.encode_text, TEXT_ENCODER, 1108),
         (hunyuan_text.GLYPH_ENCODER, hunyuan_text.encode_glyphs, GLYPH_ENCODER, 256),
     ):
-        encoder, tokens = component(spec, encoder_config), array(2, length, dtype=INT32)
+        encoder, tokens = component(spec, encoder_config, PLACEMENT), array(2, length, dtype=INT32)
         programs[encode.__name__] = encoder.program(encode).export(
             "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
         )
 
     begin = time.process_time()
-    transformer = component(hunyuan.TRANSFORMER, config)
+    transformer = component(hunyuan.TRANSFORMER, config, PLACEMENT)
     weights = transformer.abstract_weights()
     rows = {
         name: array(2, *shape, dtype=BFLOAT16) for name, shape in hunyuan.embedding_shapes(config, SETTINGS).items()
     }
     axes = dict.fromkeys(rows, ("dp",))
     programs["prepare"] = transformer.program(hunyuan.prepare, input_axes=axes).export("tpu", weights, **rows)
-    step = transformer.program(
-        make_step(hunyuan.predict), static=("guided",), input_axes={"prepared": ("dp",)}, output_axes=()
-    )
-    programs["denoise_step"] = step.export(
-        "tpu",
-        weights,
-        samples=[array(*latent)] * HISTORY,
-        outputs=[array(*latent)] * HISTORY,
-        coefficients=array(2 * HISTORY),
-        timestep=array(1),
-        guidance_scale=array(),
-        prepared=outputs(programs["prepare"]),
-        guided=True,
-    )
+    prepared = outputs(programs["prepare"])
+    programs["denoise_step"] = export_step(transformer, hunyuan.predict, weights, latent, prepared, guided=True)
     transformer_seconds = time.process_time() - begin
 
-    vae = component(hunyuan_vae.VAE, {})
+    vae = component(hunyuan_vae.VAE, {}, PLACEMENT)
     columns = (None, None, None, None, MESH_AXES)
     decode = vae.program(hunyuan_vae.decode_frame, input_axes={"latent": columns, "cache": columns})
     cache: Any = [array(1, 1, latent[2], 1, 1)]
@@ -128,15 +72,10 @@ def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
         exported = decode.export("tpu", vae.abstract_weights(), latent=frame, cache=cache)
         cache = outputs(exported)[1]
         programs[f"decode_frame {index}"] = exported
-    return {name: facts(exported) for name, exported in programs.items()}, transformer_seconds
+    return {name: facts(exported, sequence=10_000) for name, exported in programs.items()}, transformer_seconds
 
 
 begin = time.process_time()
 programs, transformer_seconds = main(*map(int, sys.argv[1:4]))
-report = {
-    "programs": programs,
-    "transformer seconds": transformer_seconds,
-    "seconds": time.process_time() - begin,
-    "peak": peak_bytes(),
-}
-sys.stdout.write(json.dumps(report) + "\n")
+seconds = time.process_time() - begin
+tell({"programs": programs, "transformer seconds": transformer_seconds, "seconds": seconds})

@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +16,17 @@ from safetensors.torch import load_file, save_file
 from comfy_tpu.bridge import to_host
 from comfy_tpu.cli import main as cli
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.compiler.checkpoint import Checkpoint
-from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.config import GenerationSettings, ShardingConfig
+from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
 from comfy_tpu.families import flux
 from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
-from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import as_frame, read_image
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux
+from tests.families.pieces import component
+from tests.lowering import lowered
 from tests.tracing import relative_error
 
 PROMPT = "a red circle moving left"
@@ -162,22 +158,6 @@ def test_sigmas_are_those_of_diffusers() -> None:
         np.testing.assert_allclose(plain.sigmas, sigmas, rtol=1e-6)
 
 
-def component(
-    spec: ComponentSpec, variant: str, mesh: str, dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[Component, Any]:
-    pipeline = opened(variant)
-    found = Component(
-        spec,
-        pipeline._files.config(spec),
-        make_placement(mesh),
-        dtype=dtype,
-        # Every weight is stored in pieces, however small: it is the gathering that is on trial.
-        sharding=ShardingConfig(gather_min_bytes=0),
-        **options,
-    )
-    return found, found.load(Checkpoint.open(pipeline.directory / spec.name))
-
-
 @pytest.mark.parametrize(
     ("mesh", "scan", "text_tokens", "dtype"),
     [
@@ -206,7 +186,7 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
         torch.tensor([3.5, 3.5]),
         return_dict=False,
     )[0]
-    transformer, weights = component(flux.TRANSFORMER, "dev", mesh, dtype, scan=scan)
+    transformer, weights = component(opened("dev"), flux.TRANSFORMER, mesh, dtype, scan=scan)
     prepared = transformer.program(flux.prepare)(weights, pooled=pooled, text=text)
     axes = dict.fromkeys(("latents", "pooled", "text"), ("dp",))
     velocity = transformer.program(flux.predict, input_axes=axes)(
@@ -230,7 +210,7 @@ def test_text_encoders(mesh: str, scan: bool) -> None:
     for encoder, wanted in zip(FLUX_DEV.text_encoders, (pooled, text), strict=True):
         tokenizer = reference.tokenizer if encoder.length else reference.tokenizer_2
         ids = tokenizer(PROMPT, padding="max_length", max_length=encoder.length or 19, return_tensors="pt").input_ids
-        found, weights = component(encoder.component, "dev", mesh, scan=scan)
+        found, weights = component(opened("dev"), encoder.component, mesh, scan=scan)
         (actual,) = found.program(encoder.encode)(weights, input_ids=ids, attention_mask=torch.ones_like(ids)).values()
         assert relative_error(to_host(actual), wanted) <= 1e-4
 
@@ -350,16 +330,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: 
 
 
 def test_flux_dev_lowers_for_eight_chips() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.families.lower_flux", "1024", "1024"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": "src"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = lowered("tests.families.lower_flux", "1024", "1024")
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]

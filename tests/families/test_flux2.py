@@ -1,11 +1,6 @@
 """Flux.2 against diffusers' own pipelines, across meshes, sizes and stages."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +11,15 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.compiler.checkpoint import Checkpoint
-from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.config import GenerationSettings, ShardingConfig
+from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
 from comfy_tpu.families import flux2, flux2_text
 from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
-from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux2
+from tests.families.pieces import component
+from tests.lowering import lowered
 from tests.tracing import relative_error
 
 PROMPT = "a red circle moving left"
@@ -133,22 +127,6 @@ def test_sigmas_are_those_of_diffusers() -> None:
         np.testing.assert_allclose(found.sigmas, reference.sigmas[:-1].numpy(), rtol=1e-6)
 
 
-def component(
-    spec: ComponentSpec, variant: str, mesh: str, dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[Component, Any]:
-    pipeline = opened(variant)
-    found = Component(
-        spec,
-        pipeline._files.config(spec),
-        make_placement(mesh),
-        dtype=dtype,
-        # Every weight is stored in pieces, however small: it is the gathering that is on trial.
-        sharding=ShardingConfig(gather_min_bytes=0),
-        **options,
-    )
-    return found, found.load(Checkpoint.open(pipeline.directory / spec.name))
-
-
 @pytest.mark.parametrize(
     ("mesh", "scan", "text_tokens", "dtype"),
     [
@@ -173,7 +151,7 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
         guidance=torch.tensor([3.5, 3.5]),
         return_dict=False,
     )[0]
-    transformer, weights = component(flux2.TRANSFORMER, "dev", mesh, dtype, scan=scan)
+    transformer, weights = component(opened("dev"), flux2.TRANSFORMER, mesh, dtype, scan=scan)
     prepared = transformer.program(flux2.prepare)(weights, text=text)
     velocity = transformer.program(flux2.predict, input_axes=dict.fromkeys(("latents", "text"), ("dp",)))(
         weights, latents=latents, timestep=torch.tensor([700.0]), guidance_scale=torch.tensor(3.5), **prepared
@@ -198,7 +176,7 @@ def test_text_encoder(variant: str, mesh: str, scan: bool) -> None:
     assert encoder.tokenize is not None
     tokens = encoder.tokenize(pipeline._files.tokenizer("tokenizer"), prompts, 43)
     assert 0 < int(tokens["attention_mask"].sum(1).min()) < 43, "there is some filling, which is read too"
-    found, weights = component(encoder.component, variant, mesh, scan=scan)
+    found, weights = component(opened(variant), encoder.component, mesh, scan=scan)
     actual = to_host(found.program(encoder.encode)(weights, **tokens)["text"])
     assert relative_error(actual, wanted) <= 1e-4
 
@@ -246,16 +224,7 @@ def test_it_does_not_start_from_a_picture() -> None:
 
 @pytest.mark.parametrize("model", ["black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-dev"])
 def test_full_size_models_lower_for_eight_chips(model: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.families.lower_flux2", model, "1024", "1024"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": "src"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = lowered("tests.families.lower_flux2", model, "1024", "1024")
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]

@@ -1,11 +1,7 @@
 """HunyuanVideo-1.5 against diffusers' own pipeline: whole videos, masks, text encoders, the VAE, full size."""
 
 import functools
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan
+from tests.lowering import lowered
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
 
@@ -255,16 +252,7 @@ def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str, sid
 def test_full_size_lowers_for_eight_chips(
     width: int, height: int, record_property: pytest.FixtureRequest | Any
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.families.lower_hunyuan", str(width), str(height), "121"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": "src"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = lowered("tests.families.lower_hunyuan", str(width), str(height), "121")
     for name in ("transformer seconds", "seconds", "peak"):
         record_property(name, seen[name])
     programs = seen["programs"]

@@ -159,11 +159,46 @@ def test_one_frame_has_no_last_one() -> None:
         pipeline.encode(PROMPT, settings, [picture(0), picture(1)])
 
 
-def test_a_picture_of_another_size_is_refused_by_the_next_stage() -> None:
-    pipeline = opened("2.2 image")
-    embeddings = pipeline.encode(PROMPT, pipeline.settings(**chosen("2.2 image")), [picture(0)])
-    with pytest.raises(InvalidValueError, match="the picture was encoded for other sizes.*encode it for 64×96×9"):
-        pipeline.denoise(embeddings, pipeline.settings(**chosen("2.2 image", height=96, width=64)))
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("2.2 image", {"height": 96, "width": 64}),
+        ("2.2 image", {"num_frames": 5}),
+        ("5B image", {"height": 64, "width": 128}),
+    ],
+    ids=repr,
+)
+def test_a_picture_encoded_for_another_video_is_refused_by_the_next_stage(kind: str, changed: dict[str, int]) -> None:
+    pipeline = opened(kind)
+    embeddings = pipeline.encode(PROMPT, pipeline.settings(**chosen(kind)), [picture(0)])
+    settings = pipeline.settings(**chosen(kind, **changed))
+    size = f"{settings.width}×{settings.height}×{settings.num_frames}"
+    with pytest.raises(InvalidValueError, match=f"the picture was encoded for other sizes.*encode it for {size}"):
+        pipeline.denoise(embeddings, settings)
+
+
+@pytest.mark.parametrize(("kind", "how"), [("2.2", "leave it out"), ("2.2 image", "encode it with this model")])
+def test_a_picture_encoded_for_another_model_is_refused_by_the_next_stage(kind: str, how: str) -> None:
+    reader = opened("2.1 image")
+    read = reader.encode(PROMPT, reader.settings(**CHOSEN), [picture(0)])
+    pipeline = opened(kind)
+    with pytest.raises(InvalidValueError, match=f"encoded for another model: .* condition, image; {how}"):
+        pipeline.denoise(read, pipeline.settings(**chosen(kind)))
+
+
+def test_a_boundary_is_for_two_transformers() -> None:
+    pipeline = opened("5B")
+    settings = pipeline.settings(**chosen("5B", boundary=0.5))
+    for stage in (lambda: pipeline.encode(PROMPT, settings), lambda: pipeline.plan(settings)):
+        with pytest.raises(InvalidValueError, match=r"boundary=0\.5 is for models with two transformers"):
+            stage()
+
+
+def test_the_second_guidance_counts_where_there_is_a_second_transformer() -> None:
+    pipeline = opened("5B")
+    settings = pipeline.settings(**chosen("5B", guidance_scale=1.0, guidance_scale_2=3.0))
+    assert pipeline.encode(PROMPT, settings).negative is None
+    assert not any(step.guided for step in pipeline.plan(settings))
 
 
 @pytest.mark.parametrize("folder", ["transformer", "transformer_2"])

@@ -60,6 +60,6 @@ HOPPER = {
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
 def test_our_hopper_kernel_matches_torch(placement: Placement, name: str, dtype: object, tolerance: float) -> None:
     if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
-        pytest.skip(f"the kernel is made for Hopper GPUs (H100, H200), and this is {placement.chip}")
+        pytest.skip(f"this kernel is for Hopper GPUs, and this one is {placement.chip}; run it on an H100 or H200")
     config = AttentionConfig(implementation="hopper")
     assert relative_error(*run(HOPPER[name], config, placement, dtype=dtype)) <= tolerance

@@ -58,7 +58,10 @@ def eight_devices(comfyui):
     import jax
 
     if len(jax.devices()) < 8:
-        pytest.skip(f"compares eight devices with one, and there are {len(jax.devices())} of {jax.default_backend()}")
+        pytest.skip(
+            f"compares eight devices with one, and there are {len(jax.devices())} of {jax.default_backend()}; on a CPU "
+            "set XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -3,24 +3,17 @@
 Arguments: width, height, frames.
 """
 
-import json
-import re
 import sys
 import time
 from typing import Any
 
 import jax
 import jax.export
-import numpy as np
-import torch
 
-from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families import wan
 from comfy_tpu.parallel.mesh import abstract_placement
-from comfy_tpu.pipeline.denoise import make_step
-from comfy_tpu.pipeline.schedule import HISTORY
-from tests.peak_memory import peak_bytes
+from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
 
 TRANSFORMER = {
     "patch_size": (1, 2, 2),
@@ -47,47 +40,19 @@ TEXT_ENCODER = {
     "tie_word_embeddings": False,
 }
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
-BFLOAT16, FLOAT32, INT32 = np.dtype("bfloat16"), np.dtype("float32"), np.dtype("int32")
-
-
-def array(*shape: int, dtype: np.dtype = FLOAT32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def component(spec: ComponentSpec, config: dict[str, Any]) -> Component:
-    return Component(spec, config, PLACEMENT, dtype=torch.bfloat16)
-
-
-def facts(exported: jax.export.Exported) -> dict[str, Any]:
-    text = exported.mlir_module()
-    return {
-        "platforms": list(exported.platforms),
-        "devices": exported.nr_devices,
-        "kernels": text.count("tpu_custom_call"),
-        "loops": text.count("stablehlo.while"),
-        "all to all": text.count("stablehlo.all_to_all"),
-        "megabytes": len(exported.mlir_module_serialized) / 1e6,
-        "outputs": [list(aval.shape) for aval in exported.out_avals],
-        "sequences in one array": max(sum(size >= 30_000 for size in shape) for shape in _shapes(text)),
-    }
-
-
-def _shapes(text: str) -> list[list[int]]:
-    found = set(re.findall(r"tensor<((?:\d+x)+)\w+>", text))
-    return [[int(size) for size in shape.split("x")[:-1]] for shape in found]
 
 
 def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
     programs = {}
 
-    encoder = component(wan.TEXT_ENCODER, TEXT_ENCODER)
+    encoder = component(wan.TEXT_ENCODER, TEXT_ENCODER, PLACEMENT)
     tokens = array(2, 512, dtype=INT32)
     programs["encode_text"] = encoder.program(wan.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
 
-    transformer = component(wan.TRANSFORMER, TRANSFORMER)
+    transformer = component(wan.TRANSFORMER, TRANSFORMER, PLACEMENT)
     weights = transformer.abstract_weights()
     programs["prompt_cache"] = transformer.program(wan.prompt_cache, output_axes=(None, "dp", None, "tp")).export(
         "tpu", weights, text=array(2, 512, 4096, dtype=BFLOAT16)
@@ -96,33 +61,20 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
     for name in ("prompt_key", "prompt_value"):
         shape = (40, 2, 512, 40, 128)
         weights[f"blocks.*.attn2.{name}"] = jax.ShapeDtypeStruct(shape, BFLOAT16, sharding=prompt)
-    step = make_step(wan.predict)
-    programs["denoise_step"] = transformer.program(step, static=("guided",), output_axes=()).export(
-        "tpu",
-        weights,
-        samples=[array(*latent)] * HISTORY,
-        outputs=[array(*latent)] * HISTORY,
-        coefficients=array(2 * HISTORY),
-        timestep=array(1),
-        guidance_scale=array(),
-        prepared={},
-        guided=True,
-    )
+    programs["denoise_step"] = export_step(transformer, wan.predict, weights, latent, {}, guided=True)
 
-    vae = component(wan.VAE, {})
+    vae = component(wan.VAE, {}, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
     decode = vae.program(wan.decode_frame, input_axes={"latent": axes, "cache": axes})
     cache = None
     for index in range(3):
         exported = decode.export("tpu", vae.abstract_weights(), latent=array(*latent[:2], 1, *latent[3:]), cache=cache)
-        avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-        cache = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), avals[1])
+        cache = outputs(exported)[1]
         programs[f"decode_frame {index}"] = exported
-    return {name: facts(exported) for name, exported in programs.items()}
+    return {name: facts(exported, sequence=30_000) for name, exported in programs.items()}
 
 
 begin = time.process_time()
 report = {"programs": main(*map(int, sys.argv[1:4]))}
 report["seconds"] = time.process_time() - begin
-report["peak"] = peak_bytes()
-sys.stdout.write(json.dumps(report) + "\n")
+tell(report)

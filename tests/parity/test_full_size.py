@@ -1,26 +1,13 @@
 """Wan 2.1 14B at its real sizes, lowered for TPU on a machine that has none."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.lowering import lowered
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (848, 480)], ids=["720P", "480P"])
 def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.lower_full_size", str(width), str(height), "81"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": "src"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = lowered("tests.parity.lower_full_size", str(width), str(height), "81")
     programs = seen["programs"]
     latent = [1, 16, 21, height // 8, width // 8]
     for program in programs.values():

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
-from comfy_tpu.compiler.checkpoint import TensorInfo
-from comfy_tpu.compiler.weights import WeightSource
+from comfy_tpu.compiler.weights import SourceAround, WeightSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,31 +30,21 @@ class Packed:
     """1: columns, of a row-parallel weight. 0: rows, of a column-parallel one."""
 
 
-class ArrangedSource:
+class ArrangedSource(SourceAround):
     """A checkpoint under the module's names, with packed columns."""
 
     def __init__(
         self, source: WeightSource, *, rename: Callable[[str], str] | None, packed: Sequence[Packed], tp: int
     ) -> None:
-        self._source = source
         self._packed = packed
         self._tp = tp
         self._names = {rename(name) if rename else name: name for name in source.tensors}
-        self._tensors = {name: dataclasses.replace(source.tensors[own], name=name) for name, own in self._names.items()}
-
-    @property
-    def path(self) -> Path:
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        super().__init__(
+            source, {name: dataclasses.replace(source.tensors[own], name=name) for name, own in self._names.items()}
+        )
 
     def read(self, name: str) -> torch.Tensor:
-        return packed_columns(name, self._source.read(self._names[name]), self._packed, self._tp)
-
-    def close(self) -> None:
-        self._source.close()
+        return packed_columns(name, super().read(self._names[name]), self._packed, self._tp)
 
 
 def packed_columns(name: str, weight: torch.Tensor, packed: Sequence[Packed], tp: int) -> torch.Tensor:

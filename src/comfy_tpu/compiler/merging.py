@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -14,8 +13,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from comfy_tpu.compiler.checkpoint import TensorInfo
-from comfy_tpu.compiler.weights import Changer, WeightSource, put
+from comfy_tpu.compiler.weights import Changer, SourceAround, WeightSource, put
 
 RANK_MIN = 16
 
@@ -56,28 +54,20 @@ class WeightChanges(Protocol):
     def close(self) -> None: ...
 
 
-class MergedSource:
+class MergedSource(SourceAround):
     """A checkpoint whose tensors have the changes in them, made on the host as they are read."""
 
     def __init__(self, source: WeightSource, changes: WeightChanges) -> None:
-        self._source = source
+        super().__init__(source)
         self._changes = changes
 
-    @property
-    def path(self) -> Path:
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._source.tensors
-
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._source.read(name)
+        tensor = super().read(name)
         return self._changes.read(name).added_to(tensor) if name in self._changes else tensor
 
     def close(self) -> None:
         self._changes.close()
-        self._source.close()
+        super().close()
 
 
 def merging(changes: WeightChanges) -> Changer:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from comfy_tpu.bridge.quantized import QuantizedLinear
 from comfy_tpu.compiler.checkpoint import TensorInfo
-from comfy_tpu.compiler.weights import WeightSource
+from comfy_tpu.compiler.weights import SourceAround, WeightSource
 from comfy_tpu.config import Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.kernels.quantized import LARGEST
@@ -37,46 +36,38 @@ def quantize_layers(module: torch.nn.Module, layers: Sequence[str], kind: Quanti
         setattr(module.get_submodule(home), own, QuantizedLinear(linear, DTYPES[kind]))
 
 
-class QuantizedSource:
+class QuantizedSource(SourceAround):
     """A checkpoint in which some weights are 8-bit ones with a scale for every output feature.
 
     They are made as they are read, so that neither the host nor a device ever holds the model in its own dtype.
     """
 
     def __init__(self, source: WeightSource, weights: Collection[str], kind: Quantization) -> None:
-        self._source = source
         self._dtype = DTYPES[kind]
         self._weights = frozenset(weights)
         self._last: tuple[str, tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._tensors: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         for name, info in source.tensors.items():
             if name in self._weights:
                 # The scales beside it: both are made of one reading.
                 scales = dataclasses.replace(info, name=name + SCALE, shape=info.shape[:1], dtype=torch.float32)
-                self._tensors |= {name: dataclasses.replace(info, dtype=self._dtype), name + SCALE: scales}
+                tensors |= {name: dataclasses.replace(info, dtype=self._dtype), name + SCALE: scales}
             else:
-                self._tensors[name] = info
-
-    @property
-    def path(self) -> Path:
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+                tensors[name] = info
+        super().__init__(source, tensors)
 
     def read(self, name: str) -> torch.Tensor:
         weight = name.removesuffix(SCALE)
         if weight not in self._weights:
-            return self._source.read(name)
+            return super().read(name)
         if self._last is None or self._last[0] != weight:
-            self._last = (weight, quantized(self._source.read(weight), self._dtype))
+            self._last = (weight, quantized(super().read(weight), self._dtype))
         small, scale = self._last[1]
         return small if name == weight else scale
 
     def close(self) -> None:
         self._last = None
-        self._source.close()
+        super().close()
 
 
 def quantized(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,6 +48,24 @@ class WeightSource(Protocol):
     def close(self) -> None: ...
 
 
+class SourceAround:
+    """A source that changes what another one gives: names, dtypes, values. Its heirs say how."""
+
+    def __init__(self, source: WeightSource, tensors: Mapping[str, TensorInfo] | None = None) -> None:
+        self._source = source
+        self.tensors = source.tensors if tensors is None else tensors
+
+    @property
+    def path(self) -> Path:
+        return self._source.path
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._source.read(name)
+
+    def close(self) -> None:
+        self._source.close()
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSlot:
     """A weight that a program needs, and the tensors of a checkpoint that fill it.

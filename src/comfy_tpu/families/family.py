@@ -136,7 +136,7 @@ class VideoFamily:
     """(module of the VAE, picture [1, height, width, 3] in 0..1, noise [1, channels, 1, height, width]) -> latents to
     start from, in the transformer's scale. None: this family starts from noise alone."""
     prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
-    """How outputs of `prepare` are split over the mesh; ("dp",) where nothing is said."""
+    """How outputs of `prepare` are split over the mesh. What is not named is whole, until a step splits its batch."""
     guidance: Literal["branches", "embedded", "none"] = "branches"
     """branches: a second forward with the negative prompt. embedded: a number that the model reads. none: it has
     no effect, because the model was distilled without it."""

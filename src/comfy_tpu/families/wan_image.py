@@ -12,8 +12,9 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families import wan
+from comfy_tpu.families.building import VISION_RULES, without_vision_prefix
 from comfy_tpu.families.family import Cache, Config, ImageInput
-from comfy_tpu.parallel.rules import column, replicate, row
+from comfy_tpu.parallel.rules import column, replicate
 
 
 def _build_image_encoder(config: Config) -> torch.nn.Module:
@@ -31,20 +32,9 @@ IMAGE_ENCODER = ComponentSpec(
     heads="num_attention_heads",
     build=_build_image_encoder,
     stacks=(LayerStack("encoder.layers"),),
-    rename=lambda name: name.removeprefix("vision_model."),  # transformers before 5 put it before every name
+    rename=without_vision_prefix,
     unused=("encoder.layers.*", "post_layernorm.*", "visual_projection.*", "embeddings.position_ids"),
-    rules=(
-        column("encoder.layers.*.self_attn.[qkv]_proj.*"),
-        row("encoder.layers.*.self_attn.out_proj.weight"),
-        replicate("encoder.layers.*.self_attn.out_proj.bias"),
-        column("encoder.layers.*.mlp.fc1.*"),
-        row("encoder.layers.*.mlp.fc2.weight"),
-        replicate("encoder.layers.*.mlp.fc2.bias"),
-        replicate("encoder.layers.*.layer_norm[12].*"),
-        replicate("embeddings.*"),
-        replicate("pre_layrnorm.*"),
-        replicate("post_layernorm.*"),
-    ),
+    rules=(*VISION_RULES, replicate("pre_layrnorm.*")),
 )
 
 TRANSFORMER = dataclasses.replace(

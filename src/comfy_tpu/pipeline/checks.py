@@ -11,7 +11,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.pipeline.running_model import RunningModel
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.text import Embeddings, PromptEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +22,12 @@ def check_embeddings(
     for branch in filter(None, (embeddings.positive, embeddings.negative)):
         every = {**branch, **embeddings.shared}
         shapes = model.embedding_shapes(settings)
+        _check_pictures(model, embeddings.shared, shapes, settings)
         if missing := sorted(set(shapes) - set(every)):
             how = " and a picture" if model.family.image else ""
             raise InvalidValueError(
                 f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
             )
-        for name, rows in every.items():
-            if rows.ndim == 5 and rows.shape[-2:] != model.latent_shape(settings)[-2:]:
-                raise InvalidValueError(
-                    f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape)}; encode it "
-                    f"for {size_text(settings)}"
-                )
         found = {name: rows.shape[-1] for name, rows in every.items() if rows.ndim != 5}
         wanted = {name: shape[-1] for name, shape in shapes.items() if len(shape) != 4}
         if found != wanted:
@@ -43,6 +38,34 @@ def check_embeddings(
     if guided and embeddings.negative is None:
         raise InvalidValueError(
             "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
+        )
+
+
+def _check_pictures(
+    model: RunningModel, shared: Embeddings, shapes: Mapping[str, tuple[int, ...]], settings: GenerationSettings
+) -> None:
+    image = model.family.image
+    if shared and (image is None or (image.required and not set(shared) <= set(shapes))):
+        raise InvalidValueError(
+            f"the picture was encoded for another model: {model.model_name} does not read {', '.join(sorted(shared))}; "
+            + ("leave it out" if image is None else "encode it with this model")
+        )
+    _, channels, _, height, width = model.latent_shape(settings)
+    for name, rows in shared.items():
+        # A model that may do without a picture has its first frame's latents, whatever the length of the video.
+        expected = shapes.get(name, (channels, 1, height, width))
+        if rows.ndim == 5 and tuple(rows.shape[1:]) != expected:
+            raise InvalidValueError(
+                f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "
+                f"{expected}; encode it for {size_text(settings)}"
+            )
+
+
+def check_boundary(model: RunningModel, settings: GenerationSettings) -> None:
+    if settings.boundary > 0 and len(model.family.transformers) == 1:
+        raise InvalidValueError(
+            f"boundary={settings.boundary} is for models with two transformers, and {model.model_name} has one; leave "
+            "it out"
         )
 
 

@@ -68,8 +68,9 @@ class Plan:
 
 
 def guidance_of(settings: GenerationSettings) -> tuple[float, float]:
-    """The guidance scales of the first and of the second transformer."""
-    return settings.guidance_scale, settings.guidance_scale_2 or settings.guidance_scale
+    """The guidance scales of the first and of the second transformer, which without a boundary never runs."""
+    second = settings.guidance_scale_2 if settings.boundary > 0 else 0.0
+    return settings.guidance_scale, second or settings.guidance_scale
 
 
 def make_plan(

@@ -19,7 +19,7 @@ from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.parallel.mesh import make_placement
-from comfy_tpu.pipeline.checks import check_embeddings, check_latents, size_text, warn_of_ignored
+from comfy_tpu.pipeline.checks import check_boundary, check_embeddings, check_latents, size_text, warn_of_ignored
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
 from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
@@ -104,6 +104,7 @@ class VideoPipeline(RunningModel):
         check_prompt(prompt)
         check_prompt(self.family.clean_prompt(prompt))
         check_settings(settings, self.limits)
+        check_boundary(self, settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
@@ -181,6 +182,7 @@ class VideoPipeline(RunningModel):
     def plan(self, settings: GenerationSettings, strength: float = 1.0) -> Plan:
         """Which steps are computed, reused and guided. It is known before a run, and does not depend on the prompt."""
         check_settings(settings, self.limits)
+        check_boundary(self, settings)
         with quiet():  # diffusers may be imported here
             scheduler = self.family.schedulers[settings.scheduler](settings)
         if self.family.guidance != "branches":
