@@ -9,7 +9,8 @@ from typing import Literal
 MESH_AXES = ("dp", "sp", "tp")
 """dp: batch and CFG branches; sp: sequence; tp: heads and columns. Every mesh has all three, of size 1 where unused."""
 
-DEMO_MODEL = "demo"
+DEMO_MODEL, DEMO_IMAGE_MODEL = "demo", "demo-image"
+"""The models that come with the package: from a prompt, and from a prompt and a first frame."""
 """The name of the model that comes with the package."""
 
 Platform = Literal["tpu", "gpu", "cpu"]

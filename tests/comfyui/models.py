@@ -14,7 +14,7 @@ LARGE_MODEL = "large-demo"
 def copy_demo(base: Path, name: str, **settings: int) -> Path:
     """The demo model as a user's own, in ComfyUI's folder for models in diffusers' layout."""
     directory = base / "models" / "diffusers" / name
-    shutil.copytree(DEMO_DIRECTORY, directory)
+    shutil.copytree(DEMO_DIRECTORY, directory, ignore=shutil.ignore_patterns("image_to_video"))
     # One byte that means nothing: a model with the same fingerprint would share the demo's weights on the device.
     with (directory / "vae" / "config.json").open("a", encoding="utf-8") as file:
         file.write("\n")

@@ -5,6 +5,7 @@ import torch
 
 from tools.demo_model.captions import BACKGROUNDS, HELD_OUT_TRIPLES, MOTIONS, SHAPES, Attributes
 from tools.demo_model.clips import FRAMES, SIZE, clips_of, draw, sample_held_out, sample_training
+from tools.demo_model.score import see
 
 
 def seeded(seed):
@@ -29,12 +30,27 @@ def test_same_seed_same_clips():
     assert float(first.max()) <= 1
 
 
-def test_nothing_touches_the_border():
-    batch = sample_training(200, seeded(1))
+@pytest.mark.parametrize("centred", [0.0, 1.0])
+def test_nothing_touches_the_border(centred):
+    batch = sample_training(200, seeded(1), centred)
     video = draw(batch)
     background = torch.tensor(list(BACKGROUNDS.values()))[batch.background][:, :, None, None]
     for edge in (video[..., 0, :], video[..., -1, :], video[..., 0], video[..., -1]):
         torch.testing.assert_close(edge, background.expand_as(edge), atol=1e-6, rtol=0)
+
+
+def test_a_centred_first_frame_says_nothing_of_the_motion():
+    batch = clips_of([Attributes("red", "star", motion, "black") for motion in MOTIONS], seeded(7), centred=1.0)
+    assert float((batch.centre[:, 0] - SIZE / 2).abs().max()) < 1
+    assert 8 <= float(batch.radius[:, 0].min()) <= float(batch.radius[:, 0].max()) <= 9.5
+    videos = draw(batch).permute(0, 2, 3, 4, 1).numpy()
+    assert [see(video).motion for video in videos] == list(MOTIONS)
+
+
+def test_a_share_of_the_clips_begins_centred():
+    centre = sample_training(2000, seeded(8), centred=0.5).centre[:, 0]
+    share = ((centre - SIZE / 2).abs().amax(-1) < 0.7).float().mean()
+    assert 0.45 < float(share) < 0.56
 
 
 @pytest.mark.parametrize("shape", SHAPES)

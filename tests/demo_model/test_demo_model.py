@@ -9,24 +9,31 @@ from safetensors import safe_open
 
 from tools.demo_model.captions import Attributes, plain_caption
 from tools.demo_model.evaluate import generate
-from tools.demo_model.model import FLOAT32_PARTS, load, new_tokenizer
+from tools.demo_model.model import FLOAT32_PARTS, SHARED_PARTS, load, new_tokenizer
 from tools.demo_model.score import see
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
 PARTS = {"scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
+IMAGE_PARTS = {"image_to_video", "image_encoder", "image_processor"}
 
 
 def test_files_are_small_and_hold_no_code():
     files = [file for file in DEMO.rglob("*") if file.is_file()]
-    assert {file.parent.name for file in files} - {"demo"} == PARTS
+    assert {file.parent.name for file in files} - {"demo"} == PARTS | IMAGE_PARTS
     assert {file.suffix for file in files} == {".json", ".safetensors", ".md"}
     assert max(file.stat().st_size for file in files) <= 16_000_000
     assert sum(file.stat().st_size for file in files) <= 30_000_000
     assert not any("_name_or_path" in file.read_text() for file in files if file.suffix == ".json")
 
 
-def test_precision_is_wans():
-    with safe_open(DEMO / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as weights:
+def test_both_models_share_what_they_can():
+    linked = {path.name: path.resolve() for path in (DEMO / "image_to_video").iterdir() if path.is_symlink()}
+    assert linked == {name: DEMO.resolve() / name for name in SHARED_PARTS}
+
+
+@pytest.mark.parametrize("model", [DEMO, DEMO / "image_to_video"], ids=["demo", "demo-image"])
+def test_precision_is_wans(model):
+    with safe_open(model / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - it is no dict, and cannot be iterated over
             wide = any(part in name.split(".") for part in FLOAT32_PARTS)
             assert weights.get_slice(name).get_dtype() == ("F32" if wide else "BF16"), name

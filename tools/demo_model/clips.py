@@ -6,7 +6,7 @@ edges at the cost of one evaluation, where supersampling would need several.
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,20 +57,20 @@ class ClipBatch:
         )
 
 
-def sample_training(count: int, generator: torch.Generator) -> ClipBatch:
-    """Clips of random training triples; a held-out one never comes out."""
-    return _sample(_indices(TRAINING_TRIPLES, count, generator), generator)
+def sample_training(count: int, generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
+    """Clips of random training triples; a held-out one never comes out. A share of them begins centred."""
+    return _sample(_indices(TRAINING_TRIPLES, count, generator), generator, centred)
 
 
 def sample_held_out(count: int, generator: torch.Generator) -> ClipBatch:
     return _sample(_indices(HELD_OUT_TRIPLES, count, generator), generator)
 
 
-def clips_of(attributes: list[Attributes], generator: torch.Generator) -> ClipBatch:
+def clips_of(attributes: list[Attributes], generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
     """One clip for each; where the background is None it is drawn at random."""
     device = generator.device
     rows = [(list(COLOURS).index(a.colour), SHAPES.index(a.shape), MOTIONS.index(a.motion)) for a in attributes]
-    batch = _sample(torch.tensor(rows, device=device), generator)
+    batch = _sample(torch.tensor(rows, device=device), generator, centred)
     for row, wanted in enumerate(attributes):
         if wanted.background is not None:
             batch.background[row] = list(BACKGROUNDS).index(wanted.background)
@@ -142,7 +142,12 @@ def _indices(triples: list[tuple[str, str, str]], count: int, generator: torch.G
     return torch.tensor(rows, device=generator.device)[chosen]
 
 
-def _sample(indices: Tensor, generator: torch.Generator) -> ClipBatch:
+def _sample(indices: Tensor, generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
+    batch = _anywhere(indices, generator)
+    return _from_the_middle(batch, centred, generator) if centred else batch
+
+
+def _anywhere(indices: Tensor, generator: torch.Generator) -> ClipBatch:
     """Positions, sizes and speeds for the triples; nothing leaves the picture and every motion is plainly visible."""
     colour, shape, motion = indices.unbind(1)
     device, count = indices.device, len(indices)
@@ -180,3 +185,35 @@ def _sample(indices: Tensor, generator: torch.Generator) -> ClipBatch:
     speed = uniform(math.radians(10), math.radians(13)) * of("spinning")
     angle = speed[:, None] * torch.arange(FRAMES, device=device)
     return ClipBatch(colour, shape, motion, background, torch.stack([x, y], -1), radius, angle)
+
+
+def _from_the_middle(batch: ClipBatch, share: float, generator: torch.Generator) -> ClipBatch:
+    """For a share of the clips another track: a thing of middling size begins in the middle, whatever it will do.
+
+    Such a first frame says nothing of the motion, but that a circle with a wedge will spin.
+    """
+    device, count = batch.motion.device, len(batch.motion)
+
+    def uniform(low: float | Tensor, high: float | Tensor) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator, device=device)
+
+    def by_motion(values: dict[str, tuple[float, float]], otherwise: tuple[float, float]) -> Tensor:
+        return torch.tensor([values.get(name, otherwise) for name in MOTIONS], device=device)[batch.motion]
+
+    progress = torch.linspace(0, 1, FRAMES, device=device)
+    first = uniform(8, 9.5)
+    factor = uniform(*by_motion({"growing": (1.75, 1.85), "shrinking": (0.5, 0.57)}, (1.0, 1.0)).unbind(1))
+    radius = first[:, None] * (1 + (factor - 1)[:, None] * progress)
+    jitter = 0.7
+    middle = SIZE / 2 + torch.stack([uniform(-jitter, jitter), uniform(-jitter, jitter)], -1)
+    scale = torch.tensor([_SCALE[name] for name in SHAPES], device=device)[batch.shape]
+    room = SIZE / 2 - jitter - first * scale - _EDGE
+    ways = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+    travel = uniform(torch.full_like(room, 14.0), room)[:, None] * by_motion(ways, (0.0, 0.0))
+    centre = middle[:, None] + travel[:, None] * progress[:, None]
+    chosen = uniform(0, 1) < share
+    return replace(
+        batch,
+        centre=torch.where(chosen[:, None, None], centre, batch.centre),
+        radius=torch.where(chosen[:, None], radius, batch.radius),
+    )

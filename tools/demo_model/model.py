@@ -1,18 +1,34 @@
-"""The parts of the demo model: the Wan 2.1 architecture in small, and the directory they are saved in."""
+"""The parts of the demo models: the Wan 2.1 architecture in small, and the directories they are saved in."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from tools.demo_model.captions import vocabulary
 
 LATENT_CHANNELS = 16
 TEXT_WIDTH = 128
+IMAGE_WIDTH, IMAGE_SIDE = 64, 64
 VOCABULARY_SIZE = 128  # 108 are used; a multiple of 8, so that the table can be sharded
 FLOW_SHIFT = 3.0  # of training and of the saved scheduler
 # As Wan: what diffusers keeps in float32 when it loads the model as bfloat16 (`_keep_in_fp32_modules`).
@@ -33,18 +49,31 @@ def new_vae() -> AutoencoderKLWan:
 
 def new_transformer(layers: int = 6) -> WanTransformer3DModel:
     """Eight heads, because meshes up to tp=8 are tested on it. Six layers: 15 MB as saved, the limit is 16."""
+    return _new_transformer(in_channels=LATENT_CHANNELS, attention_head_dim=32, ffn_dim=1024, num_layers=layers)
+
+
+def new_image_transformer(layers: int = 6) -> WanTransformer3DModel:
+    """Noise, a mask of four and the picture's latents come in. A third of the other: a first frame shows much of it."""
+    return _new_transformer(
+        in_channels=2 * LATENT_CHANNELS + 4,
+        attention_head_dim=16,
+        ffn_dim=512,
+        num_layers=layers,
+        image_dim=IMAGE_WIDTH,
+        added_kv_proj_dim=128,
+    )
+
+
+def _new_transformer(**sizes: int) -> WanTransformer3DModel:
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=8,
-        attention_head_dim=32,
-        in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
         text_dim=TEXT_WIDTH,
         freq_dim=256,
-        ffn_dim=1024,
-        num_layers=layers,
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
+        **sizes,
     )
     for module in transformer.modules():
         if isinstance(module, nn.Linear):
@@ -66,6 +95,25 @@ def new_text_encoder() -> UMT5EncoderModel:
             dropout_rate=0.0,
         )
     )
+
+
+def new_image_encoder() -> CLIPVisionModel:
+    """CLIP's tower, 16×16 patches and a class token: as many tokens as Wan's has. Wan reads the last layer but one."""
+    return CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=IMAGE_WIDTH,
+            intermediate_size=2 * IMAGE_WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            image_size=IMAGE_SIDE,
+            patch_size=IMAGE_SIDE // 16,
+        )
+    )
+
+
+def new_image_processor() -> CLIPImageProcessor:
+    side = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+    return CLIPImageProcessor(size=side, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
@@ -114,8 +162,42 @@ def save(
     _rewrite(directory / "vae" / "config.json")
 
 
+SHARED_PARTS = ("vae", "text_encoder", "tokenizer", "scheduler", "generation.json")
+
+
+def save_image_model(
+    directory: Path, base: Path, image_encoder: CLIPVisionModel, transformer: WanTransformer3DModel
+) -> None:
+    """Write the image-to-video model into a folder of the text-to-video model ``base``; what both have is linked."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _as_bfloat16(transformer, except_in=FLOAT32_PARTS).save_pretrained(directory / "transformer")
+    _as_bfloat16(image_encoder, except_in=()).save_pretrained(directory / "image_encoder")
+    new_image_processor().save_pretrained(directory / "image_processor")
+    for part in SHARED_PARTS:
+        link = directory / part
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(base / part, directory))
+    index = json.loads((base / "model_index.json").read_text()) | {
+        "_class_name": "WanImageToVideoPipeline",
+        "image_encoder": ["transformers", "CLIPVisionModel"],
+        "image_processor": ["transformers", "CLIPImageProcessor"],
+    }
+    (directory / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    _rewrite(directory / "image_processor" / "preprocessor_config.json", image_processor_type="CLIPImageProcessor")
+
+
 def load(directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> WanPipeline:
-    pipeline = WanPipeline.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    return _loaded(WanPipeline, directory, device, dtype)
+
+
+def load_image_model(
+    directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> WanImageToVideoPipeline:
+    return _loaded(WanImageToVideoPipeline, directory, device, dtype)
+
+
+def _loaded(kind: type, directory: Path, device: str | torch.device, dtype: torch.dtype) -> Any:
+    pipeline = kind.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
     pipeline.vae.float()  # as everybody runs Wan
     return pipeline.to(device)
 

@@ -2,9 +2,12 @@
 
     python -m tools.demo_model.train vae --work build/demo-model
     python -m tools.demo_model.train video --work build/demo-model
+    python -m tools.demo_model.train image --work build/demo-model --base src/comfy_tpu/assets/demo
 
-The second command goes on where an earlier one stopped (``--stop-after``), and writes the averaged weights each time.
-``decoder`` sharpens the VAE's decoder after the fact, on latents that stay as they are.
+``video`` and ``image`` go on where an earlier one stopped (``--stop-after``), and write the averaged weights each time.
+``decoder`` sharpens the VAE's decoder after the fact, on latents that stay as they are. ``image`` is the sibling that
+begins with a picture: it shares the VAE and the text encoder of the finished model ``--base``, in whose folder
+``image_to_video`` it is written.
 """
 
 import argparse
@@ -15,19 +18,23 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
+from torch import nn
+from transformers import UMT5EncoderModel
 
-from tools.demo_model.model import save
+from tools.demo_model.model import save, save_image_model
+from tools.demo_model.train_image import ImageTrainer, ImageTraining
 from tools.demo_model.train_vae import VaeTraining, train_vae
 from tools.demo_model.train_video import Trainer, VideoTraining
 
 logger = logging.getLogger("tools.demo_model")
+STAGES = {"vae": VaeTraining(), "decoder": VaeTraining(), "video": VideoTraining(), "image": ImageTraining()}
 
 
 def main() -> None:
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = parser.add_subparsers(dest="stage", required=True)
-    for name, settings in (("vae", VaeTraining()), ("decoder", VaeTraining()), ("video", VideoTraining())):
+    for name, settings in STAGES.items():
         stage = stages.add_parser(name)
         stage.add_argument("--work", type=Path, required=True, help="where everything is kept")
         stage.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -35,16 +42,20 @@ def main() -> None:
             default = getattr(settings, field.name)
             kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
             stage.add_argument(f"--{field.name}", default=default, help=f"default {default}", **kind)
-    stages.choices["video"].add_argument("--stop-after", type=float, default=float("inf"), help="seconds")
+    for name in ("video", "image"):
+        stages.choices[name].add_argument("--stop-after", type=float, default=float("inf"), help="seconds")
+    stages.choices["image"].add_argument("--base", type=Path, required=True, help="a finished text-to-video model")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     arguments.work.mkdir(parents=True, exist_ok=True)
 
-    settings = VideoTraining() if arguments.stage == "video" else VaeTraining()
+    settings = STAGES[arguments.stage]
     settings = replace(settings, **{field.name: getattr(arguments, field.name) for field in fields(settings)})
-    if arguments.stage == "video":
+    if isinstance(settings, ImageTraining):
+        _train_image(settings, arguments.work, arguments.base, arguments.device, began + arguments.stop_after)
+    elif isinstance(settings, VideoTraining):
         _train_video(settings, arguments.work, arguments.device, began + arguments.stop_after)
     else:
         train_vae(settings, arguments.work / "vae", arguments.device, decoder_only=arguments.stage == "decoder")
@@ -53,15 +64,25 @@ def main() -> None:
 
 def _train_video(settings: VideoTraining, work: Path, device: str, until: float) -> None:
     vae = AutoencoderKLWan.from_pretrained(work / "vae").to(device).eval()
-    trainer = Trainer(settings, vae, device, work)
-    checkpoint = work / "video.pt"
+    average = _run(Trainer(settings, vae, device, work), work / "video.pt", until)
+    save(work / "model", vae.cpu(), average.text_encoder, average.transformer)
+
+
+def _train_image(settings: ImageTraining, work: Path, base: Path, device: str, until: float) -> None:
+    vae = AutoencoderKLWan.from_pretrained(base / "vae").to(device).eval()
+    text_encoder = UMT5EncoderModel.from_pretrained(base / "text_encoder", dtype=torch.float32)
+    average = _run(ImageTrainer(settings, vae, text_encoder, device, work), work / "image.pt", until)
+    save_image_model(base / "image_to_video", base, average.image_encoder, average.transformer)
+
+
+def _run(trainer: Trainer, checkpoint: Path, until: float) -> nn.Module:
+    """The averaged weights after as many steps as there was time for."""
     if checkpoint.exists():
         trainer.load(checkpoint)
     done = trainer.run(until)
     trainer.save(checkpoint)
-    average = trainer.average.cpu()
-    save(work / "model", vae.cpu(), average.text_encoder, average.transformer)
-    logger.info("%s at step %d of %d", "done" if done else "stopped", trainer.step, settings.steps)
+    logger.info("%s at step %d of %d", "done" if done else "stopped", trainer.step, trainer.settings.steps)
+    return trainer.average.cpu()
 
 
 if __name__ == "__main__":

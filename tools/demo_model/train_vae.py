@@ -33,6 +33,8 @@ class VaeTraining:
     absolute: float = 0.1
     edges: float = 0.1
     objects: float = 4.0  # extra weight of the pixels that are not background
+    first: float = 0.0  # extra weight of the first frame, whose latents are its own and nobody else's
+    centred: float = 0.0  # share of clips that begin in the middle
     seed: int = 0
 
 
@@ -56,7 +58,7 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * schedule(step, settings.steps, settings.warmup)
-        video = draw(sample_training(settings.batch, generator)) * 2 - 1
+        video = draw(sample_training(settings.batch, generator, settings.centred)) * 2 - 1
         video = video.contiguous(memory_format=torch.channels_last_3d)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             mean, log_variance = encode_whole(vae, video).float().chunk(2, dim=1)
@@ -115,6 +117,7 @@ def _distance(difference: Tensor, video: Tensor, settings: VaeTraining) -> Tenso
     # The first corner is always background.
     drawn = (video - video[..., :1, :1]).abs().amax(dim=1, keepdim=True) > 0.05
     weight = 1 + settings.objects * drawn
+    weight[:, :, :1] *= 1 + settings.first
     pixels = (weight * (difference.square() + settings.absolute * difference.abs())).mean()
     across, down = difference[..., 1:] - difference[..., :-1], difference[..., 1:, :] - difference[..., :-1, :]
     return pixels + settings.edges * (across.abs().mean() + down.abs().mean())

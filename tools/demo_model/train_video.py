@@ -29,6 +29,7 @@ class VideoTraining:
     warmup: int = 500
     layers: int = 6
     pool: int = 100_000  # clips, encoded once: 1 GB of latents
+    centred: float = 0.0  # share of clips that begin in the middle
     phrases: int = 96  # captions for each triple and background
     unconditional: float = 0.1  # share of empty captions, for classifier-free guidance
     ema: float = 0.9995
@@ -58,18 +59,22 @@ class Trainer:
     def __init__(self, settings: VideoTraining, vae: AutoencoderKLWan, device: str, scratch: Path) -> None:
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
-        self.model = TextToVideo(settings.layers).to(device)
+        self.model = self._new_model().to(device)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         fold_padding(self.model.transformer, TOKENS)
         if settings.compiled and device == "cuda":
             self.model.transformer.compile_repeated_blocks(fullgraph=True)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=settings.decay, fused=True
+            self.trained, lr=settings.rate, betas=(0.9, 0.98), weight_decay=settings.decay, fused=True
         )
         self.generator = torch.Generator(device).manual_seed(settings.seed)
         self.step = 0
-        self.latents, self.attributes = _pool(settings, vae, device, scratch)
+        self.pool = self._pool(vae, scratch)
         self.captions = _captions(settings).to(device)
+
+    def _new_model(self) -> nn.Module:
+        return TextToVideo(self.settings.layers)
 
     def run(self, until: float) -> bool:
         """Train to the last step or until ``time.monotonic()`` passes ``until``; says whether it is done."""
@@ -93,7 +98,8 @@ class Trainer:
         factor = schedule(self.step, settings.steps, settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate * factor
-        clean, tokens = self._batch()
+        given = self._batch()
+        clean = given.pop("latents")
         noise = torch.randn(clean.shape, generator=generator, device=self.device)
         # Evenly spread over the steps that the shifted scheduler takes, one from each slice of the range.
         spread = torch.rand(len(clean), generator=generator, device=self.device)
@@ -101,32 +107,63 @@ class Trainer:
         sigma = FLOW_SHIFT * spread / (1 + (FLOW_SHIFT - 1) * spread)
         mix = sigma.view(-1, 1, 1, 1, 1)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            predicted = model((1 - mix) * clean + mix * noise, 1000 * sigma, tokens)
+            predicted = model((1 - mix) * clean + mix * noise, 1000 * sigma, **given)
         loss = (predicted.float() - (noise - clean)).square().mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         ema = min(settings.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - ema)
         return loss.detach()
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
+    def _batch(self) -> dict[str, Tensor]:
+        """What the model is given, and the latents without noise."""
         settings, generator, device = self.settings, self.generator, self.device
 
         def pick(high: int) -> Tensor:
             return torch.randint(high, (settings.batch,), generator=generator, device=device)
 
-        chosen = pick(len(self.latents))
-        triple, background = self.attributes[chosen].unbind(1)
+        chosen = pick(len(self.pool["latents"]))
+        given = {name: values[chosen] for name, values in self.pool.items()}
+        triple, background = given.pop("attributes").unbind(1)
         # Half of the captions say nothing of the background: entry 0.
         background = torch.where(pick(2) == 0, 0, background + 1)
         tokens = self.captions[triple, background, pick(settings.phrases)].long()
         silent = torch.rand(settings.batch, generator=generator, device=device) < settings.unconditional
         empty = torch.zeros(TOKENS, dtype=torch.long, device=device)
         empty[0] = 1  # "" is the end mark alone
-        return self.latents[chosen].float(), torch.where(silent[:, None], empty, tokens)
+        given = {name: values.float() for name, values in given.items()}
+        return given | {"tokens": torch.where(silent[:, None], empty, tokens)}
+
+    def _pool(self, vae: AutoencoderKLWan, scratch: Path) -> dict[str, Tensor]:
+        """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encoded`."""
+        settings, device = self.settings, self.device
+        file = scratch / f"{type(settings).__name__}-{settings.pool}.pt"
+        if file.exists():
+            return torch.load(file, map_location=device, weights_only=True)
+        began = time.monotonic()
+        fast = copy.deepcopy(vae)
+        take_whole_clips(fast)
+        generator = torch.Generator(device).manual_seed(settings.seed + 1000)
+        numbers = torch.zeros(len(COLOURS), len(SHAPES), len(MOTIONS), dtype=torch.long, device=device)
+        for number, (colour, shape, motion) in enumerate(TRAINING_TRIPLES):
+            numbers[list(COLOURS).index(colour), SHAPES.index(shape), MOTIONS.index(motion)] = number
+        parts = []
+        chunk = min(256, settings.pool)
+        for _ in range(0, settings.pool, chunk):
+            batch = sample_training(chunk, generator, settings.centred)
+            attributes = torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1)
+            parts.append({"attributes": attributes, **self._encoded(fast, draw(batch))})
+        pool = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        _write(pool, file)
+        logger.info("%d clips drawn and encoded in %.0f s", len(pool["attributes"]), time.monotonic() - began)
+        return pool
+
+    def _encoded(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
+        """`latents` [N, z, f, h, w] as bfloat16, and what else the model is given of a clip."""
+        return {"latents": latents_of(vae, video).bfloat16().contiguous()}
 
     def save(self, file: Path) -> None:
         state = {
@@ -136,9 +173,7 @@ class Trainer:
             "generator": self.generator.get_state(),
             "step": self.step,
         }
-        partial = file.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(file)
+        _write(state, file)
 
     def load(self, file: Path) -> None:
         state = torch.load(file, map_location=self.device, weights_only=True)
@@ -149,29 +184,11 @@ class Trainer:
         self.step = state["step"]
 
 
-def _pool(settings: VideoTraining, vae: AutoencoderKLWan, device: str, scratch: Path) -> tuple[Tensor, Tensor]:
-    """Latents [N, z, f, h, w] as bfloat16, and for each the indices of its triple and background."""
-    file = scratch / f"pool-{settings.pool}.pt"
-    if file.exists():
-        latents, attributes = torch.load(file, map_location=device, weights_only=True)
-        return latents, attributes
-    began = time.monotonic()
-    fast = copy.deepcopy(vae)
-    take_whole_clips(fast)
-    generator = torch.Generator(device).manual_seed(settings.seed + 1000)
-    numbers = torch.zeros(len(COLOURS), len(SHAPES), len(MOTIONS), dtype=torch.long, device=device)
-    for number, (colour, shape, motion) in enumerate(TRAINING_TRIPLES):
-        numbers[list(COLOURS).index(colour), SHAPES.index(shape), MOTIONS.index(motion)] = number
-    latents, attributes = [], []
-    chunk = min(256, settings.pool)
-    for _ in range(0, settings.pool, chunk):
-        batch = sample_training(chunk, generator)
-        latents.append(latents_of(fast, draw(batch)).bfloat16().contiguous())
-        attributes.append(torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1))
-    pool = torch.cat(latents), torch.cat(attributes)
-    torch.save(pool, file)
-    logger.info("%d clips drawn and encoded in %.0f s", len(pool[0]), time.monotonic() - began)
-    return pool
+def _write(content: dict, file: Path) -> None:
+    """All of it or nothing: a run may end in the middle."""
+    partial = file.with_suffix(".partial")
+    torch.save(content, partial)
+    partial.replace(file)
 
 
 def _captions(settings: VideoTraining) -> Tensor:

@@ -100,7 +100,7 @@ def add_fps(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     group = add_machine(parser, "model and machine")
     shown = default or "the one the input was made with"
-    group.add_argument("--model", default=default, help=f"a directory, a hub id, or demo (default: {shown})")
+    group.add_argument("--model", default=default, help=f"a directory, a hub id, demo or demo-image (default: {shown})")
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:

@@ -186,7 +186,10 @@ def fps(family: NodeFamily) -> io.Input:
 
 def model_id(family: NodeFamily) -> io.Input:
     places = "A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's models/diffusers"
-    demo = "; or demo, a small model that comes with the pack and draws moving shapes at 64×64"
+    demo = (
+        "; or demo and demo-image, small models that come with the pack: moving shapes at 64×64, the second from a "
+        "picture"
+    )
     return io.Combo.Input(
         "model_id",
         options=model_choices(family),
@@ -248,5 +251,5 @@ def check_loras(given: Any) -> tuple[Lora, ...]:
 
 
 def _size_tooltip(family: NodeFamily, side: str) -> str:
-    demo = " demo always draws 64×64." if family.has_demo else ""
+    demo = " demo and demo-image always draw 64×64." if family.has_demo else ""
     return f"{side} in pixels, a multiple of {SIZE_STEP}. {family.sizes_help}{demo}"

@@ -12,7 +12,7 @@ import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.comfy.node_families import NodeFamily
-from comfy_tpu.config import DEMO_MODEL
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
 from comfy_tpu.errors import InvalidValueError, listed
 
 if TYPE_CHECKING:
@@ -22,13 +22,14 @@ _FOLDER = "diffusers"
 _DEPTH = 2
 """models/diffusers/NAME, or models/diffusers/OWNER/NAME as the hub names it."""
 
+_OURS = (DEMO_MODEL, DEMO_IMAGE_MODEL)
 _Stamp = tuple[tuple[str, int, int], ...]
 _pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
 
 
 def model_choices(family: NodeFamily) -> list[str]:
-    """Hub models, the demo model, and every directory of the family that ComfyUI's model folders hold."""
+    """Hub models, the demo models, and every directory of the family that ComfyUI's model folders hold."""
     return [*family.models, *(name for name in sorted(_local_models(family)) if name not in family.models)]
 
 
@@ -51,7 +52,7 @@ def open_pipeline(model_id: str, family: NodeFamily, on_fetch: Callable[[], None
     with _lock:
         known = _pipelines.get(model_id)
         if known is None or known[0] != stamp:
-            if place is None and model_id != DEMO_MODEL:
+            if place is None and model_id not in _OURS:
                 on_fetch()
             _pipelines[model_id] = stamp, VideoPipeline.open(place or model_id, name=model_id)
         return _pipelines[model_id][1]
@@ -63,7 +64,7 @@ def _local_models(family: NodeFamily) -> dict[str, Path]:
         for directory in _directories(Path(root), _DEPTH):
             if family.accepts(_model_index(directory)):
                 models.setdefault(directory.relative_to(root).as_posix(), directory)
-    return {name: path for name, path in models.items() if name != DEMO_MODEL}
+    return {name: path for name, path in models.items() if name not in _OURS}
 
 
 def _directories(root: Path, depth: int) -> Iterator[Path]:

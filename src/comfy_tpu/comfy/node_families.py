@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from comfy_tpu.config import DEMO_MODEL, GenerationSettings
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 
 Index = Mapping[str, Any]
 """A model_index.json."""
@@ -65,7 +65,7 @@ class NodeFamily:
     @property
     def models(self) -> tuple[str, ...]:
         """Those that are there without any directory."""
-        return (*self.hub_models, DEMO_MODEL) if self.has_demo else self.hub_models
+        return (*self.hub_models, DEMO_MODEL, DEMO_IMAGE_MODEL) if self.has_demo else self.hub_models
 
 
 def _is_wan22(index: Index) -> bool:

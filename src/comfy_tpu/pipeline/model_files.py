@@ -12,13 +12,14 @@ from typing import Any
 
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
-from comfy_tpu.config import DEMO_MODEL, GenerationSettings
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.registry import family_of
 from comfy_tpu.quiet import quiet
 
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
+DEMO_DIRECTORIES = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_IMAGE_MODEL: DEMO_DIRECTORY / "image_to_video"}
 
 # Weights of components only: beside them some repositories have the whole model once more, in one file for other tools.
 _WANTED = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
@@ -35,7 +36,7 @@ class ModelFiles:
 
     @classmethod
     def open(cls, model: str | Path, *, name: str | None = None) -> ModelFiles:
-        """ "demo", a directory, or the id of a model on the hub, which is then downloaded or found in its cache.
+        """A demo model, a directory, or the id of a model on the hub, which is then downloaded or found in its cache.
 
         `name` is what the model is called in labels and messages, instead of `model` itself.
         """
@@ -169,8 +170,8 @@ def digest_tensors(path: Path, digest: Any) -> None:
 def _find(model: str) -> Path:
     if not model:
         raise InvalidValueError(f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO_MODEL}"')
-    if model == DEMO_MODEL:
-        return DEMO_DIRECTORY
+    if model in DEMO_DIRECTORIES:
+        return DEMO_DIRECTORIES[model]
     if Path(model).is_dir():
         return Path(model)
     if Path(model).exists():

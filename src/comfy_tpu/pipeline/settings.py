@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import DEMO_IMAGE_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.family import ImageInput, Limits
 
@@ -55,7 +55,10 @@ def check_prompt(prompt: str) -> None:
 
 def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:
     if wanted is None and count:
-        raise InvalidValueError(f"image is given, but model {model} begins with a prompt alone; leave it out")
+        raise InvalidValueError(
+            f"image is given, but model {model} begins with a prompt alone; leave it out, or choose a model that "
+            f"begins with a picture, such as {DEMO_IMAGE_MODEL}"
+        )
     if wanted is None:
         return
     if wanted.required and not count:

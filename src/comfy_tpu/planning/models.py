@@ -11,7 +11,7 @@ from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.registry import FAMILIES
-from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class PlannedModel:
 
 
 def find_model(model: str) -> PlannedModel:
-    """ "demo", a directory, or a model whose configuration is built in, by its id on the hub or the last part of it.
+    """A demo model, a directory, or a model whose configuration is built in: its id on the hub, or the last part of it.
 
     Nothing is downloaded.
     """
-    if model == DEMO_MODEL or Path(model).is_dir():
+    if model in DEMO_DIRECTORIES or Path(model).is_dir():
         files = ModelFiles.open(model)
         family = files.family
         return PlannedModel(

@@ -1,0 +1,93 @@
+"""The demo model that begins with a picture: it keeps the picture, and does with it what the prompt says."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.pipeline.test_video import psnr
+from tools.demo_model import evaluate_image
+from tools.demo_model.evaluate_image import KEPT, Task, kept
+from tools.demo_model.model import load_image_model
+from tools.demo_model.score import see
+
+MODEL = "demo-image"
+
+
+@functools.cache
+def opened(mesh: str = "single") -> VideoPipeline:
+    return VideoPipeline.open(MODEL, mesh=mesh)
+
+
+@functools.cache
+def tasks() -> list[Task]:
+    """Fifty, of which twelve are of triples that training never saw."""
+    return evaluate_image.tasks(50, 12, 2025)
+
+
+def continued(number: int, mesh: str = "single", steps: int | None = None) -> np.ndarray:
+    task, pipeline = tasks()[number], opened(mesh)
+    settings = pipeline.settings(seed=2025 + number, num_inference_steps=steps)
+    return torch.cat(list(pipeline.generate(task.prompt, settings, [task.picture])), dim=1)[0].numpy()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 49])
+def test_the_picture_is_kept_and_does_what_the_prompt_says(number: int) -> None:
+    task, video = tasks()[number], continued(number)
+    assert kept(task.picture, video) >= KEPT
+    seen = see(video)
+    assert (seen.motion, seen.colour, seen.background) == (
+        task.wanted.motion,
+        task.wanted.colour,
+        task.wanted.background,
+    )
+
+
+def test_one_picture_obeys_two_prompts() -> None:
+    pipeline, picture = opened(), tasks()[2].picture
+    for motion, words in (("left", "moving left"), ("right", "moving right")):
+        parts = pipeline.generate(f"a purple star {words}", pipeline.settings(seed=7), [picture])
+        assert see(torch.cat(list(parts), dim=1)[0].numpy()).motion == motion
+
+
+def test_a_mesh_gives_the_same_video() -> None:
+    alone, shared = (torch.from_numpy(continued(0, mesh, steps=4)) for mesh in ("single", "dp=2,tp=4"))
+    assert psnr(shared, alone) >= 40
+
+
+def test_diffusers_gives_the_same_video() -> None:
+    reference = load_image_model(DEMO_DIRECTORIES[MODEL])
+    expected = evaluate_image.generate(reference, tasks()[:1], steps=20, guidance=3.0, seed=2025)
+    assert psnr(torch.from_numpy(continued(0)), torch.from_numpy(expected[0])) >= 40
+
+
+def test_a_picture_of_another_size_and_mode_is_brought_to_size() -> None:
+    picture = tasks()[2].picture.convert("RGBA").resize((200, 100), Image.Resampling.NEAREST)
+    pipeline = opened()
+    settings = pipeline.settings(seed=7, num_inference_steps=4)
+    video = torch.cat(list(pipeline.generate("a purple star growing", settings, [picture])), dim=1)
+    assert video.shape == (1, 17, 64, 64, 3)
+
+
+def test_it_needs_a_picture_and_the_other_takes_none() -> None:
+    with pytest.raises(InvalidValueError, match="image is missing: model demo-image begins with a picture"):
+        opened().encode("a star", opened().settings())
+    plain = VideoPipeline.open("demo")
+    with pytest.raises(InvalidValueError, match="such as demo-image"):
+        plain.encode("a star", plain.settings(), [tasks()[0].picture])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_pictures_are_kept_and_forty_five_prompts_followed() -> None:
+    followed = 0
+    for number, task in enumerate(tasks()):
+        video = continued(number)
+        assert kept(task.picture, video) >= KEPT
+        followed += see(video).motion == task.wanted.motion
+    assert followed >= 45

@@ -1,0 +1,132 @@
+"""First frames and prompts → videos that go on from them: is the frame kept, is the motion followed?
+
+python -m tools.demo_model.evaluate_image src/comfy_tpu/assets/demo/image_to_video --report scores.json
+
+Every first frame shows a thing of middling size in the middle, so that what it will do stands in the prompt alone.
+"""
+
+import argparse
+import json
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tools.demo_model.captions import Attributes
+from tools.demo_model.clips import FRAMES, SIZE, clips_of, draw, evaluation_prompts
+from tools.demo_model.evaluate import tally
+from tools.demo_model.model import load_image_model
+from tools.demo_model.sheet import write_sheet
+
+logger = logging.getLogger("tools.demo_model")
+KEPT = 25.0
+"""Decibels between a picture and the first frame of its video."""
+
+
+@dataclass(frozen=True)
+class Task:
+    prompt: str
+    picture: Image.Image
+    wanted: Attributes
+
+
+def tasks(count: int, held_out: int, seed: int) -> list[Task]:
+    prompts = evaluation_prompts(count, held_out, seed)
+    batch = clips_of([wanted for _, wanted in prompts], torch.Generator().manual_seed(seed), centred=1.0)
+    frames = (draw(batch)[:, :, 0] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return [
+        Task(prompt, Image.fromarray(frame), batch.attributes(row))
+        for row, ((prompt, _), frame) in enumerate(zip(prompts, frames, strict=True))
+    ]
+
+
+def kept(picture: Image.Image, video: np.ndarray) -> float:
+    """PSNR of a video's first frame [H, W, 3] in 0..1 against the picture it was given."""
+    difference = np.asarray(video[0], np.float64) - np.asarray(picture, np.float64) / 255
+    return -10 * math.log10(max(float(np.square(difference).mean()), 1e-12))
+
+
+def generate(pipeline: Any, given: list[Task], steps: int, guidance: float, seed: int) -> np.ndarray:
+    """Videos [N, F, H, W, 3], one prompt at a time: diffusers takes one picture a call."""
+    pipeline.set_progress_bar_config(disable=True)
+    videos = [
+        pipeline(
+            task.picture,
+            task.prompt,
+            height=SIZE,
+            width=SIZE,
+            num_frames=FRAMES,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=torch.Generator().manual_seed(seed + number),
+        ).frames[0]
+        for number, task in enumerate(given)
+    ]
+    return np.stack(videos)
+
+
+def generate_compiled(model: Path, given: list[Task], steps: int, guidance: float, seed: int) -> np.ndarray:
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+    pipeline = VideoPipeline.open(model)
+    videos = []
+    for number, task in enumerate(given):
+        settings = pipeline.settings(num_inference_steps=steps, guidance_scale=guidance, seed=seed + number)
+        videos.append(
+            torch.cat(list(pipeline.generate(task.prompt, settings, images=[task.picture])), dim=1)[0].numpy()
+        )
+    return np.stack(videos)
+
+
+def judge(videos: np.ndarray, given: list[Task]) -> dict:
+    report = tally(videos, [task.wanted for task in given])
+    decibels = [kept(task.picture, video) for task, video in zip(given, videos, strict=True)]
+    report["first_frame"] = {
+        "mean_db": round(sum(decibels) / len(decibels), 2),
+        "worst_db": round(min(decibels), 2),
+        "share_kept": round(sum(value >= KEPT for value in decibels) / len(decibels), 4),
+    }
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--held-out", type=int, default=12, help="how many of them are triples training never saw")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, nargs="+", default=[3.0])
+    parser.add_argument("--seed", type=int, default=2025)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compiled", action="store_true", help="through comfy-tpu instead of diffusers")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--sheet", type=Path)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+    given = tasks(arguments.prompts, arguments.held_out, arguments.seed)
+    pipeline = None if arguments.compiled else load_image_model(arguments.model, arguments.device)
+    reports = {}
+    for guidance in arguments.guidance:
+        if arguments.compiled:
+            videos = generate_compiled(arguments.model, given, arguments.steps, guidance, arguments.seed)
+        else:
+            videos = generate(pipeline, given, arguments.steps, guidance, arguments.seed)
+        report = reports[str(guidance)] = judge(videos, given)
+        logger.info("guidance %s: %s, first frame %s", guidance, report["share"], report["first_frame"])
+        for miss in report["misses"]:
+            logger.info("  %s", miss)
+    if arguments.report:
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        arguments.report.write_text(json.dumps({"settings": settings, "guidance": reports}, indent=2) + "\n")
+    if arguments.sheet:
+        write_sheet(arguments.sheet, videos)
+
+
+if __name__ == "__main__":
+    main()
