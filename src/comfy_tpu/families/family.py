@@ -61,7 +61,8 @@ class TextEncoder:
     tokenizer: str = "tokenizer"
     """The folder of its tokenizer."""
     tokenize: Callable[[Any, Sequence[str], int], dict[str, torch.Tensor]] | None = None
-    """(tokenizer, prompts, length) -> inputs of `encode`. None: input_ids and attention_mask, filled up to length."""
+    """(tokenizer, prompts, length) -> inputs of `encode`, input_ids and attention_mask among them, the same number of
+    tokens for every prompt. None: those two, filled up to length."""
     length: int | None = None
     """Tokens that it always reads. None: settings.max_sequence_length."""
 
