@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os.path
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +67,12 @@ def _rooms(inputs: Mapping[str, torch.Tensor], empty: Mapping[str, torch.Tensor]
     with the empty one. Of a template's end nothing must be left."""
     (before,) = _visible(empty)
     width = inputs["input_ids"].shape[1]
-    return [width - len(os.path.commonprefix([before, row])) for row in _visible(inputs)]
+    return [width - _common(before, row) for row in _visible(inputs)]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens are the same before the first that is not."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _visible(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
