@@ -10,7 +10,7 @@ from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux2, small_hunyuan
 
-TEMPLATES = {
+TEMPLATES: dict[str, tuple[Callable[[], Path], int | None]] = {
     "hunyuan": (small_hunyuan.directory, 0),  # its template has tokens of its own
     "klein": (lambda: small_flux2.directory("klein"), 2),  # <start> user
     "dev": (lambda: small_flux2.directory("dev"), None),  # with a system message, and filled up on the left

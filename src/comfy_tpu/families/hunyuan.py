@@ -28,7 +28,7 @@ from comfy_tpu.families.hunyuan_vae import (
 )
 from comfy_tpu.families.lora_names import ALL, Rows, renamed, rows_of_fused, swapped_halves
 from comfy_tpu.families.rope import rotate_pairs
-from comfy_tpu.families.schedulers import FLOW_SCHEDULERS, euler_from_one
+from comfy_tpu.families.schedulers import FLOW_SCHEDULERS, euler_from_one, own_shift
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
@@ -326,9 +326,7 @@ def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
 
 def own_settings(read: Callable[[str], Config]) -> dict[str, Any]:
     """The shift of the model's scheduler and the scale of its guider, which differ between 480p and 720p."""
-    chosen = {}
-    if "shift" in (scheduler := read("scheduler/scheduler_config.json")):
-        chosen["flow_shift"] = float(scheduler["shift"])
+    chosen = own_shift(read)
     if guider := read("guider/guider_config.json"):
         plain = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
         other = [name for name, value in plain.items() if guider.get(name, value) != value]
