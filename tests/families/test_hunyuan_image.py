@@ -10,8 +10,10 @@ from diffusers import HunyuanVideo15ImageToVideoPipeline
 from PIL import Image
 from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
-from comfy_tpu.config import MESH_AXES
+from comfy_tpu.config import MESH_AXES, GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families import hunyuan_image
+from comfy_tpu.pipeline.images import cropped
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan
 from tests.families.test_hunyuan import QUOTED, psnr, random, run
@@ -55,10 +57,9 @@ def directory() -> Path:
     return path
 
 
-def picture() -> Image.Image:
-    """Of the video's shape: diffusers cuts other shapes to it, and this pipeline squeezes them."""
+def picture(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
     values = np.random.default_rng(0).integers(0, 256, (HEIGHT // 8, WIDTH // 8, 3), dtype=np.uint8)
-    return Image.fromarray(values).resize((WIDTH, HEIGHT))
+    return Image.fromarray(values).resize((width, height))
 
 
 @pytest.mark.parametrize(("mesh", "height", "width"), [("single", 48, 80), ("dp=2,tp=4", 32, 48), ("sp=8", 48, 208)])
@@ -83,9 +84,22 @@ def test_the_picture_is_seen_as_in_diffusers() -> None:
         assert relative_error(actual["image"], wanted) <= 1e-4
 
 
-def test_the_video_is_that_of_diffusers() -> None:
-    made = reference()(
-        picture(),
+def video(image: Image.Image, **size: int) -> torch.Tensor:
+    pipeline = VideoPipeline.open(directory(), mesh="single")
+    settings = pipeline.settings(
+        **size,
+        num_frames=FRAMES,
+        num_inference_steps=2,
+        seed=7,
+        negative_prompt="left",
+        max_sequence_length=small_hunyuan.TEXT_TOKENS,
+    )
+    return torch.cat(list(pipeline.generate(QUOTED, settings, [image])), dim=1)
+
+
+def expected(image: Image.Image) -> torch.Tensor:
+    return reference()(
+        image,
         QUOTED,
         negative_prompt="left",
         num_frames=FRAMES,
@@ -93,15 +107,37 @@ def test_the_video_is_that_of_diffusers() -> None:
         generator=torch.Generator().manual_seed(7),
         output_type="pt",
     ).frames.permute(0, 1, 3, 4, 2)
-    pipeline = VideoPipeline.open(directory(), mesh="single")
-    settings = pipeline.settings(
-        width=made.shape[3],
-        height=made.shape[2],
-        num_frames=FRAMES,
-        num_inference_steps=2,
-        seed=7,
-        negative_prompt="left",
-        max_sequence_length=small_hunyuan.TEXT_TOKENS,
+
+
+@pytest.mark.parametrize(("width", "height"), [(WIDTH, HEIGHT), (61, 143)])
+def test_the_video_is_that_of_diffusers(width: int, height: int) -> None:
+    """At the size that diffusers chooses by the picture."""
+    wanted = expected(picture(width, height))
+    actual = video(picture(width, height), height=wanted.shape[2], width=wanted.shape[3])
+    assert psnr(actual, wanted) >= 40
+
+
+@pytest.mark.parametrize(("width", "height"), [(61, 143), (143, 61), (200, 30)])
+def test_the_video_is_that_of_diffusers_at_a_size_of_another_shape(
+    width: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        reference().video_processor, "calculate_default_height_width", lambda **_: (HEIGHT, WIDTH), raising=True
     )
-    actual = torch.cat(list(pipeline.generate(QUOTED, settings, [picture()])), dim=1)
-    assert psnr(actual, made) >= 40
+    actual = video(picture(width, height), height=HEIGHT, width=WIDTH)
+    assert psnr(actual, expected(picture(width, height))) >= 40
+
+
+@pytest.mark.parametrize("given", [(80, 48), (61, 143), (143, 61), (200, 30), (7, 5), (1000, 999)])
+@pytest.mark.parametrize("size", [(80, 48), (48, 80), (64, 64), (1280, 720)])
+def test_a_picture_is_cropped_as_in_diffusers(given: tuple[int, int], size: tuple[int, int]) -> None:
+    width, height = size
+    image = picture(*given)
+    wanted = reference().video_processor.resize(image, height=height, width=width, resize_mode="crop")
+    actual = cropped(image, GenerationSettings(width=width, height=height))
+    assert np.array_equal(np.asarray(actual), np.asarray(wanted))
+
+
+def test_a_picture_that_would_become_too_long_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="image is 4000×2, too long to fill 80×48; cut a piece out of it"):
+        cropped(picture(4000, 2), GenerationSettings(width=80, height=48))

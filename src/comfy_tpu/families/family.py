@@ -61,7 +61,8 @@ class TextEncoder:
     tokenizer: str = "tokenizer"
     """The folder of its tokenizer."""
     tokenize: Callable[[Any, Sequence[str], int], dict[str, torch.Tensor]] | None = None
-    """(tokenizer, prompts, length) -> inputs of `encode`. None: input_ids and attention_mask, filled up to length."""
+    """(tokenizer, prompts, length) -> inputs of `encode`, input_ids and attention_mask among them, the same number of
+    tokens for every prompt. None: those two, filled up to length."""
     length: int | None = None
     """Tokens that it always reads. None: settings.max_sequence_length."""
 
@@ -87,6 +88,9 @@ class ImageInput:
     """A last picture may be given too."""
     first_only: bool = False
     """Only the first frame is encoded: there is nothing to say about the others."""
+    fit: Literal["squeeze", "crop"] = "squeeze"
+    """How a picture of another shape becomes a frame. squeeze: all of it, resized to the frame; the encoder beside the
+    VAE sees it as it was given. crop: its middle, and nobody sees the rest."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     """(latents after the last step, embeddings) -> latents, on the host."""
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from comfy_tpu.bridge import constrain
 from comfy_tpu.compiler.arranging import Packed, pack_features
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
@@ -19,6 +18,7 @@ from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, TextEncoder, VideoFamily
 from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
 from comfy_tpu.families.lora_names import ALL, Rows, renamed, rows_of_fused, swapped_halves
+from comfy_tpu.families.modulation import Modulation
 from comfy_tpu.families.schedulers import dpm, unipc
 from comfy_tpu.families.text_encoders import clip_component, encoded_t5, pooled_clip, t5_component
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -47,13 +47,6 @@ class JointBlock(torch.nn.Module):
         attention = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         # Both are split over tp, and so is proj_out: columns are packed alike on both sides, and one sum is left.
         return hidden_states + gate.unsqueeze(1) * self.proj_out(pack_features((attention, mlp), tp()))
-
-
-class Modulation(torch.nn.Linear):
-    """The linear layer of an adaptive norm: one row a sample, so its answer may be put together for next to nothing."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return constrain(super().forward(x), "dp", None)
 
 
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:

@@ -27,8 +27,9 @@ from comfy_tpu.families.hunyuan_vae import (
     latent_statistics,
 )
 from comfy_tpu.families.lora_names import ALL, Rows, renamed, rows_of_fused, swapped_halves
+from comfy_tpu.families.modulation import Modulation
 from comfy_tpu.families.rope import rotate_pairs
-from comfy_tpu.families.schedulers import FLOW_SCHEDULERS, euler_from_one
+from comfy_tpu.families.schedulers import FLOW_SCHEDULERS, euler_from_one, own_shift
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
@@ -104,6 +105,8 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     model = HunyuanVideo15Transformer3DModel.from_config(dict(config))
     for block in model.transformer_blocks:
         block.attn.processor = HunyuanProcessor()
+        for norm in (block.norm1, block.norm1_context):
+            norm.linear = Modulation(norm.linear.in_features, norm.linear.out_features)
     for block in model.context_embedder.token_refiner.refiner_blocks:
         block.attn.processor = RefinerProcessor()
     return model
@@ -225,9 +228,10 @@ def predict(
     timestep = timestep.expand(batch)
     time = module.time_embed(timestep).to(dtype)
 
-    context = _refined(module.context_embedder, text, text_visible, pooled, timestep)
+    # Its tokens are split over sp, of which the order below would make a sum over sp: twice the bytes, and of all rows.
+    refined = constrain(_refined(module.context_embedder, text, text_visible, pooled, timestep), "dp", None, None)
     before = (glyph,) if image is None else (image, glyph)
-    context = torch.cat((*before, context + module.cond_type_embed.weight[_TEXT]), dim=1)
+    context = torch.cat((*before, refined + module.cond_type_embed.weight[_TEXT]), dim=1)
     # A product with a permutation: the partitioner divides it by batch, where a gather would bring all rows together.
     places = order.unsqueeze(-1) == torch.arange(order.shape[1], device=order.device)
     context = constrain(places.to(dtype) @ context, "dp", None, None)
@@ -326,9 +330,7 @@ def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
 
 def own_settings(read: Callable[[str], Config]) -> dict[str, Any]:
     """The shift of the model's scheduler and the scale of its guider, which differ between 480p and 720p."""
-    chosen = {}
-    if "shift" in (scheduler := read("scheduler/scheduler_config.json")):
-        chosen["flow_shift"] = float(scheduler["shift"])
+    chosen = own_shift(read)
     if guider := read("guider/guider_config.json"):
         plain = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
         other = [name for name, value in plain.items() if guider.get(name, value) != value]

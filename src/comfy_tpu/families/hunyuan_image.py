@@ -102,6 +102,7 @@ HUNYUAN15_IMAGE = dataclasses.replace(
         embed=embed_image,
         processor="feature_extractor",
         first_only=True,
+        fit="crop",
     ),
     embedding_shapes=embedding_shapes,
     workload=workload,

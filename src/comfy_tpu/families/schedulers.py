@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.family import SchedulerFactory
+from comfy_tpu.errors import CheckpointError
+from comfy_tpu.families.family import Config, SchedulerFactory
+
+_SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 
 def unipc(settings: GenerationSettings) -> Any:
@@ -45,6 +49,18 @@ def dpm(settings: GenerationSettings) -> Any:
         algorithm_type="dpmsolver++",
     )
     return _set(scheduler, settings)
+
+
+def own_shift(read: Callable[[str], Config]) -> dict[str, float]:
+    """The flow shift of the scheduler that a model directory brings along; diffusers has two names for it."""
+    config = read(_SCHEDULER_FILE)
+    name = "flow_shift" if "flow_shift" in config else "shift"
+    if name not in config:
+        return {}
+    shift = config[name]
+    if not isinstance(shift, (int, float)) or isinstance(shift, bool):
+        raise CheckpointError(f"{_SCHEDULER_FILE} has {name}={shift!r}, expected a number; download the model again")
+    return {"flow_shift": float(shift)}
 
 
 def _set(scheduler: Any, settings: GenerationSettings) -> Any:

@@ -12,6 +12,7 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families import wan, wan_image
 from comfy_tpu.families.family import Config, ImageInput
+from comfy_tpu.families.schedulers import own_shift
 
 TEXT, PICTURE = "WanPipeline", "WanImageToVideoPipeline"
 
@@ -32,7 +33,8 @@ WAN22 = dataclasses.replace(
     name="Wan 2.2",
     matches=lambda index, config: index.get("_class_name") == TEXT and _kind(index) == (True, False),
     transformers=(wan.TRANSFORMER, _low_noise(wan.TRANSFORMER)),
-    # As the authors' own settings for this model have them.
+    # As the authors' own settings for this model have them. The shift is its scheduler's where there is one: Wan 2.1's
+    # goes with the size instead, of which a text-to-video model makes two, and its file has one number for both.
     defaults=dataclasses.replace(
         wan.WAN21.defaults,
         num_inference_steps=40,
@@ -42,6 +44,7 @@ WAN22 = dataclasses.replace(
         boundary=0.875,
     ),
     presets={name: {**preset, "flow_shift": 12.0} for name, preset in wan.WAN21.presets.items()},
+    own_settings=own_shift,
     workload=functools.partial(wan.workload, models=2),
     published={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": _A14B},
     curves={},
@@ -62,6 +65,7 @@ WAN21_IMAGE = dataclasses.replace(
     prepared_axes=wan_image.PROMPT_AXES,
     predict=wan_image.predict,
     image=wan_image.CLIP_IMAGE_INPUT,
+    own_settings=own_shift,  # each size has a model of its own
     published={
         "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": {
             **_A14B,
@@ -163,6 +167,7 @@ WAN22_5B = dataclasses.replace(
     prepare=prepare_5b,
     prepared_axes={**wan.PROMPT_AXES, "condition": ("dp",)},
     predict=predict_5b,
+    own_settings=own_shift,
     workload=functools.partial(wan.workload, spatial_scale=16),
     image=ImageInput(wan_image.encode_frames, condition_5b, required=False, first_only=True, finish=finish_5b),
     published={

@@ -18,6 +18,7 @@ Cause = Literal[
     "mean key",
     "weight gather",
     "modulation gather",
+    "text gather",
     "patch embedding",
     "prediction gather",
     "guidance branches",

@@ -15,7 +15,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 
 _SIDE_MAX = 16384
-"""A picture with a longer side is refused before it is unpacked."""
+"""A picture with a longer side is refused before it is unpacked, or made so long."""
 
 
 def read_image(path: Path) -> Image.Image:
@@ -45,6 +45,23 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits, which PIL would cut off at 255
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
     return image.convert("RGB")
+
+
+def cropped(image: Image.Image, settings: GenerationSettings) -> Image.Image:
+    """As large as it must be to fill the frame, and its middle, in diffusers' own roundings."""
+    width, height = settings.width, settings.height
+    if width / height > image.width / image.height:
+        size = width, image.height * width // image.width
+    else:
+        size = image.width * height // image.height, height
+    if max(size) > _SIDE_MAX:
+        raise InvalidValueError(
+            f"image is {image.width}×{image.height}, too long to fill {width}×{height}; cut a piece out of it"
+        )
+    left, top = width // 2 - size[0] // 2, height // 2 - size[1] // 2
+    frame = Image.new("RGB", (width, height))
+    frame.paste(image.resize(size, resample=Image.Resampling.LANCZOS), box=(left, top))
+    return frame
 
 
 def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:

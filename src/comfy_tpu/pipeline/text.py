@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,24 +43,46 @@ def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], ma
     cleaned = [files.family.clean_prompt(prompt) for prompt in prompts]
     length = encoder.length or max_length
     if encoder.tokenize is not None:
-        return Tokens(encoder.tokenize(tokenizer, cleaned, length), ("",) * len(cleaned))
-    encoded = tokenizer(
-        cleaned,
-        padding="max_length",
-        max_length=length,
-        truncation=True,
-        add_special_tokens=True,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
+        inputs = encoder.tokenize(tokenizer, cleaned, length)
+        rooms = _rooms(inputs, encoder.tokenize(tokenizer, [""], length))
+    else:
+        encoded = tokenizer(
+            cleaned,
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        inputs = {"input_ids": encoded.input_ids.int(), "attention_mask": encoded.attention_mask.int()}
+        rooms = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
     # An encoder that always reads the same few tokens stands beside one that reads the rest.
-    cut = tuple("" if encoder.length else _beyond(tokenizer, prompt, length) for prompt in cleaned)
-    return Tokens({"input_ids": encoded.input_ids.int(), "attention_mask": encoded.attention_mask.int()}, cut)
+    beyond = ("" if encoder.length else _beyond(tokenizer, *pair) for pair in zip(cleaned, rooms, strict=True))
+    return Tokens(inputs, tuple(beyond))
 
 
-def _beyond(tokenizer: Any, prompt: str, max_length: int) -> str:
+def _rooms(inputs: Mapping[str, torch.Tensor], empty: Mapping[str, torch.Tensor]) -> list[int]:
+    """How many of its own tokens each prompt has room for behind what stands before every one: what it has in common
+    with the empty one. Of a template's end nothing must be left."""
+    (before,) = _visible(empty)
+    width = inputs["input_ids"].shape[1]
+    return [width - _common(before, row) for row in _visible(inputs)]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens are the same before the first that is not."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+def _visible(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Tokens by row, without the filling, on whichever side that is."""
+    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [row[mask.bool()].tolist() for row, mask in pairs]
+
+
+def _beyond(tokenizer: Any, prompt: str, room: int) -> str:
     """What of the prompt the tokens do not reach, in its own words: decoded tokens would show unknown ones as such."""
-    room = max_length - tokenizer.num_special_tokens_to_add()
     # verbose=False: transformers warns of "indexing errors" to come, which cutting prevents.
     every = tokenizer(
         prompt, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, truncation=False, verbose=False

@@ -22,7 +22,7 @@ from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.checks import check_boundary, check_embeddings, check_latents, size_text, warn_of_ignored
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
-from comfy_tpu.pipeline.images import as_values, fingerprint, picture_parts
+from comfy_tpu.pipeline.images import as_values, cropped, fingerprint, picture_parts
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.picture import Beginning, check_picture, first_step
@@ -131,6 +131,8 @@ class VideoPipeline(RunningModel):
         family = self.family.image
         check_images(self.model_name, family, len(images), settings)
         assert family is not None
+        if family.fit == "crop":
+            images = [cropped(image, settings) for image in images]
         seen: dict[str, torch.Tensor] = {}
         if family.encoder is not None and family.embed is not None:
             values = as_values(self._files.image_processor(family.processor), images)

@@ -44,6 +44,8 @@ _TABLE = (
     # One row a sample, computed in pieces.
     _line("modulation gather", ("all-gather",), "tp", True, r"linear/"),
     _line("modulation gather", ("all-gather",), "tp", False, r"_step\)/sharding_constraint$"),  # one for all blocks
+    # HunyuanVideo's text is refined in shares of tokens, and put together before its order is applied, once a step.
+    _line("text gather", ("all-gather",), "sp", False, r"_step\)/sharding_constraint$"),
     # The compiler for v7x embeds patches split by features, and hands each device its tokens afterwards.
     _line("patch embedding", ("all-to-all",), "sp", False, r"(_step\)/reshape|conv3d/[\w/]*)$"),
     # Behind the last block: the answer is put together, guided and added to the samples, which every device holds.

@@ -1,0 +1,88 @@
+"""Which flow shift a Wan directory is run with: its own files', a size's, or the one that is given."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comfy_tpu.cli import options
+from comfy_tpu.errors import CheckpointError
+from comfy_tpu.families import wan22
+from comfy_tpu.families.wan import WAN21
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.settings import make_settings
+from tests.families import wan_pipelines
+from tests.families.wan_pipelines import KINDS
+from tests.pipeline import small_pipeline
+
+
+def model(
+    kind: str, at: Path, scheduler: dict[str, Any] | None, generation: dict[str, Any] | None = None
+) -> ModelFiles:
+    shutil.copytree(wan_pipelines.directory(kind), at)
+    if scheduler is None:
+        shutil.rmtree(at / "scheduler")
+    else:
+        (at / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    if generation is not None:
+        (at / "generation.json").write_text(json.dumps(generation))
+    return ModelFiles.open(at)
+
+
+def shift(files: ModelFiles, *arguments: str) -> float:
+    """That of `comfy-tpu generate` with these arguments."""
+    parser = argparse.ArgumentParser()
+    options.add_settings(parser)
+    chosen = options.chosen(parser.parse_args(arguments), files.family.presets)
+    return make_settings(files.defaults, chosen, files.family.limits).flow_shift
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scheduler_folder_says_the_shift(kind: str) -> None:
+    found = ModelFiles.open(wan_pipelines.directory(kind)).defaults
+    assert found.flow_shift == wan_pipelines.reference(kind).scheduler.config.flow_shift
+
+
+@pytest.mark.parametrize("name", ["flow_shift", "shift"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_either_name(kind: str, name: str, tmp_path: Path) -> None:
+    assert model(kind, tmp_path / "m", {name: 7}).defaults.flow_shift == 7.0
+
+
+@pytest.mark.parametrize("scheduler", [None, {}])
+def test_without_one_it_is_the_family_s(scheduler: dict[str, Any] | None, tmp_path: Path) -> None:
+    assert model("2.2", tmp_path / "m", scheduler).defaults.flow_shift == wan22.WAN22.defaults.flow_shift
+
+
+def test_generation_json_has_the_last_word(tmp_path: Path) -> None:
+    assert model("2.2", tmp_path / "m", {"flow_shift": 7.0}, {"flow_shift": 4.0}).defaults.flow_shift == 4.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "expected"),
+    [("2.2", "720P", 12.0), ("2.2", "480P", 12.0), ("2.2 image", "720P", 5.0), ("2.2 image", "480P", 3.0)],
+)
+def test_a_size_that_is_chosen_brings_its_own_and_a_given_one_goes_before_all(
+    kind: str, size: str, expected: float, tmp_path: Path
+) -> None:
+    files = model(kind, tmp_path / "m", {"flow_shift": 7.0}, {"flow_shift": 4.0})
+    assert shift(files, "--size", size) == expected
+    assert shift(files, "--size", size, "--flow-shift", "2") == 2.0
+    assert shift(files, "--width", "640") == 4.0
+
+
+def test_that_of_wan21_goes_with_the_size() -> None:
+    files = ModelFiles.open(small_pipeline.directory())
+    assert small_pipeline.reference().scheduler.config.flow_shift == 3.0
+    assert shift(files) == shift(files, "--size", "720P") == WAN21.defaults.flow_shift == 5.0
+    assert shift(files, "--size", "480P") == 3.0
+
+
+@pytest.mark.parametrize("value", ["3.0", None, True])
+def test_a_shift_that_is_no_number(value: Any, tmp_path: Path) -> None:
+    files = model("5B", tmp_path / "m", {"flow_shift": value})
+    with pytest.raises(CheckpointError, match=f"flow_shift={value!r}, expected a number; download the model again"):
+        assert files.defaults
