@@ -22,6 +22,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, VideoFamily
 from comfy_tpu.families.flux2_text import DEV_TEXT, KLEIN_TEXT
+from comfy_tpu.families.flux_names import flux2_names
 from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
 from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import dpm, euler_from_one, unipc
@@ -435,6 +436,7 @@ FLUX2_DEV = VideoFamily(
     workload=workload,
     published={"black-forest-labs/FLUX.2-dev": _DEV},
     guidance="embedded",
+    lora_names=flux2_names,
 )
 
 FLUX2_KLEIN = dataclasses.replace(
