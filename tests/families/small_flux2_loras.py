@@ -43,7 +43,8 @@ LAST_NORM = "final_layer.adaLN_modulation.1"
 
 
 def factors(rank: int = 4, seed: int = 1) -> Factors:
-    in_block = {name: sizes for name, (_, *sizes) in DOUBLE_BLOCK.items()} | dict.fromkeys(FUSED, [3 * HIDDEN, HIDDEN])
+    in_block = {name: sizes for name, (_, *sizes) in DOUBLE_BLOCK.items()}
+    in_block |= {name: [3 * HIDDEN, HIDDEN] for name in FUSED}
     every = {f"double_blocks.{n}.{name}": sizes for n in range(DOUBLE) for name, sizes in in_block.items()}
     every |= {f"single_blocks.{n}.{name}": sizes for n in range(SINGLE) for name, (_, *sizes) in SINGLE_BLOCK.items()}
     every |= {name: sizes for name, (_, *sizes) in (TOP | MODULATIONS).items()}

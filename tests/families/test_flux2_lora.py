@@ -15,7 +15,7 @@ from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
-from tests.families import small_flux2, small_flux2_loras, small_flux_loras
+from tests.families import small_flux2, small_flux_loras
 from tests.families.small_flux2_loras import LAST_NORM, MODULATIONS, diffusers_style, factors
 from tests.families.small_flux_loras import comfy_style, fused_into, kohya_style, original_style
 from tests.pipeline.small_loras import Tensors, changed, error, loaded, write

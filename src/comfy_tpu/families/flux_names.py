@@ -1,4 +1,7 @@
-"""What Flux's own code calls the modules of diffusers, in both generations; ComfyUI and kohya's trainers do as it does."""
+"""What Flux's own code calls the modules of diffusers, in both generations.
+
+ComfyUI and kohya's trainers do as it does.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,8 +138,10 @@ def predict_5b(
     return wan.predict(module, latents, noisy * timestep, guidance_scale)
 
 
-def condition_5b(latents: torch.Tensor, pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    return {"condition": latents}
+def condition_5b(
+    frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
+    return {"condition": frames[0]}
 
 
 def finish_5b(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -164,7 +166,7 @@ WAN22_5B = dataclasses.replace(
     prepared_axes={**wan.PROMPT_AXES, "condition": ("dp",)},
     predict=predict_5b,
     workload=functools.partial(wan.workload, spatial_scale=16),
-    image=ImageInput(wan_image.encode_frames, condition_5b, required=False, first_only=True, finish=finish_5b),
+    image=ImageInput(wan_image.encode_frames, condition_5b, optional=("condition",), first_only=True, finish=finish_5b),
     published={
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
             **_A14B,
