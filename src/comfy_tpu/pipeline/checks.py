@@ -46,9 +46,9 @@ def _check_pictures(
 ) -> None:
     image = model.family.image
     known = {*shapes, *(image.optional if image is not None else ())}
-    if unknown := sorted(set(shared) - known):
+    if not set(shared) <= known:
         raise InvalidValueError(
-            f"the picture was encoded for another model: {model.model_name} does not read {', '.join(unknown)}; "
+            f"the picture was encoded for another model: {model.model_name} does not read {', '.join(sorted(shared))}; "
             + ("leave it out" if image is None else "encode it with this model")
         )
     _, channels, _, height, width = model.latent_shape(settings)
