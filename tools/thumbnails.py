@@ -23,6 +23,7 @@ PICTURES = {
     "wan22_tpu_basic": ("a blue star spinning on a white background", "Wan_2.2* Sampler* Decoder* Video"),
     "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Picture Wan_2.2* Decoder* Video"),
     "flux_tpu_basic": ("a red square growing on a gray background", "Flux* Sampler* Decoder* Picture"),
+    "flux2_tpu_basic": ("a green star growing on a white background", "Flux.2* Sampler* Decoder* Picture"),
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14

@@ -11,6 +11,7 @@ def pack(tmp_path_factory):
         "mine": '{"_class_name": "WanPipeline"}',
         "owner/theirs": '{"_class_name": "WanPipeline"}',
         "pair": '{"_class_name": "WanPipeline", "boundary_ratio": 0.875}',
+        "small klein": '{"_class_name": "Flux2KleinPipeline", "is_distilled": true}',
         "picture": '{"_class_name": "StableDiffusionPipeline"}',
         "broken": "{",
         "deep": "[" * 100_000,

@@ -11,6 +11,7 @@ from tests.comfy_pack.stock_nodes import NOTES, STOCK, VHS_ADDED, WIDGETS
 
 DIRECTORY = ROOT / "example_workflows"
 NAMES = [
+    "flux2_tpu_basic",
     "flux_tpu_basic",
     "hunyuanvideo15_tpu_basic",
     "wan21_native_tpu_model",
@@ -228,6 +229,7 @@ def test_the_demo_runs_without_a_download(schemas):
         ("wan21_tpu_full_pipeline", "Wan21TPUPipeline"),
         ("wan22_tpu_basic", "Wan22TPUSampler"),
         ("flux_tpu_basic", "FluxTPUSampler"),
+        ("flux2_tpu_basic", "Flux2TPUSampler"),
         ("hunyuanvideo15_tpu_basic", "HunyuanVideo15TPUSampler"),
     ],
 )

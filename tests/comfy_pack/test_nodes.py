@@ -70,6 +70,21 @@ FLUX_MODEL = ("model_id", "COMBO", {"default": FLUX[0], "options": FLUX})
 EULER = ("scheduler", "COMBO", {"default": "euler", "options": ["euler", "unipc", "dpm++"], "optional": True})
 STRENGTH = ("strength", "FLOAT", {"default": 0.6, "min": 0.01, "max": 1, "step": 0.01, "optional": True})
 IMAGES = [("images", "IMAGE")]
+FLUX2 = [
+    "black-forest-labs/FLUX.2-dev",
+    "black-forest-labs/FLUX.2-klein-4B",
+    "black-forest-labs/FLUX.2-klein-9B",
+    "black-forest-labs/FLUX.2-klein-base-4B",
+    "black-forest-labs/FLUX.2-klein-base-9B",
+]
+FLUX2_SAMPLING = [
+    *FLUX_SAMPLING[:2],
+    SAMPLING[3],
+    ("guidance_scale", "FLOAT", {"default": 4.0, "min": 0, "max": 20, "step": 0.1}),
+    SAMPLING[5],
+]
+FLUX2_MODEL = ("model_id", "COMBO", {"default": FLUX2[0], "options": [*FLUX2, "small klein"]})
+REFERENCES = [(name, "IMAGE", {"optional": True}) for name in ("image", "image_2", "image_3", "image_4")]
 HUNYUAN = [
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
@@ -136,6 +151,26 @@ SPECIFIED = {
         "Flux TPU Full Pipeline",
         "TPU/Flux",
         [PROMPTS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA, PICTURES[0], STRENGTH],
+        IMAGES,
+    ),
+    "Flux2TextEncoder": ("Flux.2 Text Encoder (TPU)", "TPU/Flux", [*PROMPTS, FLUX2_MODEL], BOTH),
+    "Flux2ImageEncoder": (
+        "Flux.2 Image Encoder (TPU)",
+        "TPU/Flux",
+        [("image", "IMAGE", {}), FLUX2_MODEL, *REFERENCES[1:]],
+        [("image_embeds", "TPU_IMAGE_EMBEDS")],
+    ),
+    "Flux2TPUSampler": (
+        "Flux.2 TPU Sampler",
+        "TPU/Flux",
+        [*EMBEDS, *FLUX2_SAMPLING, FLUX2_MODEL, EULER, LORA, EMBEDDED],
+        [("latents", "LATENT")],
+    ),
+    "Flux2TPUVAEDecoder": ("Flux.2 TPU VAE Decoder", "TPU/Flux", [("latents", "LATENT", {}), FLUX2_MODEL], IMAGES),
+    "Flux2TPUPipeline": (
+        "Flux.2 TPU Full Pipeline",
+        "TPU/Flux",
+        [*PROMPTS, *FLUX2_SAMPLING, FLUX2_MODEL, EULER, LORA, *REFERENCES],
         IMAGES,
     ),
     "HunyuanVideo15TextEncoder": (

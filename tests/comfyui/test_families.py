@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
-from tests.families import small_flux, small_hunyuan, wan_pipelines
+from tests.families import small_flux, small_flux2, small_hunyuan, wan_pipelines
 from tests.families.wan_pipelines import picture
 
 pytestmark = pytest.mark.comfyui
@@ -25,6 +26,7 @@ MODELS = {
     "wan22_tpu_basic.json": "small/pair",
     "wan22_tpu_image_to_video.json": "small/pair-from-pictures",
     "flux_tpu_basic.json": "small/flux",
+    "flux2_tpu_basic.json": "small/klein-base",
     "hunyuanvideo15_tpu_basic.json": "small/hunyuan",
 }
 DIRECTORIES: dict[str, Callable[[], Path]] = {
@@ -32,6 +34,8 @@ DIRECTORIES: dict[str, Callable[[], Path]] = {
     "small/pair-from-pictures": lambda: wan_pipelines.directory("2.2 image"),
     "small/5b": lambda: wan_pipelines.directory("5B image"),
     "small/flux": lambda: small_flux.directory("dev"),
+    "small/klein-base": lambda: small_flux2.directory("base"),
+    "small/klein": lambda: small_flux2.directory("klein"),
     "small/hunyuan": small_hunyuan.directory,
 }
 SIZE = {"height": 64, "width": 96}
@@ -117,3 +121,50 @@ def test_a_batch_of_pictures_is_refused(family_client: ComfyClient, tmp_path: Pa
     prompt[encoder]["inputs"]["image"] = ["twice", 0]
     error = family_client.fail(prompt)
     assert "image holds 2 pictures of 70×50, expected one" in error["exception_message"]
+
+
+def saved_picture(client: ComfyClient, prompt: Prompt) -> bytes:
+    (saver,) = nodes_of(prompt, "SaveImage")
+    (entry,) = client.succeed(prompt).outputs(saver)["images"]
+    with Image.open(io.BytesIO(client.view(entry))) as image:
+        assert image.size == (SIZE["width"], SIZE["height"])
+        return image.tobytes()
+
+
+def with_references(prompt: Prompt, model: str) -> None:
+    prompt["look"] = {"class_type": "LoadImage", "inputs": {"image": "reference.png"}}
+    given = {"model_id": model, "image": ["look", 0], "image_2": ["look", 0]}
+    prompt["seen"] = {"class_type": "Flux2ImageEncoder", "inputs": given}
+    (sampler,) = nodes_of(prompt, "Flux2TPUSampler")
+    prompt[sampler]["inputs"]["image_embeds"] = ["seen", 0]
+
+
+@pytest.mark.parametrize("model", ["small/klein", "small/klein-base"])
+def test_flux2_looks_at_pictures_and_one_node_draws_the_same_as_four(model: str, family_client: ComfyClient) -> None:
+    content = io.BytesIO()
+    picture(3, 100, 75).save(content, "PNG")
+    family_client.upload("reference.png", content.getvalue())
+    prompt = prompt_of("flux2_tpu_basic.json", model, family_client)
+    without = saved_picture(family_client, prompt)
+    with_references(prompt, model)
+    looked = saved_picture(family_client, prompt)
+    assert looked != without
+    (encoder,), (sampler,) = nodes_of(prompt, "Flux2TextEncoder"), nodes_of(prompt, "Flux2TPUSampler")
+    (decoder,), (saver,) = nodes_of(prompt, "Flux2TPUVAEDecoder"), nodes_of(prompt, "SaveImage")
+    given = prompt[encoder]["inputs"] | prompt[sampler]["inputs"] | {"image": ["look", 0], "image_2": ["look", 0]}
+    for name in ("prompt_embeds", "negative_prompt_embeds", "image_embeds"):
+        del given[name]
+    whole = {"look": prompt["look"], decoder: {"class_type": "Flux2TPUPipeline", "inputs": given}, saver: prompt[saver]}
+    assert saved_picture(family_client, whole) == looked
+
+
+def test_only_klein_base_reads_the_negative_prompt(family_client: ComfyClient) -> None:
+    drawn = {}
+    for model in ("small/klein", "small/klein-base"):
+        for negative in ("", "blue background"):
+            prompt = prompt_of("flux2_tpu_basic.json", model, family_client)
+            (encoder,) = nodes_of(prompt, "Flux2TextEncoder")
+            prompt[encoder]["inputs"]["negative_prompt"] = negative
+            drawn[model, negative] = saved_picture(family_client, prompt)
+    assert drawn["small/klein", ""] == drawn["small/klein", "blue background"]
+    assert drawn["small/klein-base", ""] != drawn["small/klein-base", "blue background"]

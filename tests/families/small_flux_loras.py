@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import torch
-from diffusers import FluxPipeline
+from diffusers import DiffusionPipeline
 
 from tests.families import small_flux
 from tests.pipeline.small_loras import Tensors, random
@@ -98,8 +98,13 @@ def in_diffusers(made: Factors) -> Factors:
 
 
 def diffusers_style(made: Factors) -> Tensors:
+    return peft_style(in_diffusers(made))
+
+
+def peft_style(parted: Factors) -> Tensors:
+    """Of what has diffusers' names."""
     tensors = {}
-    for name, (up, down) in in_diffusers(made).items():
+    for name, (up, down) in parted.items():
         tensors |= {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
     return tensors
 
@@ -133,8 +138,12 @@ def original_style(made: Factors) -> Tensors:
 
 def fused(path: Path, strength: float, variant: str = "dev") -> Tensors:
     """The weights of the small transformer after diffusers has put the LoRA into them."""
-    parts = dict(small_flux.reference(variant).components)
-    pipeline = FluxPipeline(**parts | {"transformer": copy.deepcopy(parts["transformer"])})
+    return fused_into(small_flux.reference(variant), path, strength)
+
+
+def fused_into(reference: DiffusionPipeline, path: Path, strength: float) -> Tensors:
+    parts = dict(reference.components)
+    pipeline = type(reference)(**parts | {"transformer": copy.deepcopy(parts["transformer"])})
     pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="own")
     pipeline.set_adapters(["own"], [strength])
     pipeline.fuse_lora()

@@ -13,6 +13,7 @@ from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import Lora, ResidencyConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families import flux
+from comfy_tpu.families.flux_names import flux_names
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -112,7 +113,7 @@ def test_the_last_norm_scales_before_it_shifts(tmp_path: Path) -> None:
 def test_every_module_is_known_by_its_original_name() -> None:
     """The names of Flux's own code, written out for one block of each kind."""
     files = ModelFiles.open(small_flux.directory("dev"))
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, flux.lora_names)
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, flux_names)
     norms = ("query_norm.scale", "key_norm.scale")
     names = [f"double_blocks.0.{name}" for name in small_flux_loras.DOUBLE_BLOCK]
     names += [f"double_blocks.0.{stream}_attn.norm.{norm}" for stream in ("img", "txt") for norm in norms]

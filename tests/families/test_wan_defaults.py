@@ -40,25 +40,34 @@ def shift(files: ModelFiles, *arguments: str) -> float:
     return make_settings(files.defaults, chosen, files.family.limits).flow_shift
 
 
-@pytest.mark.parametrize("kind", KINDS)
+PAIRS = ("2.2", "2.2 image")
+OTHERS = [kind for kind in KINDS if kind not in PAIRS]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_the_scheduler_folder_says_the_shift(kind: str) -> None:
     found = ModelFiles.open(wan_pipelines.directory(kind)).defaults
     assert found.flow_shift == wan_pipelines.reference(kind).scheduler.config.flow_shift
 
 
 @pytest.mark.parametrize("name", ["flow_shift", "shift"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OTHERS)
 def test_by_either_name(kind: str, name: str, tmp_path: Path) -> None:
     assert model(kind, tmp_path / "m", {name: 7}).defaults.flow_shift == 7.0
 
 
 @pytest.mark.parametrize("scheduler", [None, {}])
 def test_without_one_it_is_the_family_s(scheduler: dict[str, Any] | None, tmp_path: Path) -> None:
-    assert model("2.2", tmp_path / "m", scheduler).defaults.flow_shift == wan22.WAN22.defaults.flow_shift
+    assert model("5B", tmp_path / "m", scheduler).defaults.flow_shift == wan22.WAN22_5B.defaults.flow_shift
+
+
+@pytest.mark.parametrize(("kind", "expected"), zip(PAIRS, (12.0, 5.0), strict=True))
+def test_a_pair_has_its_authors_shift_whatever_the_conversion_wrote(kind: str, expected: float, tmp_path: Path) -> None:
+    assert model(kind, tmp_path / "m", {"flow_shift": 3.0}).defaults.flow_shift == expected
 
 
 def test_generation_json_has_the_last_word(tmp_path: Path) -> None:
-    assert model("2.2", tmp_path / "m", {"flow_shift": 7.0}, {"flow_shift": 4.0}).defaults.flow_shift == 4.0
+    assert model("5B", tmp_path / "m", {"flow_shift": 7.0}, {"flow_shift": 4.0}).defaults.flow_shift == 4.0
 
 
 @pytest.mark.parametrize(

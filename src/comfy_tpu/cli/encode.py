@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli import session as sessions
     from comfy_tpu.pipeline import artifacts
-    from comfy_tpu.pipeline.images import fingerprint
 
     prompt = options.read_prompt(arguments)
     images = options.read_images(arguments)
@@ -31,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     there = sessions.artifact_there(output, "text", arguments.force)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
-        session.pictures = fingerprint(images)
+        session.take(images)
         if session.is_there(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
         embeddings = session.pipeline.encode(prompt, settings, images)

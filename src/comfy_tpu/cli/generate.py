@@ -24,14 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli import session as sessions
     from comfy_tpu.pipeline import media
-    from comfy_tpu.pipeline.images import fingerprint
 
     prompt = options.read_prompt(arguments)
     images = options.read_images(arguments)
     sessions.check_video_output(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
-        session.pictures = fingerprint(images)
+        session.take(images)
         own = PICTURE if session.makes_pictures else OUTPUT
         output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)

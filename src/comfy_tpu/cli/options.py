@@ -69,18 +69,24 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 
 def add_images(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--image", type=Path, metavar="PICTURE", help="the first frame of a video, or a picture to start from"
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PICTURE",
+        help="the first frame of a video, a picture to start from, or one to look at, as often as the model takes one",
     )
     parser.add_argument("--last-image", type=Path, metavar="PICTURE", help="the last frame, for models that take one")
 
 
 def read_images(arguments: argparse.Namespace) -> list[Image]:
-    """The first and the last frame, as far as they are given."""
+    """The last frame behind all others."""
     from comfy_tpu.pipeline.images import read_image
 
-    if arguments.last_image is not None and arguments.image is None:
+    if arguments.last_image is not None and not arguments.image:
         raise InvalidValueError("last_image is given without a first one; give --image too")
-    return [read_image(path) for path in (arguments.image, arguments.last_image) if path is not None]
+    last = [] if arguments.last_image is None else [arguments.last_image]
+    return [read_image(path) for path in (*arguments.image, *last)]
 
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:

@@ -32,7 +32,7 @@ from comfy_tpu.cli.progress import Display, say
 from comfy_tpu.config import CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts, atomic, media, picture, video
-from comfy_tpu.pipeline.images import as_frame
+from comfy_tpu.pipeline.images import as_frame, fingerprint
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.settings import make_settings
 
@@ -59,6 +59,12 @@ class Session:
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
 
+    def take(self, images: Sequence[Image]) -> None:
+        """Notes which pictures are given."""
+        if self.arguments.last_image is not None and self.makes_pictures:
+            raise InvalidValueError("last_image is for videos; leave it out")
+        self.pictures = fingerprint(images)
+
     def begin_with(
         self, images: Sequence[Image], settings: GenerationSettings
     ) -> tuple[picture.Beginning | None, Sequence[Image]]:
@@ -72,7 +78,10 @@ class Session:
         if not starts or not images:
             return None, images
         if len(images) > 1:
-            raise InvalidValueError("last_image is for videos; leave it out")
+            raise InvalidValueError(
+                f"image is given {len(images)} times, but model {self.pipeline.model_name} starts from one picture; "
+                "leave the others out"
+            )
         self._from_picture = {"strength": str(self._strength)}
         return self.pipeline.encode_picture(as_frame(images[0], settings), settings, self._strength), ()
 

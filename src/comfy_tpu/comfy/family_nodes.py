@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -57,7 +58,7 @@ class TextEncoder(FamilyNode):
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
         given, made = [inputs.prompt(family)], ["prompt"]
-        if not family.picture:
+        if family.negative:
             given, made = [*given, inputs.negative_prompt(family)], [*made, "negative prompt"]
         return cls.schema(
             "Text Encoder (TPU)",
@@ -77,12 +78,18 @@ class TextEncoder(FamilyNode):
     @classmethod
     def execute(cls, prompt: str, model_id: str, negative_prompt: str | None = None) -> io.NodeOutput:
         family = cls.FAMILY
-        # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
-        chosen = {} if family.picture else {"negative_prompt": negative_prompt, "guidance_scale": 2.0}
         with pipeline_run(family, model_id, {"encoding": 1}) as pipeline:
-            embeddings = pipeline.encode_text(prompt, pipeline.settings(**chosen))
+            from comfy_tpu.pipeline.checks import warn_of_ignored
+
+            chosen = pipeline.settings(negative_prompt=negative_prompt)
+            warn_of_ignored(pipeline.family, pipeline.defaults, chosen)
+            # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
+            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0))
         _warn_of_cut(embeddings.cut)
-        branches = [branch for branch in (embeddings.positive, embeddings.negative) if branch is not None]
+        branches = [embeddings.positive]
+        if family.negative:
+            nothing = {name: torch.zeros_like(row) for name, row in embeddings.positive.items()}
+            branches.append(embeddings.negative or nothing)  # some models of the family have no branch for it
         return io.NodeOutput(*(to_conditioning(branch, family.extras) for branch in branches))
 
 
@@ -92,27 +99,32 @@ class ImageEncoder(FamilyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
-        first = io.Image.Input("image", tooltip="The first frame: one picture of any size, resized to the video's.")
-        last = [inputs.image("last_image", "last")] if family.last_image else []
-        ending = ", and maybe the one that it ends with" if family.last_image else ""
-        return cls.schema(
-            "Image Encoder (TPU)",
-            f"Reads the picture that a video begins with{ending}, on the device.",
-            [first, *inputs.size(family), inputs.model_id(family), *last],
-            [inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler, at the same size.")],
-        )
+        model = inputs.model_id(family)
+        if family.images == "references":
+            first, *more = inputs.REFERENCES
+            what, size = "Reads pictures to look at beside the prompt", ""
+            given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
+        else:
+            frame = io.Image.Input("image", tooltip="The first frame: one picture of any size, resized to the video's.")
+            last = [inputs.frame("last_image", "last")] if family.last_image else []
+            ending = ", and maybe the one that it ends with" if family.last_image else ""
+            what, size = f"Reads the picture that a video begins with{ending}", ", at the same size"
+            given = [frame, *inputs.size(family), model, *last]
+        made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
+        return cls.schema("Image Encoder (TPU)", f"{what}, on the device.", given, [made])
 
     @classmethod
     def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
         return _check_frames(num_frames)
 
     @classmethod
-    def execute(cls, image: Any, model_id: str, last_image: Any = None, **size: Any) -> io.NodeOutput:
-        given = _pictures(image=image, last_image=last_image)
-        inputs.check_whole(num_frames=size["num_frames"])
-        latent_frames = (size["num_frames"] - 1) // inputs.FRAMES_STEP + 1
-        with pipeline_run(cls.FAMILY, model_id, {"encoding": latent_frames}) as pipeline:
-            return io.NodeOutput(pipeline.encode_images(given, _settings(pipeline, **size)))
+    def execute(cls, model_id: str, **chosen: Any) -> io.NodeOutput:
+        given = _pictures(chosen)
+        inputs.check_whole(**_counted(chosen))
+        count = _latent_frames(chosen) if "num_frames" in chosen else len(given)
+        with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
+            settings = _settings(pipeline, **chosen) if chosen else pipeline.settings()
+            return io.NodeOutput(pipeline.encode_images(given, settings))
 
 
 class Sampler(FamilyNode):
@@ -121,7 +133,7 @@ class Sampler(FamilyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
-        negative = [] if family.picture else [inputs.negative_prompt_embeds()]
+        negative = [inputs.negative_prompt_embeds(family)] if family.negative else []
         given = [
             inputs.prompt_embeds(family),
             *negative,
@@ -137,7 +149,7 @@ class Sampler(FamilyNode):
         return cls.schema(
             "TPU Sampler",
             f"Denoises a {family.noun}'s latents from the prompt, on all chips.",
-            [*given, *([inputs.image_embeds(family)] if family.images else [])],
+            [*given, *([inputs.image_embeds(family)] if family.encodes_images else [])],
             [latents] if family.picture else [latents, frames],
         )
 
@@ -164,7 +176,7 @@ class Sampler(FamilyNode):
 
             settings = _settings(pipeline, **chosen)
             given = {"prompt_embeds": prompt_embeds}
-            if not family.picture:
+            if family.negative:
                 given["negative_prompt_embeds"] = negative_prompt_embeds or []
             positive, *negative = _branches(family, pipeline, settings, given)
             embeddings = PromptEmbeddings("", positive, negative[0] if negative else None, shared=shared)
@@ -206,22 +218,17 @@ class Pipeline(FamilyNode):
         family = cls.FAMILY
         given = [
             inputs.prompt(family),
-            *([] if family.picture else [inputs.negative_prompt(family)]),
+            *([inputs.negative_prompt(family)] if family.negative else []),
             *inputs.sampling(family),
             *([] if family.picture else [inputs.fps(family)]),
             inputs.model_id(family),
             inputs.scheduler(family),
             inputs.lora(),
         ]
-        pictures = [inputs.image("image", "first")] if family.images else []
-        if family.images and family.last_image:
-            pictures.append(inputs.image("last_image", "last"))
-        if family.picture:
-            pictures = inputs.picture_to_start_from()
         return cls.schema(
             "TPU Full Pipeline",
             f"From a prompt to a {family.noun} in one node: text encoder, transformer and VAE, all on the device.",
-            [*given, *pictures],
+            [*given, *inputs.pictures(family)],
             inputs.frame_outputs(family),
         )
 
@@ -236,21 +243,18 @@ class Pipeline(FamilyNode):
         model_id: str,
         fps: int | None = None,
         lora: Any = None,
-        image: Any = None,
-        last_image: Any = None,
         strength: float = 1.0,
         **chosen: Any,
     ) -> io.NodeOutput:
         inputs.check_whole(**_counted(chosen), **({} if fps is None else {"fps": fps}))
-        given = _pictures(image=image, last_image=last_image)
-        latent_frames = (chosen.get("num_frames", 1) - 1) // inputs.FRAMES_STEP + 1
-        stages = {"denoising": chosen["num_inference_steps"], "decoding": latent_frames}
+        given = _pictures(chosen)
+        stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(chosen)}
         with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _settings(pipeline, fps=fps, **chosen)
             beginning = None
-            if given and cls.FAMILY.picture:
+            if given and cls.FAMILY.images == "beginning":
                 beginning = pipeline.encode_picture(as_frame(given.pop(), settings), settings, strength)
             embeddings = pipeline.encode(prompt, settings, given)
             _warn_of_cut(embeddings.cut)
@@ -260,7 +264,7 @@ class Pipeline(FamilyNode):
 
 
 def nodes_of(family: NodeFamily) -> list[type[io.ComfyNode]]:
-    kinds = [TextEncoder, *([ImageEncoder] if family.images else []), Sampler, VAEDecoder, Pipeline]
+    kinds = [TextEncoder, *([ImageEncoder] if family.encodes_images else []), Sampler, VAEDecoder, Pipeline]
     return [type(f"{family.key}{kind.KIND}", (kind,), {"FAMILY": family}) for kind in kinds]
 
 
@@ -278,11 +282,16 @@ def _check_frames(num_frames: int | None) -> bool | str:
     return True if num_frames is None else inputs.frames_problem(num_frames) or True
 
 
-def _pictures(**given: Any) -> list[Any]:
-    """The first and the last, as far as they are there."""
+def _pictures(chosen: dict[str, Any]) -> list[Any]:
+    """Taken out of what was chosen, in the order in which a model reads them, as far as they are there."""
+    given = {name: chosen.pop(name, None) for name in (*inputs.REFERENCES, "last_image")}
     if given["image"] is None and given["last_image"] is not None:
         raise InvalidValueError("last_image is given without image; connect the first frame too")
     return [from_images(name, images) for name, images in given.items() if images is not None]
+
+
+def _latent_frames(chosen: Mapping[str, Any]) -> int:
+    return int(chosen.get("num_frames", 1) - 1) // inputs.FRAMES_STEP + 1
 
 
 def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:

@@ -20,6 +20,8 @@ FRAMES_MIN, FRAMES_MAX, FRAMES_STEP = 17, 121, 4
 LORA_TYPE = io.Custom("TPU_LORA")
 """A tuple of `Lora`."""
 
+REFERENCES = ("image", "image_2", "image_3", "image_4")
+
 IMAGE_TYPE = io.Custom("TPU_IMAGE_EMBEDS")
 """Tensors by name: what a model reads of pictures."""
 
@@ -39,7 +41,7 @@ def negative_prompt(family: NodeFamily) -> io.Input:
         multiline=True,
         dynamic_prompts=True,
         default=family.defaults.negative_prompt,
-        tooltip="What the video should not show. Has an effect where guidance_scale is over 1.",
+        tooltip=f"What the {family.noun} should not show. {family.negative_help}",
     )
 
 
@@ -50,10 +52,8 @@ def prompt_embeds(family: NodeFamily) -> io.Input:
     )
 
 
-def negative_prompt_embeds() -> io.Input:
-    return io.Conditioning.Input(
-        "negative_prompt_embeds", tooltip="The negative prompt. Not used where guidance_scale is 1 or less."
-    )
+def negative_prompt_embeds(family: NodeFamily) -> io.Input:
+    return io.Conditioning.Input("negative_prompt_embeds", tooltip=f"The negative prompt. {family.negative_help}")
 
 
 def size(family: NodeFamily) -> list[io.Input]:
@@ -134,7 +134,25 @@ def _second_guidance(family: NodeFamily) -> io.Input:
     )
 
 
-def image(name: str, which: str) -> io.Input:
+def pictures(family: NodeFamily) -> list[io.Input]:
+    """As a full pipeline takes them."""
+    if family.images == "beginning":
+        return picture_to_start_from()
+    if family.images == "references":
+        return [reference(name) for name in REFERENCES]
+    last = [frame("last_image", "last")] if family.last_image else []
+    return [frame("image", "first"), *last] if family.images else []
+
+
+def reference(name: str, *, optional: bool = True) -> io.Input:
+    return io.Image.Input(
+        name,
+        optional=optional,
+        tooltip="A picture to look at: one, of any size. More than a million pixels are made fewer.",
+    )
+
+
+def frame(name: str, which: str) -> io.Input:
     return io.Image.Input(
         name,
         optional=True,
@@ -160,10 +178,9 @@ def picture_to_start_from() -> list[io.Input]:
 
 
 def image_embeds(family: NodeFamily) -> io.Input:
+    use = "pictures to look at" if family.images == "references" else "models that begin with a picture"
     return IMAGE_TYPE.Input(
-        "image_embeds",
-        optional=True,
-        tooltip=f"From {family.name} Image Encoder (TPU), for models that begin with a picture.",
+        "image_embeds", optional=True, tooltip=f"From {family.name} Image Encoder (TPU), for {use}."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 
@@ -35,7 +35,10 @@ class NodeFamily:
     filled: bool = True
     """Shorter texts are filled up with zeros, which is what the model was trained on."""
     picture: bool = False
-    """It makes pictures: no frames, no fps, no negative prompt."""
+    """It makes pictures: no frames, no fps."""
+    negative: bool = True
+    """Some of its models have a branch for a negative prompt."""
+    negative_help: str = "Has an effect where guidance_scale is over 1."
     size_max: int = 1280
     schedulers: tuple[str, ...] = ("unipc", "euler", "dpm++")
     scheduler_help: str = "unipc is Wan's own; euler is the plainest; dpm++ is the multistep one"
@@ -44,10 +47,10 @@ class NodeFamily:
     )
     sizes_help: str = "720P is 1280×720, 480P is 848×480."
     has_demo: bool = False
-    images: bool = False
-    """Some of its models begin with a picture."""
+    images: Literal["", "frame", "beginning", "references"] = ""
+    """What pictures are to some of its models: the first frame, one to start from and make anew, or some to look at."""
     last_image: bool = True
-    """And some of those end with one."""
+    """Some of those that begin with a frame end with one."""
     second_guidance: bool = False
     """Some of its models have two transformers."""
     shift_max: float = 10.0
@@ -61,6 +64,11 @@ class NodeFamily:
     @property
     def noun(self) -> str:
         return "picture" if self.picture else "video"
+
+    @property
+    def encodes_images(self) -> bool:
+        """A node of their own does."""
+        return self.images in ("frame", "references")
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -89,7 +97,7 @@ WAN21 = NodeFamily(
     defaults=GenerationSettings(),
     latent_format="Wan21",
     has_demo=True,
-    images=True,
+    images="frame",
 )
 
 WAN22 = NodeFamily(
@@ -104,7 +112,7 @@ WAN22 = NodeFamily(
     accepts=lambda index: index.get("_class_name") in _WAN_PIPELINES and _is_wan22(index),
     defaults=GenerationSettings(num_inference_steps=40, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
     latent_format="Wan21",
-    images=True,
+    images="frame",
     second_guidance=True,
     shift_max=20.0,
     shift_help="12 for text-to-video A14B, 5 for image-to-video A14B and the 5B",
@@ -127,11 +135,38 @@ FLUX = NodeFamily(
     extras={"pooled": "pooled_output"},
     filled=False,
     picture=True,
+    negative=False,
+    images="beginning",
     size_max=2048,
     schedulers=("euler", "unipc", "dpm++"),
     scheduler_help="euler is Flux's own; unipc and dpm++ are multistep ones",
     guidance_help="How closely to follow the prompt: a number that dev reads. It has no effect on schnell.",
     sizes_help="About a million pixels in all: 1024×1024, 1152×896, 1344×768.",
+)
+
+FLUX2 = dataclasses.replace(
+    FLUX,
+    key="Flux2",
+    name="Flux.2",
+    hub_models=(
+        "black-forest-labs/FLUX.2-dev",
+        "black-forest-labs/FLUX.2-klein-4B",
+        "black-forest-labs/FLUX.2-klein-9B",
+        "black-forest-labs/FLUX.2-klein-base-4B",
+        "black-forest-labs/FLUX.2-klein-base-9B",
+    ),
+    accepts=lambda index: index.get("_class_name") in ("Flux2Pipeline", "Flux2KleinPipeline"),
+    defaults=dataclasses.replace(FLUX.defaults, num_inference_steps=50, guidance_scale=4.0),
+    latent_format="Flux2",
+    encoder="Flux.2's language model",
+    native_encoder=" or from ComfyUI's CLIP Text Encode with Flux.2's encoder",
+    extras={},
+    negative=True,
+    negative_help="Has an effect on klein base alone, where guidance_scale is over 1.",
+    images="references",
+    scheduler_help="euler is Flux.2's own; unipc and dpm++ are multistep ones",
+    guidance_help="How closely to follow the prompt: a number that dev reads, and the weight of the prompt against the "
+    "negative one in klein base. It has no effect on klein.",
 )
 
 HUNYUAN = NodeFamily(
@@ -156,9 +191,9 @@ HUNYUAN = NodeFamily(
     scheduler_help="euler is HunyuanVideo's own; unipc and dpm++ are multistep ones",
     shift_max=20.0,
     shift_help="9 for the 720P model, 5 for the 480P model",
-    images=True,
+    images="frame",
     last_image=False,
     trained_fps="24",
 )
 
-NODE_FAMILIES: tuple[NodeFamily, ...] = (WAN21, WAN22, FLUX, HUNYUAN)
+NODE_FAMILIES: tuple[NodeFamily, ...] = (WAN21, WAN22, FLUX, FLUX2, HUNYUAN)

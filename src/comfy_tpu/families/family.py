@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
@@ -68,22 +69,33 @@ class TextEncoder:
 
 
 @dataclasses.dataclass(frozen=True)
+class References:
+    """Pictures to look at, each in a size of its own."""
+
+    fit: Callable[[Image], Image]
+    """Brings one to a size that the VAE takes, or refuses it."""
+    most: int
+    """How many may be given."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """How a family begins with a picture that is given, and may end with another one."""
+    """How a family begins with a picture that is given, and may end with another one; or looks at some."""
 
     encode_frames: Callable[..., tuple[torch.Tensor, Cache]]
     """(the VAE's module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame
     of the transformer's latents, and the cache after it."""
-    condition: Callable[[torch.Tensor, int, GenerationSettings], dict[str, torch.Tensor]]
-    """(latents of the pictures' video, how many pictures, settings) -> embeddings by name, on the host."""
+    condition: Callable[[Sequence[torch.Tensor], int, GenerationSettings], dict[str, torch.Tensor]]
+    """(latents of the pictures' video frame by frame, how many pictures, settings) -> embeddings by name, on the host.
+    Of references, the latents of each."""
     encoder: ComponentSpec | None = None
     """Of the picture's content, beside the VAE."""
     embed: Callable[..., dict[str, torch.Tensor]] | None = None
     """(the encoder's module, pixel_values) -> embeddings by name."""
     processor: str = "image_processor"
     """The folder that says how `pixel_values` are made."""
-    required: bool = True
-    """Without a picture the model makes nothing."""
+    optional: tuple[str, ...] = ()
+    """Embeddings that the model may do without. None: without a picture it makes nothing."""
     last: bool = False
     """A last picture may be given too."""
     first_only: bool = False
@@ -91,6 +103,8 @@ class ImageInput:
     fit: Literal["squeeze", "crop"] = "squeeze"
     """How a picture of another shape becomes a frame. squeeze: all of it, resized to the frame; the encoder beside the
     VAE sees it as it was given. crop: its middle, and nobody sees the rest."""
+    references: References | None = None
+    """The pictures are not frames."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     """(latents after the last step, embeddings) -> latents, on the host."""
 

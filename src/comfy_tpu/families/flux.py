@@ -16,8 +16,8 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, TextEncoder, VideoFamily
+from comfy_tpu.families.flux_names import flux_names
 from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
-from comfy_tpu.families.lora_names import ALL, Rows, renamed, rows_of_fused, swapped_halves
 from comfy_tpu.families.modulation import Modulation
 from comfy_tpu.families.schedulers import dpm, unipc
 from comfy_tpu.families.text_encoders import clip_component, encoded_t5, pooled_clip, t5_component
@@ -262,49 +262,6 @@ def encode_picture(module: Any, picture: torch.Tensor, noise: torch.Tensor) -> t
     return ((sample - mean) / std).unsqueeze(2)
 
 
-_ORIGINAL_NAMES = (
-    (r"^single_transformer_blocks\.(\d+)\.(?:attn\.to_[qkv]|proj_mlp)$", r"single_blocks.\1.linear1"),
-    (r"^single_transformer_blocks\.(\d+)\.proj_out$", r"single_blocks.\1.linear2"),
-    (r"^single_transformer_blocks\.(\d+)\.norm\.linear$", r"single_blocks.\1.modulation.lin"),
-    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_q$", r"single_blocks.\1.norm.query_norm.scale"),
-    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_k$", r"single_blocks.\1.norm.key_norm.scale"),
-    (r"^transformer_blocks\.", "double_blocks."),
-    (r"\bnorm1\.linear$", "img_mod.lin"),
-    (r"\bnorm1_context\.linear$", "txt_mod.lin"),
-    (r"\battn\.to_[qkv]$", "img_attn.qkv"),
-    (r"\battn\.add_[qkv]_proj$", "txt_attn.qkv"),
-    (r"\battn\.to_out\.0$", "img_attn.proj"),
-    (r"\battn\.to_add_out$", "txt_attn.proj"),
-    (r"\battn\.norm_q$", "img_attn.norm.query_norm.scale"),
-    (r"\battn\.norm_k$", "img_attn.norm.key_norm.scale"),
-    (r"\battn\.norm_added_q$", "txt_attn.norm.query_norm.scale"),
-    (r"\battn\.norm_added_k$", "txt_attn.norm.key_norm.scale"),
-    (r"\bff\.net\.0\.proj$", "img_mlp.0"),
-    (r"\bff\.net\.2$", "img_mlp.2"),
-    (r"\bff_context\.net\.0\.proj$", "txt_mlp.0"),
-    (r"\bff_context\.net\.2$", "txt_mlp.2"),
-    (r"^time_text_embed\.timestep_embedder\.", "time_in."),
-    (r"^time_text_embed\.guidance_embedder\.", "guidance_in."),
-    (r"^time_text_embed\.text_embedder\.", "vector_in."),
-    (r"\blinear_1$", "in_layer"),
-    (r"\blinear_2$", "out_layer"),
-    (r"^x_embedder$", "img_in"),
-    (r"^context_embedder$", "txt_in"),
-    (r"^norm_out\.linear$", "final_layer.adaLN_modulation.1"),
-    (r"^proj_out$", "final_layer.linear"),
-)
-
-
-def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
-    """What Flux's own code calls a module of diffusers'; ComfyUI and kohya's trainers do as it does."""
-    rows = rows_of_fused(module, shape) or ALL
-    if module.endswith(".proj_mlp"):  # behind query, key and value
-        rows = (slice(3 * shape[1], 3 * shape[1] + shape[0]),)
-    elif module == "norm_out.linear":
-        rows = swapped_halves(shape)
-    return {renamed(module, _ORIGINAL_NAMES): rows}
-
-
 def picture_tokens(settings: GenerationSettings) -> int:
     return (settings.height // 16) * (settings.width // 16)
 
@@ -465,7 +422,7 @@ FLUX_DEV = VideoFamily(
     workload=workload,
     published={"black-forest-labs/FLUX.1-dev": {**_PUBLISHED, "guidance_embeds": True}},
     guidance="embedded",
-    lora_names=lora_names,
+    lora_names=flux_names,
 )
 
 FLUX_SCHNELL = dataclasses.replace(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, VideoFamily
+from comfy_tpu.families.flux2_image import IMAGE_INPUT, statistics
 from comfy_tpu.families.flux2_text import DEV_TEXT, KLEIN_TEXT
+from comfy_tpu.families.flux_names import flux2_names
 from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
 from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import dpm, euler_from_one, unipc
@@ -181,25 +183,35 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
     return {"text": (settings.max_sequence_length, {**_DEV, **config}["joint_attention_dim"])}
 
 
-def prepare(module: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What of the prompt's embeddings no step changes."""
-    return {"text": module.context_embedder(text.to(module.context_embedder.weight.dtype))}
+def prepare(module: Any, text: torch.Tensor, **references: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What of the embeddings no step changes. Pictures are [batch, rows, columns, features] then."""
+    dtype = module.x_embedder.weight.dtype
+    seen = {name: module.x_embedder(x.squeeze(2).permute(0, 2, 3, 1).to(dtype)) for name, x in references.items()}
+    return {"text": module.context_embedder(text.to(module.context_embedder.weight.dtype)), **seen}
 
 
 def predict(
-    module: Any, latents: torch.Tensor, timestep: torch.Tensor, guidance_scale: torch.Tensor, text: torch.Tensor
+    module: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    text: torch.Tensor,
+    **references: torch.Tensor,
 ) -> torch.Tensor:
-    """diffusers' forward, from what `prepare` made of the prompt."""
+    """diffusers' forward, from what `prepare` made of the prompt and of pictures to look at."""
     batch, _, _, height, width = latents.shape
     dtype = module.x_embedder.weight.dtype
-    hidden = module.x_embedder(latents.squeeze(2).flatten(2).transpose(1, 2).to(dtype))
+    looked_at = [references[name] for name in sorted(references)]
+    made = module.x_embedder(latents.squeeze(2).flatten(2).transpose(1, 2).to(dtype))
+    hidden = torch.cat((made, *(picture.flatten(1, 2) for picture in looked_at)), dim=1)
     embed = module.time_guidance_embed
     condition = embed.timestep_embedder(embed.time_proj(timestep.expand(batch)))
     if embed.guidance_embedder is not None:
         condition = condition + embed.guidance_embedder(embed.time_proj(1000 * guidance_scale.expand(batch)))
     condition = condition.to(dtype)
     text_tokens = text.shape[1]
-    rotary = rope_tables(module.pos_embed, text_tokens, height, width, latents.device)
+    sizes = [(height, width), *((picture.shape[1], picture.shape[2]) for picture in looked_at)]
+    rotary = rope_tables(module.pos_embed, text_tokens, sizes, latents.device)
     of_picture, of_text = module.double_stream_modulation_img(condition), module.double_stream_modulation_txt(condition)
     for block in module.transformer_blocks:
         text, hidden = block(
@@ -214,46 +226,50 @@ def predict(
     for block in module.single_transformer_blocks:
         hidden = block(hidden_states=hidden, encoder_hidden_states=None, temb_mod=of_both, image_rotary_emb=rotary)
     _, hidden = parted(hidden, text_tokens)
-    velocity: torch.Tensor = module.proj_out(module.norm_out(hidden, condition))
+    velocity: torch.Tensor = module.proj_out(module.norm_out(hidden[:, : height * width], condition))
     return velocity.transpose(1, 2).unflatten(2, (1, height, width))
 
 
 def rope_tables(
-    positions: Any, text_tokens: int, rows: int, columns: int, device: torch.device
+    positions: Any, text_tokens: int, pictures: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `joined`.
 
     Of each of the four axes on the host, in float64 as diffusers has it, and put together on the devices. The picture
-    is at 0, row, column, 0, and the text at 0, 0, 0, token.
+    that is made is at 0, row, column, 0, those that are looked at are at 10, 20 and so on, and the text is at
+    0, 0, 0, token.
     """
+    rows, columns = (max(sizes) for sizes in zip(*pictures, strict=True))
     pairs = [size // 2 for size in positions.axes_dim]
+    places = (10 * np.arange(len(pictures)), np.arange(rows), np.arange(columns), np.arange(text_tokens))
     angles = [
-        np.outer(np.arange(count), 1.0 / positions.theta ** (np.arange(size) / size))
-        for count, size in zip((1, rows, columns, text_tokens), pairs, strict=True)
+        np.outer(place, 1.0 / positions.theta ** (np.arange(size) / size))
+        for place, size in zip(places, pairs, strict=True)
     ]
 
     def table(function: Any) -> torch.Tensor:
         time, down, across, along = (torch.from_numpy(function(x).astype(np.float32)).to(device) for x in angles)
-        picture = torch.cat(
-            (
-                time.unsqueeze(0).expand(rows, columns, -1),
-                down.unsqueeze(1).expand(-1, columns, -1),
-                across.unsqueeze(0).expand(rows, -1, -1),
-                along[:1].unsqueeze(0).expand(rows, columns, -1),
-            ),
-            dim=-1,
-        )
+
+        def picture(number: int, rows: int, columns: int) -> torch.Tensor:
+            axes = (
+                time[number].expand(rows, columns, -1),
+                down[:rows].unsqueeze(1).expand(-1, columns, -1),
+                across[:columns].unsqueeze(0).expand(rows, -1, -1),
+                along[0].expand(rows, columns, -1),
+            )
+            return torch.cat(axes, dim=-1).flatten(0, 1)
+
+        seen = torch.cat([picture(number, *size) for number, size in enumerate(pictures)])
         text = torch.cat((*(x[:1].expand(text_tokens, -1) for x in (time, down, across)), along), dim=-1)
-        return joined(text.unsqueeze(0), picture.flatten(0, 1).unsqueeze(0)).unsqueeze(2)
+        return joined(text.unsqueeze(0), seen.unsqueeze(0)).unsqueeze(2)
 
     return table(np.cos), table(np.sin)
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
     """[batch, 4 × channels, 1, height, width] of the transformer's latents -> the picture. Nothing is remembered."""
-    norm = module.bn
-    mean, variance = (x.view(1, -1, 1, 1) for x in (norm.running_mean, norm.running_var))
-    patches = latent.squeeze(2) * torch.sqrt(variance + module.config.batch_norm_eps) + mean
+    mean, deviation = statistics(module)
+    patches = latent.squeeze(2) * deviation + mean
     x = patches.unflatten(1, (-1, 2, 2)).permute(0, 1, 4, 2, 5, 3).flatten(4).flatten(2, 3)
     x = x.to(module.decoder.conv_in.weight.dtype)
     pixels = module.decoder(x if module.post_quant_conv is None else module.post_quant_conv(x))
@@ -435,6 +451,8 @@ FLUX2_DEV = VideoFamily(
     workload=workload,
     published={"black-forest-labs/FLUX.2-dev": _DEV},
     guidance="embedded",
+    image=IMAGE_INPUT,
+    lora_names=flux2_names,
 )
 
 FLUX2_KLEIN = dataclasses.replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,12 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
     return moments.float().chunk(2, dim=1)[0] * module.config.scaling_factor, []
 
 
-def condition(latents: torch.Tensor, pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+def condition(given: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
     """The channels beside the noise: the picture in the first frame and nothing in the others, and which that is."""
-    batch, channels, _, height, width = latents.shape
+    batch, channels, _, height, width = given[0].shape
     frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
     channels_beside = torch.zeros(batch, channels + 1, frames, height, width)
-    channels_beside[:, :channels, 0] = latents[:, :, 0]
+    channels_beside[:, :channels, 0] = given[0][:, :, 0]
     channels_beside[:, channels, 0] = 1
     return {"condition": channels_beside}
 

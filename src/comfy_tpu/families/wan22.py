@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ WAN22 = dataclasses.replace(
     name="Wan 2.2",
     matches=lambda index, config: index.get("_class_name") == TEXT and _kind(index) == (True, False),
     transformers=(wan.TRANSFORMER, _low_noise(wan.TRANSFORMER)),
-    # As the authors' own settings for this model have them. The shift is its scheduler's where there is one: Wan 2.1's
-    # goes with the size instead, of which a text-to-video model makes two, and its file has one number for both.
+    # As the authors' own settings for this model have them. The scheduler's file is not asked for the shift: diffusers'
+    # conversion writes Wan 2.1's 3.0 into it.
     defaults=dataclasses.replace(
         wan.WAN21.defaults,
         num_inference_steps=40,
@@ -44,7 +44,6 @@ WAN22 = dataclasses.replace(
         boundary=0.875,
     ),
     presets={name: {**preset, "flow_shift": 12.0} for name, preset in wan.WAN21.presets.items()},
-    own_settings=own_shift,
     workload=functools.partial(wan.workload, models=2),
     published={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": _A14B},
     curves={},
@@ -142,8 +141,10 @@ def predict_5b(
     return wan.predict(module, latents, noisy * timestep, guidance_scale)
 
 
-def condition_5b(latents: torch.Tensor, pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    return {"condition": latents}
+def condition_5b(
+    frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
+    return {"condition": frames[0]}
 
 
 def finish_5b(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -169,7 +170,7 @@ WAN22_5B = dataclasses.replace(
     predict=predict_5b,
     own_settings=own_shift,
     workload=functools.partial(wan.workload, spatial_scale=16),
-    image=ImageInput(wan_image.encode_frames, condition_5b, required=False, first_only=True, finish=finish_5b),
+    image=ImageInput(wan_image.encode_frames, condition_5b, optional=("condition",), first_only=True, finish=finish_5b),
     published={
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
             **_A14B,

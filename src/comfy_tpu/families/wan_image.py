@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,12 +126,13 @@ def predict(
     return wan.predict(module, torch.cat((latents, condition.to(latents.dtype)), dim=1), timestep, guidance_scale)
 
 
-def condition(latents: torch.Tensor, pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+def condition(frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
     """The channels beside the noise: which frames are given, four by four as the VAE takes them, and all latents."""
     given = torch.zeros(settings.num_frames)
     given[0] = 1
     if pictures > 1:
         given[-1] = 1
+    latents = torch.cat(tuple(frames), dim=2)
     # The first latent holds one frame, which counts for all four.
     each = torch.cat((given[:1].expand(4), given[1:])).view(-1, 4).T
     mask = each[None, :, :, None, None].expand(latents.shape[0], -1, -1, *latents.shape[3:])

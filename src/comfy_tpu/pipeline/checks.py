@@ -45,7 +45,8 @@ def _check_pictures(
     model: RunningModel, shared: Embeddings, shapes: Mapping[str, tuple[int, ...]], settings: GenerationSettings
 ) -> None:
     image = model.family.image
-    if shared and (image is None or (image.required and not set(shared) <= set(shapes))):
+    known = {*shapes, *(image.optional if image is not None else ())}
+    if not set(shared) <= known:
         raise InvalidValueError(
             f"the picture was encoded for another model: {model.model_name} does not read {', '.join(sorted(shared))}; "
             + ("leave it out" if image is None else "encode it with this model")
@@ -53,7 +54,8 @@ def _check_pictures(
     _, channels, _, height, width = model.latent_shape(settings)
     for name, rows in shared.items():
         # A model that may do without a picture has its first frame's latents, whatever the length of the video.
-        expected = shapes.get(name, (channels, 1, height, width))
+        own = image is not None and image.references is not None
+        expected = shapes.get(name, (channels, 1, *(rows.shape[3:] if own else (height, width))))
         if rows.ndim == 5 and tuple(rows.shape[1:]) != expected:
             raise InvalidValueError(
                 f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "

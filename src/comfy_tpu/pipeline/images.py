@@ -1,4 +1,4 @@
-"""Pictures that a video begins or ends with: read, brought to size, as numbers."""
+"""Pictures that are given, as a video's first or last frame or to look at: read, brought to size, as numbers."""
 
 from __future__ import annotations
 
@@ -70,13 +70,19 @@ def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
     return torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0).unsqueeze(0)
 
 
+def as_pixels(image: Image.Image) -> torch.Tensor:
+    """[1, 3, 1, height, width] in -1..1, in its own size."""
+    values = torch.from_numpy(np.array(image, dtype=np.float32) / 255.0)
+    return (values.permute(2, 0, 1) * 2.0 - 1.0)[None, :, None]
+
+
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
     """As the image encoder was trained to see them: [pictures, 3, side, side]."""
     values: torch.Tensor = processor(images=list(images), return_tensors="pt").pixel_values
     return values
 
 
-def picture_parts(
+def video_parts(
     images: Sequence[Image.Image], settings: GenerationSettings, temporal_scale: int
 ) -> Iterator[torch.Tensor]:
     """A video [1, 3, frames, height, width] that is gray but for the given pictures, as a VAE takes it: the first frame

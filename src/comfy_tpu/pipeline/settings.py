@@ -61,8 +61,15 @@ def check_images(model: str, wanted: ImageInput | None, count: int, settings: Ge
         )
     if wanted is None:
         return
-    if wanted.required and not count:
+    if not wanted.optional and not count:
         raise InvalidValueError(f"image is missing: model {model} begins with a picture; give one")
+    if wanted.references is not None:
+        if count > wanted.references.most:
+            raise InvalidValueError(
+                f"image is given {count} times, but model {model} looks at {wanted.references.most} at most; leave the "
+                "others out"
+            )
+        return
     if count > (2 if wanted.last else 1):
         takes = "a first and a last picture" if wanted.last else "a first picture only"
         raise InvalidValueError(f"image is given {count} times, but model {model} takes {takes}; leave the others out")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.checks import check_boundary, check_embeddings, check_latents, size_text, warn_of_ignored
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
-from comfy_tpu.pipeline.images import as_values, cropped, fingerprint, picture_parts
+from comfy_tpu.pipeline.images import as_pixels, as_rgb, as_values, cropped, fingerprint, video_parts
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.picture import Beginning, check_picture, first_step
@@ -92,7 +92,7 @@ class VideoPipeline(RunningModel):
         return make_settings(self.defaults, chosen, self.limits)
 
     def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
-        """`images`: the first frame and maybe the last, for models that begin with a picture."""
+        """`images`: the first frame and maybe the last, for models that begin with a picture; or those to look at."""
         check_images(self.model_name, self.family.image, len(images), settings)
         text = self.encode_text(prompt, settings)
         if not images:
@@ -131,6 +131,7 @@ class VideoPipeline(RunningModel):
         family = self.family.image
         check_images(self.model_name, family, len(images), settings)
         assert family is not None
+        images = [as_rgb(image) for image in images]
         if family.fit == "crop":
             images = [cropped(image, settings) for image in images]
         seen: dict[str, torch.Tensor] = {}
@@ -144,15 +145,25 @@ class VideoPipeline(RunningModel):
         encode = self._program(
             self.family.vae, family.encode_frames, input_axes={"pixels": _WIDTH, "cache": _WIDTH}, donate=("cache",)
         )
-        parts = list(picture_parts(images, settings, self.family.temporal_scale))[: 1 if family.first_only else None]
+        parts = list(self._picture_parts(images, settings))
         latents: list[torch.Tensor] = []
         with self._weights(self.family.vae) as weights:
             cache = None
             for done, pixels in enumerate(parts, 1):
-                latent, cache = encode(weights, pixels=pixels, cache=cache)
+                latent, after = encode(weights, pixels=pixels, cache=cache)
+                cache = None if family.references else after
                 latents.append(to_host(latent))
                 self._tell("encoding", "picture", done, len(parts))
-        return seen | family.condition(torch.cat(latents, dim=2), len(images), settings)
+        return seen | family.condition(latents, len(images), settings)
+
+    def _picture_parts(self, images: Sequence[Image.Image], settings: GenerationSettings) -> Iterable[torch.Tensor]:
+        """What the VAE encodes at a time, [1, 3, frames, height, width] in -1..1."""
+        family = self.family.image
+        assert family is not None
+        if family.references is not None:
+            return [as_pixels(family.references.fit(image)) for image in images]
+        parts = video_parts(images, settings, self.family.temporal_scale)
+        return itertools.islice(parts, 1 if family.first_only else None)
 
     def encode_picture(self, picture: torch.Tensor, settings: GenerationSettings, strength: float) -> Beginning:
         """To denoise from a picture, [1, height, width, 3] in 0..1. `strength`: how much of it is made anew."""

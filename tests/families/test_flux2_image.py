@@ -1,0 +1,120 @@
+"""Flux.2 with pictures to look at, against diffusers' own pipelines."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from comfy_tpu.cli import main as cli
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.flux2_image import fit
+from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.families import small_flux2
+from tests.families.test_flux2 import CHOSEN, MESHES, PROMPT, SAME, opened, psnr
+from tests.families.test_flux2 import picture as drawn
+from tests.families.wan_pipelines import picture
+
+# 4 × 6 tokens, which sp=4 divides, with the 15 of the picture or not; and one that is cut on all sides.
+ONE = [picture(1, 96, 64)]
+TWO = [picture(1, 100, 75), picture(2, 64, 96)]
+
+
+def made(pipeline: VideoPipeline, images: list[Image.Image], **changed: Any) -> torch.Tensor:
+    settings = pipeline.settings(**(CHOSEN | changed))
+    return torch.cat(list(pipeline.generate(PROMPT, settings, images)), dim=1)[:, 0]
+
+
+def expected(variant: str, images: list[Image.Image], **changed: Any) -> torch.Tensor:
+    chosen = {name: value for name, value in (CHOSEN | changed).items() if name != "seed"}
+    given = small_flux2.reference(variant)(
+        prompt=PROMPT,
+        image=list(images),
+        **{("num_images_per_prompt" if name == "num_videos" else name): value for name, value in chosen.items()},
+        generator=torch.Generator().manual_seed(CHOSEN["seed"]),
+        output_type="pt",
+    ).images
+    return given.permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("variant", ["klein", "base", "dev"])
+def test_one_picture(variant: str, mesh: str) -> None:
+    pipeline = opened(variant, mesh)
+    without = drawn(pipeline)
+    actual = made(pipeline, ONE)
+    assert psnr(actual, expected(variant, ONE)) >= SAME
+    assert psnr(actual, without) < 60, "the picture has its part in it"
+    assert torch.equal(drawn(pipeline), without)
+
+
+@pytest.mark.parametrize(("variant", "mesh"), [("klein", "single"), ("base", "dp=2,sp=4"), ("dev", "dp=2,tp=4")])
+def test_two_pictures_of_other_sizes(variant: str, mesh: str) -> None:
+    pipeline = opened(variant, mesh)
+    actual = made(pipeline, TWO, height=64, width=64)
+    assert psnr(actual, expected(variant, TWO, height=64, width=64)) >= SAME
+    assert psnr(actual, made(pipeline, TWO[::-1], height=64, width=64)) < 90, "their order counts"
+
+
+def test_several_pictures_from_one() -> None:
+    actual = made(opened("base"), ONE, num_videos=2)
+    assert actual.shape[0] == 2
+    assert psnr(actual, expected("base", ONE, num_videos=2)) >= SAME
+
+
+@pytest.mark.parametrize(
+    ("size", "fitted"), [((100, 75), (96, 64)), ((2048, 1024), (1440, 720)), ((64, 512), (64, 512))]
+)
+def test_sizes(size: tuple[int, int], fitted: tuple[int, int]) -> None:
+    processor = small_flux2.reference("klein").image_processor
+    image = picture(3, *size)
+    whole = processor._resize_if_exceeds_area(processor.check_image_input(image))
+    theirs = processor.preprocess(whole, height=fitted[1], width=fitted[0], resize_mode="crop")
+    ours = fit(image)
+    assert ours.size == fitted
+    assert psnr(processor.preprocess(ours), theirs) >= SAME
+
+
+@pytest.mark.parametrize("size", [(63, 100), (64, 513)])
+def test_sizes_that_are_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(InvalidValueError, match=rf"image is {size[0]}×{size[1]}, expected sides of 64 or more pixels"):
+        fit(picture(3, *size))
+
+
+def test_too_many_and_those_of_other_models() -> None:
+    pipeline = opened("klein")
+    settings = pipeline.settings(**CHOSEN)
+    with pytest.raises(InvalidValueError, match=r"image is given 5 times, but model .* looks at 4 at most; leave"):
+        pipeline.encode(PROMPT, settings, ONE * 5)
+    embeddings = pipeline.encode(PROMPT, settings, ONE)
+    assert {name: tuple(rows.shape) for name, rows in embeddings.shared.items()} == {"reference_1": (1, 16, 1, 4, 6)}
+    other = {"condition": torch.zeros(1, 20, 1, 3, 5)}
+    with pytest.raises(
+        InvalidValueError, match=r"was encoded for another model: .* does not read condition; encode it"
+    ):
+        pipeline.denoise(type(embeddings)(PROMPT, embeddings.positive, None, shared=other), settings)
+
+
+def test_commands(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, image in enumerate(TWO):
+        image.save(f"{number}.png")
+    model = ["--model", str(small_flux2.directory("klein")), "--mesh", "single"]
+    settings = ["--height", "48", "--width", "80", "--steps", "4", "--seed", "7"]
+    given = ["--image", "0.png", "--image", "1.png"]
+    assert cli.main(["generate", PROMPT, *model, *settings, *given]) == 0
+    assert len(media.read_metadata("picture.png")["pictures"]) == 16, "the fingerprint of what they show"
+    assert cli.main(["encode", PROMPT, *model, *settings, *given]) == 0
+    assert cli.main(["denoise", "text.safetensors", *model]) == 0
+    assert cli.main(["decode", "latents.safetensors", *model, "--output", "staged.png"]) == 0
+    with Image.open("picture.png") as one, Image.open("staged.png") as other:
+        assert one.tobytes() == other.tobytes()
+    for more, message in [
+        (["--image", "0.png", "--last-image", "1.png"], "--last-image is for videos; leave it out"),
+        (["--image", "0.png", "--strength", "0.5"], "--strength 0.5 is for a picture that is made anew"),
+        (["--image", "0.png"] * 5, "--image is given 5 times"),
+    ]:
+        assert cli.main(["generate", PROMPT, *model, *settings, *more]) == 1
+        assert message in capsys.readouterr().err
