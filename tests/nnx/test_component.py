@@ -1,5 +1,6 @@
 """The Flax VAE where a pipeline would run it: a part at a time, its programs, its checkpoints, what it refuses."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import ProgramEvent
+from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
 from comfy_tpu.families import wan, wan_image
 from comfy_tpu.nnx import decoding, vae_component
-from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.decode import decode_frames
+from tests.lowering import array, facts
 from tests.nnx.small_vaes import four_levels, random, tiny
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
@@ -95,6 +98,35 @@ def test_scanned_the_program_does_not_grow_with_the_video() -> None:
 
     assert lines(decoding.decode, 9) == lines(decoding.decode, 3)
     assert lines(decoding.decode_unrolled, 9) > 2 * lines(decoding.decode_unrolled, 3)
+
+
+def test_convolutions_of_accelerators() -> None:
+    """Frames under a kernel are channels on a CPU only; elsewhere XLA's own convolution runs."""
+    elsewhere = dataclasses.replace(make_placement("single"), platform="tpu", chip="v6e")
+    component = vae_component(tiny().config, elsewhere, dtype=torch.float32)
+    weights = component.load(Checkpoint.open(tiny().checkpoint))
+    latents, video = random(1, 4, 3, 3, 5), random(1, 3, 9, 12, 20).clamp(-1, 1)
+    pixels = component.program(decoding.decode)(weights, latents=latents.movedim(1, -1).contiguous())
+    moments = component.program(decoding.encode)(weights, video=video.movedim(1, -1).contiguous())
+    reference = tiny().reference
+    assert relative_error(to_host(pixels).movedim(-1, 1), reference.decode(latents, return_dict=False)[0]) <= 1e-4
+    assert relative_error(to_host(moments).movedim(-1, 1), reference.encode(video).latent_dist.parameters) <= 1e-4
+
+
+def test_published_vae_lowers_for_eight_chips() -> None:
+    """81 frames of 720P, decoded in one program, on a machine that has no TPU."""
+    placement = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
+    component = vae_component({}, placement, dtype=torch.bfloat16)
+    program = component.program(decoding.decode, input_axes=decoding.DECODE_AXES)
+    found = facts(
+        program.export("tpu", component.abstract_weights(), latents=array(1, 21, 90, 160, 16)), sequence=14_400
+    )
+    assert found["platforms"] == ["tpu"]
+    assert found["devices"] == 8
+    assert found["outputs"] == [[1, 81, 720, 1280, 3]]
+    assert found["kernels"] == 2, "splash over the pixels of a frame: of the first, and of the others"
+    assert found["sequences in one array"] <= 1, "no scores of all pixels by all pixels"
+    assert found["megabytes"] < 5
 
 
 def changed(directory: Path, drop: str | None = None, add: str | None = None, **replaced: torch.Tensor) -> Checkpoint:
