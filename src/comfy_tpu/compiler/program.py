@@ -125,6 +125,11 @@ class DeviceProgram(abc.ABC):
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         return self._jitted(static).lower(dict(weights), kept, donated)
 
+    def shapes(self, weights: Mapping[str, Any], /, **inputs: Any) -> Any:
+        """The outputs without their values (`jax.ShapeDtypeStruct`): traced, and neither compiled nor run."""
+        static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
+        return jax.eval_shape(self._jitted(static), dict(weights), kept, donated)
+
     def export(self, platform: str, weights: Mapping[str, Any], /, **inputs: Any) -> jax.export.Exported:
         """The program lowered for a platform that need not be attached; its mesh may be abstract."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
