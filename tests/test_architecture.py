@@ -30,7 +30,7 @@ def test_tool_is_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-LAYERS = ["comfy", "cli", "bench", "diagnosis", "installation", "planning", "pipeline", "families", "compiler"]
+LAYERS = ["comfy", "cli", "bench", "diagnosis", "installation", "planning", "pipeline", "nnx", "families", "compiler"]
 LAYERS += ["bridge", "kernels", "parallel"]
 
 VIOLATIONS = {
@@ -40,6 +40,7 @@ VIOLATIONS = {
     "the command imports the nodes": ("cli/x.py", "import comfy_tpu.comfy", "Imports go downwards"),
     "the nodes import the command": ("comfy/x.py", "import comfy_tpu.cli", "Imports go downwards"),
     "a diagnosis is used by a pipeline": ("pipeline/x.py", "import comfy_tpu.diagnosis", "Imports go downwards"),
+    "a family uses the Flax VAE": ("families/x.py", "import comfy_tpu.nnx", "Imports go downwards"),
     "a diagnosis installs": ("diagnosis/x.py", "import comfy_tpu.installation", "Imports go downwards"),
     "config imports a layer": ("config.py", "import comfy_tpu.parallel", "Imports go downwards"),
     "a package without a layer": ("utils.py", "", "Imports go downwards"),
@@ -74,6 +75,8 @@ ALLOWED = {
         "families/registry.py",
         "import comfy_tpu.families.flux, comfy_tpu.families.wan",
     ),
+    "a pipeline uses the Flax VAE": ("pipeline/x.py", "import comfy_tpu.nnx"),
+    "the Flax VAE knows the family": ("nnx/x.py", "import comfy_tpu.families.wan"),
     "a family uses the shared vocabulary": ("families/flux.py", "import comfy_tpu.families.family"),
 }
 

@@ -11,7 +11,7 @@ TWINS = [
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),
 ]
-DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md"]
+DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 

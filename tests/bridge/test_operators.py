@@ -166,6 +166,7 @@ def test_agrees_with_torch(name: str) -> None:
         lambda x, w, b: F.conv3d(x, w[..., :1], b, padding="same"),
         lambda x, w, b: F.conv3d(x, w[:, :, :1], b),
         lambda x, w, b: F.conv3d(x, w, b, stride=2),
+        lambda x, w, b: F.conv3d(x, w, b, padding=2, dilation=(2, 1, 1), stride=(2, 1, 1)),
         lambda x, w, b: F.conv3d(x, w[:, :2], None, groups=2),
     ],
 )

@@ -81,7 +81,7 @@ def kind_of(func: Any) -> Kind:
 
 def recipes_of(func: Any, shape: Shape, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     """One for every view that `func(parent, *args, **kwargs)` returns of a parent of `shape`; None if we have none."""
-    make = _RECIPES.get(getattr(func, "overloadpacket", func))
+    make = RECIPES.get(getattr(func, "overloadpacket", func))
     return None if make is None else make(shape, *args, **kwargs)
 
 
@@ -155,7 +155,7 @@ def _as_complex(array: Any) -> Any:
     return lax.complex(array[..., 0], array[..., 1])
 
 
-_RECIPES: dict[Any, Callable[..., list[Any]]] = {
+RECIPES: dict[Any, Callable[..., list[Any]]] = {
     aten._conj: lambda shape: [Reinterpretation(jnp.conj, jnp.conj)],
     aten.expand: _expand,
     aten.broadcast_to: _expand,

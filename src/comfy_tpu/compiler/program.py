@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import inspect
@@ -25,6 +26,7 @@ from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
 from comfy_tpu.parallel.constraints import Axes, constrain, even_batch, evenly
+from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
@@ -54,10 +56,8 @@ def method_name(method: str | Callable[..., Any]) -> str:
     return method if isinstance(method, str) else method.__name__
 
 
-class Program:
-    """`module.method(**inputs)` over weights that live on the devices, compiled once for every shape of its inputs.
-
-    `method` may also be a function on torch tensors, which is called with the module first.
+class DeviceProgram(abc.ABC):
+    """A function of inputs and of weights that live on the devices, compiled once for every shape of its inputs.
 
     Inputs are given by name. Arrays and tensors (also in nested containers) are split over the mesh as `input_axes`
     says, whether their sizes divide or not; plain values must be named in `static`, because each different one is a
@@ -67,11 +67,10 @@ class Program:
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        name: str,
+        function: Callable[..., Any],
         *,
-        context: TraceContext,
-        method: str | Callable[..., Any] = "forward",
-        name: str | None = None,
+        placement: Placement | None,
         static: tuple[str, ...] = (),
         donate: tuple[str, ...] = (),
         input_axes: Mapping[str, Axes] | None = None,
@@ -79,11 +78,9 @@ class Program:
         cache: CacheConfig = CacheConfig(),
         on_event: Callable[[ProgramEvent], None] = _log_event,
     ) -> None:
-        self.name = name or f"{type(module).__name__}.{method_name(method)}"
-        self._check_names(module, method, {"static": static, "donate": donate, "input_axes": tuple(input_axes or {})})
-        self._module = module
-        self._context = context
-        self._method = method
+        self.name = name
+        self._check_names(function, {"static": static, "donate": donate, "input_axes": tuple(input_axes or {})})
+        self._placement = placement
         self._static = frozenset(static)
         self._donate = frozenset(donate)
         self._input_axes = dict(input_axes or {})
@@ -93,10 +90,15 @@ class Program:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
         self._lock = threading.RLock()
 
-    def _check_names(
-        self, module: torch.nn.Module, method: str | Callable[..., Any], named: Mapping[str, tuple[str, ...]]
-    ) -> None:
-        function = method if callable(method) else getattr(module, method)
+    @abc.abstractmethod
+    def _call(self, weights: dict[str, jax.Array], inputs: dict[str, Any]) -> Any:
+        """The outputs. Runs while the program is traced."""
+
+    @abc.abstractmethod
+    def _check_weights(self, weights: dict[str, Any]) -> None:
+        """Raises if they are not those of this program."""
+
+    def _check_names(self, function: Callable[..., Any], named: Mapping[str, tuple[str, ...]]) -> None:
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
@@ -123,6 +125,11 @@ class Program:
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         return self._jitted(static).lower(dict(weights), kept, donated)
 
+    def shapes(self, weights: Mapping[str, Any], /, **inputs: Any) -> Any:
+        """The outputs without their values (`jax.ShapeDtypeStruct`): traced, and neither compiled nor run."""
+        static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
+        return jax.eval_shape(self._jitted(static), dict(weights), kept, donated)
+
     def export(self, platform: str, weights: Mapping[str, Any], /, **inputs: Any) -> jax.export.Exported:
         """The program lowered for a platform that need not be attached; its mesh may be abstract."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
@@ -147,7 +154,7 @@ class Program:
         return static, kept, donated
 
     def _sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
-        placement = self._context.placement
+        placement = self._placement
         if placement is None:
             return None
         return placement.sharding(*evenly(self._input_axes.get(name, ()), shape, placement))
@@ -179,7 +186,7 @@ class Program:
 
     def _constrained(self, name: str, value: Any) -> Any:
         """Inside the program an array may be split unevenly, which it could not be when it was passed in."""
-        placement, axes = self._context.placement, self._input_axes.get(name)
+        placement, axes = self._placement, self._input_axes.get(name)
         if placement is None or axes is None:
             return value
 
@@ -191,14 +198,13 @@ class Program:
     def _jitted(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
             inputs = {name: self._constrained(name, value) for name, value in {**kept, **donated}.items()} | static
-            outputs = call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
-            return self._placed_as_asked(outputs)
+            return self._placed_as_asked(self._call(weights, inputs))
 
         run.__name__ = self.name.replace(".", "_")
         return jax.jit(run, donate_argnums=(2,) if self._donate else ())
 
     def _placed_as_asked(self, outputs: Any) -> Any:
-        placement, asked = self._context.placement, self._output_axes
+        placement, asked = self._placement, self._output_axes
         if placement is None or asked is None:
             return outputs
 
@@ -236,7 +242,7 @@ class Program:
 
     @property
     def _platform(self) -> str:
-        placement = self._context.placement
+        placement = self._placement
         return placement.platform if placement is not None else jax.default_backend()
 
     def _build(
@@ -244,7 +250,7 @@ class Program:
     ) -> tuple[jax.stages.Compiled, ProgramEvent]:
         """The program, and the event that says so."""
         enable_cache(self._cache)
-        check_weights(self.name, self._module, arguments[0])
+        self._check_weights(arguments[0])
         clock = time.perf_counter()
 
         def enter(stage: Literal["tracing", "lowering", "compiling"]) -> None:
@@ -261,6 +267,35 @@ class Program:
         with count_compilations() as count, quiet(), device_errors(self.name):
             compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS.get(self._platform, {})) or None)
         return compiled, ProgramEvent(self.name, "ready", time.perf_counter() - clock, count.compiled == 0)
+
+
+class Program(DeviceProgram):
+    """`module.method(**inputs)` of a torch module. `options` are those of `DeviceProgram`.
+
+    `method` may also be a function on torch tensors, which is called with the module first.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        context: TraceContext,
+        method: str | Callable[..., Any] = "forward",
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        function = method if callable(method) else getattr(module, method)
+        name = name or f"{type(module).__name__}.{method_name(method)}"
+        super().__init__(name, function, placement=context.placement, **options)
+        self._module = module
+        self._context = context
+        self._method = method
+
+    def _call(self, weights: dict[str, jax.Array], inputs: dict[str, Any]) -> Any:
+        return call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+
+    def _check_weights(self, weights: dict[str, Any]) -> None:
+        check_weights(self.name, self._module, weights)
 
 
 @contextlib.contextmanager

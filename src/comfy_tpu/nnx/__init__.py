@@ -1,0 +1,25 @@
+"""The Wan 2.1 VAE a second time, as a Flax NNX model: channels last, no torch in its programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from comfy_tpu.nnx.component import NnxComponent
+
+
+def vae_component(config: Mapping[str, Any], placement: Placement, **options: Any) -> NnxComponent:
+    """The VAE of this configuration on a placement. flax is an extra, and is imported here first."""
+    try:
+        from comfy_tpu.nnx.component import NnxComponent
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "flax":
+            raise
+        raise UnsupportedError(
+            "the Flax NNX VAE needs flax, which is not installed; run `pip install 'comfy-tpu[nnx]'`"
+        ) from error
+    return NnxComponent(config, placement, **options)

@@ -1,0 +1,44 @@
+"""diffusers' checkpoints for a channels-last model: its names, and its layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+import torch
+
+from comfy_tpu.compiler.weights import SourceAround, WeightSource
+
+_LEAVES = {"kernel": "weight", "scale": "gamma", "bias": "bias"}
+
+
+def checkpoint_name(path: tuple[Hashable, ...]) -> str:
+    """What diffusers calls a parameter of ours."""
+    *owner, leaf = map(str, path)
+    if owner[-1] == "resample":  # its second step: the first only repeats or fills up pixels
+        owner.append("1")
+    return ".".join((*owner, _LEAVES[leaf]))
+
+
+class ChannelsLast(SourceAround):
+    """A checkpoint whose tensors come out as ours are laid out."""
+
+    def __init__(self, source: WeightSource) -> None:
+        infos = source.tensors.items()
+        laid_out = {name: channels_last(name, torch.empty(info.shape, device="meta")) for name, info in infos}
+        super().__init__(
+            source, {name: dataclasses.replace(info, shape=tuple(laid_out[name].shape)) for name, info in infos}
+        )
+
+    def read(self, name: str) -> torch.Tensor:
+        return channels_last(name, super().read(name))
+
+
+def channels_last(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[out, in, *kernel] -> [*kernel, in, out], or [in, out] where the kernel is one pixel; a norm's gains flat."""
+    if name.endswith(".gamma"):
+        return tensor.flatten()
+    if tensor.ndim < 2:
+        return tensor
+    moved = tensor.movedim((1, 0), (-2, -1))
+    return moved.reshape(moved.shape[-2:]) if moved.shape[:-2].numel() == 1 else moved

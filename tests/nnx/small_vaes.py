@@ -1,0 +1,71 @@
+"""Small random Wan VAEs, and both ways through one: diffusers' and ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from comfy_tpu.bridge import to_host
+from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.families import wan
+from comfy_tpu.nnx import decoding, vae_component
+from comfy_tpu.parallel.mesh import make_placement
+from tests.parity import small_models
+from tests.parity.small_models import SmallModel, small_model
+
+STATISTICS: dict[str, Any] = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 1.0, 2.0]}
+
+
+@functools.cache
+def tiny() -> SmallModel:
+    """4 frames and 4 × 4 pixels for a latent, in as few layers as there can be: for long videos."""
+    config = {
+        "base_dim": 4,
+        "z_dim": 4,
+        "dim_mult": [1, 2, 2],
+        "num_res_blocks": 1,
+        "temperal_downsample": [True, True],
+        "scale_factor_spatial": 4,
+        **STATISTICS,
+    }
+    return small_model(wan.VAE, config, lambda: AutoencoderKLWan(**config))
+
+
+def four_levels() -> SmallModel:
+    return small_models.vae(4)
+
+
+@functools.cache
+def irregular() -> SmallModel:
+    """Attention between the encoder's blocks too, another decoder than encoder, and two blocks at each level."""
+    config = {
+        "base_dim": 6,
+        "decoder_base_dim": 8,
+        "z_dim": 4,
+        "dim_mult": [1, 2, 4, 4],
+        "num_res_blocks": 2,
+        "attn_scales": [0.5, 0.25],
+        "temperal_downsample": [False, True, True],
+        **STATISTICS,
+    }
+    return small_model(wan.VAE, config, lambda: AutoencoderKLWan(**config))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16().float()
+
+
+def run(
+    model: SmallModel, function: Callable[..., Any], mesh: str, video: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A whole video [batch, channels, frames, height, width] through one of `decoding`'s functions, laid out alike."""
+    component = vae_component(model.config, make_placement(mesh), dtype=dtype)
+    axes = decoding.DECODE_AXES if function.__name__.startswith("decode") else decoding.ENCODE_AXES
+    program = component.program(function, input_axes=axes)
+    (name,) = axes
+    weights = component.load(Checkpoint.open(model.checkpoint))
+    return to_host(program(weights, **{name: video.movedim(1, -1).contiguous()})).movedim(-1, 1)

@@ -1,0 +1,104 @@
+"""The Flax VAE against diffusers', scanned and unrolled, on one device and by columns over eight."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock
+
+from comfy_tpu.nnx import decoding
+from tests.nnx.small_vaes import four_levels, irregular, random, run, tiny
+from tests.tracing import relative_error
+
+MESHES = ["single", "dp=2,sp=4"]
+DECODE = (decoding.decode, decoding.decode_unrolled)
+ENCODE = (decoding.encode, decoding.encode_unrolled)
+every_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+
+def every_length(scanned: Callable[..., Any], unrolled: Callable[..., Any]) -> pytest.MarkDecorator:
+    cases = [pytest.param(frames, function) for frames in (1, 5, 17) for function in (scanned, unrolled)]
+    long = [pytest.param(81, scanned), pytest.param(81, unrolled, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize(("frames", "function"), cases + long)
+
+
+@functools.cache
+def decoded(model: Callable[[], Any], latents: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given = random(1, 4, latents, rows, columns)
+    return given, model().reference.decode(given, return_dict=False)[0]
+
+
+@functools.cache
+def encoded(model: Callable[[], Any], frames: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given = random(1, 3, frames, rows, columns).clamp(-1, 1)
+    return given, model().reference.encode(given).latent_dist.parameters
+
+
+@every_mesh
+@every_length(*DECODE)
+def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
+    latents, expected = decoded(tiny, (frames + 3) // 4, 3, 5)
+    actual = run(tiny(), function, mesh, latents)
+    assert actual.shape == (1, 3, frames, 12, 20)
+    assert relative_error(actual, expected) <= 1e-4
+
+
+@every_mesh
+@every_length(*ENCODE)
+def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
+    video, expected = encoded(tiny, frames, 12, 20)
+    actual = run(tiny(), function, mesh, video)
+    assert actual.shape == (1, 8, (frames + 3) // 4, 3, 5)
+    assert relative_error(actual, expected) <= 1e-4
+
+
+@pytest.mark.parametrize(("columns", "mesh"), [(7, "single"), (7, "dp=2,sp=2,tp=2"), (16, "dp=2,sp=2,tp=2")])
+def test_published_depth(columns: int, mesh: str) -> None:
+    """Four levels, as the published models have, with 8 × 8 pixels for a latent."""
+    latents, pixels = decoded(four_levels, 3, 5, columns)
+    assert relative_error(run(four_levels(), decoding.decode, mesh, latents), pixels) <= 1e-4
+    video, moments = encoded(four_levels, 9, 40, 8 * columns)
+    assert relative_error(run(four_levels(), decoding.encode, mesh, video), moments) <= 1e-4
+
+
+def test_irregular_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    # diffusers hands its cache to the attention between the encoder's blocks, which does not take one.
+    attend = WanAttentionBlock.forward
+    monkeypatch.setattr(WanAttentionBlock, "forward", lambda self, x, feat_cache=None, feat_idx=None: attend(self, x))
+    latents, pixels = decoded(irregular, 3, 5, 3)
+    assert relative_error(run(irregular(), decoding.decode, "single", latents), pixels) <= 1e-4
+    video, moments = encoded(irregular, 9, 40, 24)
+    assert relative_error(run(irregular(), decoding.encode, "single", video), moments) <= 1e-4
+
+
+def test_several_videos_at_once() -> None:
+    latents = random(2, 4, 3, 3, 5)
+    expected = tiny().reference.decode(latents, return_dict=False)[0]
+    assert relative_error(run(tiny(), decoding.decode, "dp=2,sp=4", latents), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("pixels", [39, 41])
+def test_encode_pixels_that_make_no_whole_latents(pixels: int) -> None:
+    video, expected = encoded(four_levels, 5, pixels, pixels + 2)
+    actual = run(four_levels(), decoding.encode, "single", video)
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("frames", [4, 7])
+def test_frames_behind_the_last_whole_part_are_left_out(frames: int) -> None:
+    video, expected = encoded(tiny, frames, 12, 20)
+    for function in ENCODE:
+        actual = run(tiny(), function, "single", video)
+        assert actual.shape == expected.shape
+        assert relative_error(actual, expected) <= 1e-4
+
+
+@every_mesh
+def test_bfloat16(mesh: str) -> None:
+    latents, pixels = decoded(four_levels, 3, 5, 7)
+    assert relative_error(run(four_levels(), decoding.decode, mesh, latents, torch.bfloat16), pixels) <= 2e-2
+    video, moments = encoded(four_levels, 9, 40, 56)
+    assert relative_error(run(four_levels(), decoding.encode, mesh, video, torch.bfloat16), moments) <= 2e-2

@@ -1,0 +1,121 @@
+"""Which operators the families ask for, and which the tests of operators: by tracing them, without running anything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils._pytree import tree_leaves
+
+from comfy_tpu.bridge import TraceContext, call_function, to_device
+from comfy_tpu.bridge.compat import replaced
+from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
+from comfy_tpu.compiler.program import DeviceProgram
+from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.bridge import test_operators, test_views
+from tests.families import small_flux, small_flux2, small_hunyuan, test_hunyuan_image, wan_pipelines
+from tests.pipeline import small_pipeline
+from tools.aten_operators.catalogue import Row, row_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallFamily:
+    directory: Callable[..., Path]
+    variant: str | None = None
+    pictures: int = 0
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_VIDEO = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 4.0}
+_PICTURE = {"height": 48, "width": 80, "num_inference_steps": 2, "guidance_scale": 4.0, "max_sequence_length": 40}
+_HUNYUAN = {**_VIDEO, "max_sequence_length": small_hunyuan.TEXT_TOKENS}
+
+SMALL: dict[str, tuple[SmallFamily, ...]] = {
+    "Wan 2.1": (
+        SmallFamily(small_pipeline.directory, changes=_VIDEO),
+        SmallFamily(wan_pipelines.directory, "2.1 image", 1, _VIDEO),
+        SmallFamily(wan_pipelines.directory, "2.1 first and last", 2, _VIDEO),
+    ),
+    "Wan 2.2": (
+        SmallFamily(wan_pipelines.directory, "2.2", changes=_VIDEO),
+        SmallFamily(wan_pipelines.directory, "2.2 image", 2, _VIDEO),
+        SmallFamily(wan_pipelines.directory, "5B", changes=_VIDEO),
+        SmallFamily(wan_pipelines.directory, "5B image", 1, _VIDEO),
+    ),
+    "Flux.1": (
+        SmallFamily(small_flux.directory, "dev", changes=_PICTURE),
+        SmallFamily(small_flux.directory, "schnell", changes=_PICTURE),
+    ),
+    "Flux.2": (
+        SmallFamily(small_flux2.directory, "dev", changes=_PICTURE),
+        SmallFamily(small_flux2.directory, "klein", changes=_PICTURE),
+        SmallFamily(small_flux2.directory, "base", changes=_PICTURE),
+    ),
+    "HunyuanVideo-1.5": (
+        SmallFamily(small_hunyuan.directory, changes=_HUNYUAN),
+        SmallFamily(test_hunyuan_image.directory, None, 1, _HUNYUAN),
+    ),
+}
+"""By the column that tells of them."""
+
+
+def used_by_families() -> dict[str, set[Row]]:
+    used: dict[str, set[Row]] = {}
+    seen = set()
+    for column, families in SMALL.items():
+        with _dispatched() as rows, replaced(DeviceProgram, "__call__", _traced_only):
+            for small in families:
+                path = small.directory() if small.variant is None else small.directory(small.variant)
+                pipeline = VideoPipeline.open(path, mesh="single", platform="cpu")
+                seen.add(pipeline.family.name)
+                images = [wan_pipelines.picture(seed) for seed in range(small.pictures)]
+                for _ in pipeline.generate("a red circle moving left", pipeline.settings(**small.changes), images):
+                    pass
+        used[column] = rows
+    missing = {family.name for family in FAMILIES} - seen
+    if missing:
+        raise LookupError(f"no small model is traced for {', '.join(sorted(missing))}; add one to SMALL in {__name__}")
+    return used
+
+
+def compared_with_torch() -> set[Row]:
+    """By cases of tests/bridge that are about single operators and views."""
+    with _dispatched() as rows:
+        for _, call, tensors in test_operators.CASES.values():
+            _trace(call, *tensors)
+        for case in test_views.CASES:
+            _trace(case, torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+    return rows
+
+
+def _trace(call: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    jax.eval_shape(lambda *arrays: call_function(call, arrays, context=TraceContext()), *to_device(tensors))
+
+
+def _traced_only(program: DeviceProgram, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
+    """In the place of a call: zeros of the outputs' shapes. A pipeline goes through all of its programs on them."""
+    return jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), program.shapes(weights, **inputs))
+
+
+@contextlib.contextmanager
+def _dispatched() -> Iterator[set[Row]]:
+    rows: set[Row] = set()
+    dispatch = TraceEnvironment.dispatch
+
+    def noting(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = dispatch(self, func, types, args, kwargs)
+        row = row_of(func)
+        # What a model computes on the host while it is traced comes this way too, and stays torch's.
+        if row and any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs, result))):
+            rows.add(row)
+        return result
+
+    with replaced(TraceEnvironment, "dispatch", noting):
+        yield rows
