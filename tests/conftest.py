@@ -4,6 +4,7 @@ Compiled programs are kept in build/, not in the user's cache, and shared by the
 """
 
 import os
+import signal
 from pathlib import Path
 
 FLAGS = (
@@ -14,3 +15,6 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a run on an accelerator names its own
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs, and children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
