@@ -430,12 +430,15 @@ def test_interrupt(stage, number, status, err, partial, tmp_path):
     )
     os.close(said)
     with process:
-        assert os.read(ready, 5) == b"ready"
-        assert len(list(tmp_path.iterdir())) == partial  # hidden, beside its place
-        assert not (tmp_path / "x.gif").exists()
-        process.send_signal(number)
-        assert process.stderr.read() == err
-        assert process.wait() == status
+        try:
+            assert os.read(ready, 5) == b"ready"
+            assert len(list(tmp_path.iterdir())) == partial  # hidden, beside its place
+            assert not (tmp_path / "x.gif").exists()
+            process.send_signal(number)
+            assert process.stderr.read() == err
+            assert process.wait() == status
+        finally:
+            process.kill()
     os.close(ready)
     assert list(tmp_path.iterdir()) == []
 

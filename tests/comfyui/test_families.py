@@ -14,15 +14,19 @@ from PIL import Image
 
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
+from tests.comfyui.pictures import decoded_video
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
 from tests.families import small_flux, small_flux2, small_hunyuan, wan_pipelines
 from tests.families.wan_pipelines import picture
+from tools.demo_model import evaluate_image
+from tools.demo_model.score import see
 
 pytestmark = pytest.mark.comfyui
 
 MODELS = {
     "wan21_tpu_basic.json": "demo",
+    "wan21_tpu_image_to_video.json": "demo-image",
     "wan22_tpu_basic.json": "small/pair",
     "wan22_tpu_image_to_video.json": "small/pair-from-pictures",
     "flux_tpu_basic.json": "small/flux",
@@ -93,6 +97,23 @@ def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient
     assert family_client.status()["compiled"]["programs"] == compiled
     family_client.empty_device()
     assert held(family_client) == {}
+
+
+def test_the_demo_goes_on_from_a_picture(family_client: ComfyClient) -> None:
+    task = next(task for task in evaluate_image.tasks(50, 12, 2025) if task.wanted.motion == "up")
+    content = io.BytesIO()
+    task.picture.save(content, "PNG")
+    family_client.upload("first-frame.png", content.getvalue())
+    prompt = prompt_of("wan21_tpu_image_to_video.json", "demo-image", family_client)
+    (encoder,), (sampler,) = nodes_of(prompt, "Wan21TextEncoder"), nodes_of(prompt, "Wan21TPUSampler")
+    (loader,), (saver,) = nodes_of(prompt, "LoadImage"), nodes_of(prompt, "SaveVideo")
+    prompt[loader]["inputs"]["image"] = "first-frame.png"
+    prompt[encoder]["inputs"] |= {"prompt": task.prompt, "negative_prompt": ""}
+    prompt[sampler]["inputs"] |= {"num_inference_steps": 20, "guidance_scale": 3.0, "flow_shift": 3.0}
+    (entry,) = family_client.succeed(prompt).outputs(saver)["images"]
+    frames, _ = decoded_video(family_client.view(entry))
+    assert see(frames).motion == "up"
+    assert evaluate_image.kept(task.picture, frames) >= evaluate_image.KEPT
 
 
 def test_the_5b_from_a_picture_and_without_one(family_client: ComfyClient) -> None:
