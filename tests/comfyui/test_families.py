@@ -17,7 +17,7 @@ from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.pictures import decoded_video
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
-from tests.families import small_flux, small_flux2, small_hunyuan, wan_pipelines
+from tests.families import small_flux, small_flux2, small_hunyuan, test_hunyuan_image, wan_pipelines
 from tests.families.wan_pipelines import picture
 from tools.demo_model import evaluate_image
 from tools.demo_model.score import see
@@ -41,6 +41,7 @@ DIRECTORIES: dict[str, Callable[[], Path]] = {
     "small/klein-base": lambda: small_flux2.directory("base"),
     "small/klein": lambda: small_flux2.directory("klein"),
     "small/hunyuan": small_hunyuan.directory,
+    "small/hunyuan-from-a-picture": test_hunyuan_image.directory,
 }
 SIZE = {"height": 64, "width": 96}
 
@@ -120,6 +121,21 @@ def test_the_5b_from_a_picture_and_without_one(family_client: ComfyClient) -> No
     prompt = prompt_of("wan22_tpu_image_to_video.json", "small/5b", family_client)
     assert family_client.succeed(prompt)
     assert family_client.succeed(prompt_of("wan22_tpu_basic.json", "small/5b", family_client))
+
+
+@pytest.mark.parametrize(
+    ("family", "model"), [("Wan21", "demo-image"), ("HunyuanVideo15", "small/hunyuan-from-a-picture")]
+)
+def test_the_image_encoders_of_other_families(family: str, model: str, family_client: ComfyClient) -> None:
+    """In the example of Wan 2.2, whose nodes have the same inputs and one more."""
+    prompt, info = prompt_of("wan22_tpu_image_to_video.json", model, family_client), family_client.object_info()
+    for node in prompt.values():
+        if node["class_type"].startswith("Wan22"):
+            node["class_type"] = node["class_type"].replace("Wan22", family)
+            known = [name for group in info[node["class_type"]]["input_order"].values() for name in group]
+            node["inputs"] = {name: value for name, value in node["inputs"].items() if name in known}
+    run = family_client.succeed(prompt)
+    assert all(run.outputs(node)["images"] for node in nodes_of(prompt, "SaveVideo"))
 
 
 def test_a_picture_for_a_model_that_takes_none(family_client: ComfyClient) -> None:

@@ -32,6 +32,8 @@ from tests.tracing import relative_error
 PROMPT = "a red circle moving left"
 # 15 tokens, which nothing divides, and 16, which lie evenly on any mesh; the text has 32.
 SIZES = [(48, 80), (64, 64)]
+SAME = 100
+"""dB, where 130 are found. Another guidance changes a picture of these small models by 43 dB: 40 would not see it."""
 CHOSEN: dict[str, Any] = {
     "height": 48,
     "width": 80,
@@ -89,7 +91,7 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_the_picture_of_dev_is_that_of_diffusers_on_every_mesh(mesh: str, height: int, width: int) -> None:
     reference = expected("dev", height=height, width=width)
     assert reference.std() > 0.05, "the reference shows something"
-    assert psnr(picture(opened("dev", mesh), height=height, width=width), reference) >= 40
+    assert psnr(picture(opened("dev", mesh), height=height, width=width), reference) >= SAME
 
 
 @pytest.mark.parametrize(
@@ -97,21 +99,21 @@ def test_the_picture_of_dev_is_that_of_diffusers_on_every_mesh(mesh: str, height
 )
 def test_the_picture_of_schnell_is_that_of_diffusers(mesh: str, height: int, width: int) -> None:
     reference = expected("schnell", height=height, width=width)
-    assert psnr(picture(opened("schnell", mesh), height=height, width=width), reference) >= 40
+    assert psnr(picture(opened("schnell", mesh), height=height, width=width), reference) >= SAME
 
 
 @every_variant
 def test_another_scheduler(variant: str) -> None:
     actual = picture(opened(variant), scheduler="unipc")
-    assert psnr(actual, expected(variant, "unipc")) >= 40
+    assert psnr(actual, expected(variant, "unipc")) >= SAME
     assert psnr(actual, expected(variant, "unipc")) > psnr(actual, expected(variant)) + 20
 
 
 def test_several_pictures_at_once() -> None:
     actual = picture(opened("dev"), num_videos=2)
     assert actual.shape[0] == 2
-    assert psnr(actual, expected("dev", num_videos=2)) >= 40
-    assert psnr(picture(opened("dev", "dp=2,tp=4"), num_videos=2), actual) >= 40, "one on each half of the mesh"
+    assert psnr(actual, expected("dev", num_videos=2)) >= SAME
+    assert psnr(picture(opened("dev", "dp=2,tp=4"), num_videos=2), actual) >= SAME, "one on each half of the mesh"
 
 
 def test_dev_reads_its_guidance_and_one_program_does_for_all_numbers() -> None:
@@ -125,7 +127,7 @@ def test_dev_reads_its_guidance_and_one_program_does_for_all_numbers() -> None:
         assert torch.equal(picture(pipeline, guidance_scale=2.0), guided)
     assert count.requested == 0, "neither a seed nor a number compiles anything"
     assert psnr(guided, first) < 100
-    assert psnr(guided, expected("dev", guidance_scale=2.0)) >= 40
+    assert psnr(guided, expected("dev", guidance_scale=2.0)) >= SAME
 
 
 def test_schnell_says_that_guidance_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
@@ -345,6 +347,9 @@ def test_flux_dev_lowers_for_eight_chips() -> None:
     assert programs["encode_text"]["outputs"] == [[1, 512, 4096]]
     assert programs["encode_pooled"]["loops"] == programs["encode_text"]["loops"] == 1
     assert programs["decode_frame"]["outputs"] == [[1, 1, 1024, 1024, 3]]
+    # The specification's limit for the transformer, held by all programs together, in processor time, which other work
+    # on the machine does not change.
+    assert seen["seconds"] < 20
     assert seen["peak"] < 4e9
 
 
@@ -355,8 +360,18 @@ def photograph(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("variant", "strength", "mesh"), [("dev", 0.6, "single"), ("schnell", 0.9, "dp=2,tp=4")])
-def test_from_a_picture_as_diffusers_does_it(tmp_path: Path, variant: str, strength: float, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "strength", "mesh", "size"),
+    [
+        ("dev", 0.6, "single", (48, 80)),
+        ("dev", 0.6, "dp=2,sp=4", (64, 64)),
+        ("schnell", 0.9, "dp=2,tp=4", (48, 80)),
+    ],
+)
+def test_from_a_picture_as_diffusers_does_it(
+    tmp_path: Path, variant: str, strength: float, mesh: str, size: tuple[int, int]
+) -> None:
+    chosen = CHOSEN | {"height": size[0], "width": size[1]}
     parts = {name: part for name, part in small_flux.reference(variant).components.items() if part is not None}
     reference = FluxImg2ImgPipeline(**parts)
     reference.set_progress_bar_config(disable=True)
@@ -369,15 +384,17 @@ def test_from_a_picture_as_diffusers_does_it(tmp_path: Path, variant: str, stren
             num_images_per_prompt=2,
             generator=torch.Generator().manual_seed(CHOSEN["seed"]),
             output_type="pt",
-            **{name: value for name, value in CHOSEN.items() if name != "seed"},
+            **{name: value for name, value in chosen.items() if name != "seed"},
         ).images.permute(0, 2, 3, 1)
     pipeline = opened(variant, mesh)
-    settings = pipeline.settings(**CHOSEN, num_videos=2)
+    settings = pipeline.settings(**chosen, num_videos=2)
     beginning = pipeline.encode_picture(as_frame(read_image(file), settings), settings, strength)
     latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings, beginning)
     (actual,) = pipeline.decode(latents, settings)
-    assert psnr(actual[:, 0], wanted) >= 40
-    assert psnr(actual[:, 0], picture(pipeline, num_videos=2)) < 40, "the picture has its part in it"
+    assert psnr(actual[:, 0], wanted) >= SAME
+    assert psnr(actual[:, 0], picture(pipeline, num_videos=2, height=size[0], width=size[1])) < 40, (
+        "the picture has its part in it"
+    )
 
 
 def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

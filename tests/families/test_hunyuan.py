@@ -255,6 +255,8 @@ def test_full_size_lowers_for_eight_chips(
     seen = lowered("tests.families.lower_hunyuan", str(width), str(height), "121")
     for name in ("transformer seconds", "seconds", "peak"):
         record_property(name, seen[name])
+    # The specification's limit for the transformer, held by all programs together, in processor time.
+    assert seen["seconds"] < 20
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]

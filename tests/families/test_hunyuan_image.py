@@ -84,8 +84,13 @@ def test_the_picture_is_seen_as_in_diffusers() -> None:
         assert relative_error(actual["image"], wanted) <= 1e-4
 
 
-def video(image: Image.Image, **size: int) -> torch.Tensor:
-    pipeline = VideoPipeline.open(directory(), mesh="single")
+@functools.cache
+def opened(mesh: str) -> VideoPipeline:
+    return VideoPipeline.open(directory(), mesh=mesh)
+
+
+def video(image: Image.Image, mesh: str = "single", **size: int) -> torch.Tensor:
+    pipeline = opened(mesh)
     settings = pipeline.settings(
         **size,
         num_frames=FRAMES,
@@ -109,11 +114,21 @@ def expected(image: Image.Image) -> torch.Tensor:
     ).frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize(("width", "height"), [(WIDTH, HEIGHT), (61, 143)])
-def test_the_video_is_that_of_diffusers(width: int, height: int) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "width", "height"),
+    [
+        ("single", WIDTH, HEIGHT),
+        ("single", 61, 143),
+        ("dp=2,tp=4", WIDTH, HEIGHT),
+        ("dp=2,sp=4", 61, 143),
+        pytest.param("dp=2,tp=4", 61, 143, marks=pytest.mark.slow),
+        pytest.param("dp=2,sp=4", WIDTH, HEIGHT, marks=pytest.mark.slow),
+    ],
+)
+def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, width: int, height: int) -> None:
     """At the size that diffusers chooses by the picture."""
     wanted = expected(picture(width, height))
-    actual = video(picture(width, height), height=wanted.shape[2], width=wanted.shape[3])
+    actual = video(picture(width, height), mesh, height=wanted.shape[2], width=wanted.shape[3])
     assert psnr(actual, wanted) >= 40
 
 

@@ -191,7 +191,7 @@ def test_the_one_that_begins_with_a_picture_takes_them_too() -> None:
     assert HUNYUAN15_IMAGE.lora_names is hunyuan.lora_names
 
 
-def test_loras_of_wan_and_of_flux_are_refused(tmp_path: Path) -> None:
+def test_loras_of_wan_and_of_flux_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks of Flux have the names of ComfyUI's here: the sizes tell."""
     files = ModelFiles.open(small_hunyuan.directory())
     path = write(tmp_path / "wan.safetensors", small_loras.kohya_style())
@@ -200,3 +200,4 @@ def test_loras_of_wan_and_of_flux_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "flux.safetensors", small_flux_loras.comfy_style(small_flux_loras.factors()))
     with pytest.raises(InvalidValueError, match=r"changes .* by a tensor of shape .*: use a LoRA made for this size"):
         open_loras([Lora(path)], files)
+    assert "the rest is applied" not in caplog.text

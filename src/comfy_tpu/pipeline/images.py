@@ -28,6 +28,8 @@ def read_image(path: Path) -> Image.Image:
                 raise InvalidValueError(
                     f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller"
                 )
+            if image.mode == "F":  # of no agreed range: PIL would make 0..1 black
+                raise InvalidValueError(f"image={path} has floating-point pixels; save it as a PNG or JPEG")
             return as_rgb(ImageOps.exif_transpose(image))
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise InvalidValueError(f"image={path} cannot be read as a picture ({error}); give a PNG or JPEG") from error

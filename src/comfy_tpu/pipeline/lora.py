@@ -141,6 +141,7 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             f"lora={lora.path} fits nothing in model {files.name}, it holds {listed(file.checkpoint.tensors, 3)}; "
             f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}"
         )
+    _check_shapes(lora.path, matched.factors, files)
     if matched.text_keys:
         logger.warning(
             "lora=%s: its %d text encoder tensors are ignored; the text encoder stays as it is",
@@ -154,7 +155,6 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             files.name,
             listed(matched.unknown),
         )
-    _check_shapes(lora.path, matched.factors, files)
     return OpenLora(file, float(strength), lora.noise, _fingerprint(lora.path), matched.factors)
 
 
