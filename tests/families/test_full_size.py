@@ -1,4 +1,5 @@
-"""Every published model: its memory on two slices by the formulas; those of Wan lowered for TPU at their full size."""
+"""Every published model: its memory on two slices by the formulas; those of Wan lowered for TPU at their full size, and
+what pictures go through."""
 
 import pytest
 
@@ -9,6 +10,7 @@ from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import parse_size
 from comfy_tpu.planning.program import lower_step
+from tests.lowering import lowered
 
 PUBLISHED = [name for family in FAMILIES for name in family.published]
 WAN = {
@@ -48,3 +50,31 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and a picture's
     assert facts.kernels >= 1
     assert facts.kernels <= cross
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    {
+        "wan": {
+            "embed_image": [1, 257, 1280],
+            "encode_frames 0": [1, 16, 1, 90, 160],
+            "encode_frames 1": [1, 16, 1, 90, 160],
+        },
+        "5b": {
+            "encode_frames 0": [1, 48, 1, 44, 80],
+            "decode_frame 0": [1, 1, 704, 1280, 3],
+            "decode_frame 1": [1, 4, 704, 1280, 3],
+        },
+        "hunyuan": {"embed_image": [1, 729, 1152], "encode_frames 0": [1, 32, 1, 45, 80]},
+    }.items(),
+)
+def test_what_a_picture_goes_through_lowers_for_eight_chips(name: str, wanted: dict[str, list[int]]) -> None:
+    programs = lowered("tests.families.lower_pictures", name)["programs"]
+    assert {program: programs[program]["outputs"][0] for program in wanted} == wanted
+    for program in programs.values():
+        assert program["platforms"] == ["tpu"]
+        assert program["devices"] == 8
+        assert program["megabytes"] < 5, "nothing of the size of a picture was worked out on the host"
+        assert program["sequences in one array"] <= 1
+    if "embed_image" in programs:
+        assert programs["embed_image"]["loops"] == 1, "its layers are one scanned layer"
