@@ -25,6 +25,11 @@ PICTURES = {
     "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Picture Wan_2.2* Decoder* Video"),
     "flux_tpu_basic": ("a red square growing on a gray background", "Flux* Sampler* Decoder* Picture"),
     "flux2_tpu_basic": ("a green star growing on a white background", "Flux.2* Sampler* Decoder* Picture"),
+    "flux_tpu_image_to_image": ("a cyan square growing on a brown background", "Picture Flux* Picture"),
+    "hunyuanvideo15_tpu_image_to_video": (
+        "a purple circle moving left on a white background",
+        "Picture Hunyuan* Decoder* Video",
+    ),
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14

@@ -16,6 +16,7 @@ def pack(tmp_path_factory):
         "broken": "{",
         "deep": "[" * 100_000,
         "demo": '{"_class_name": "WanPipeline"}',
+        "demo-image": '{"_class_name": "WanImageToVideoPipeline"}',
     }.items():
         directory = models / "diffusers" / name
         directory.mkdir(parents=True)

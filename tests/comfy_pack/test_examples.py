@@ -13,7 +13,9 @@ DIRECTORY = ROOT / "example_workflows"
 NAMES = [
     "flux2_tpu_basic",
     "flux_tpu_basic",
+    "flux_tpu_image_to_image",
     "hunyuanvideo15_tpu_basic",
+    "hunyuanvideo15_tpu_image_to_video",
     "wan21_native_tpu_model",
     "wan21_native_tpu_vae",
     "wan21_tpu_basic",

@@ -39,7 +39,7 @@ SAMPLING_22 = [
     ("flow_shift", "FLOAT", {"default": 12.0, "min": 1, "max": 20, "step": 0.1}),
 ]
 FPS = ("fps", "INT", {"default": 16, "min": 1, "max": 240})
-MODEL = ("model_id", "COMBO", {"default": HUB[0], "options": [*HUB, "demo", "mine", "owner/theirs"]})
+MODEL = ("model_id", "COMBO", {"default": HUB[0], "options": [*HUB, "demo", "demo-image", "mine", "owner/theirs"]})
 MODEL_22 = ("model_id", "COMBO", {"default": HUB_22[0], "options": [*HUB_22, "pair"]})
 LAST = ("last_image", "IMAGE", {"optional": True})
 PICTURES = [("image", "IMAGE", {"optional": True}), LAST]

@@ -1,14 +1,11 @@
 """HunyuanVideo-1.5 from a picture against diffusers' own pipeline."""
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import HunyuanVideo15ImageToVideoPipeline
 from PIL import Image
-from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
 from comfy_tpu.config import MESH_AXES, GenerationSettings
 from comfy_tpu.errors import InvalidValueError
@@ -16,45 +13,12 @@ from comfy_tpu.families import hunyuan_image
 from comfy_tpu.pipeline.images import cropped
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan
+from tests.families.small_hunyuan_image import directory, image_encoder, reference
 from tests.families.test_hunyuan import QUOTED, psnr, random, run
-from tests.parity.small_models import SmallModel, small_model, temporary_directory
+from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
 
 WIDTH, HEIGHT, FRAMES = 80, 48, 5
-
-
-@functools.cache
-def image_encoder() -> SmallModel:
-    config = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    return small_model(hunyuan_image.IMAGE_ENCODER, config, lambda: SiglipVisionModel(SiglipVisionConfig(**config)))
-
-
-@functools.cache
-def reference() -> HunyuanVideo15ImageToVideoPipeline:
-    text = small_hunyuan.reference()
-    parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "transformer", "vae", "scheduler", "guider")
-    pipeline = HunyuanVideo15ImageToVideoPipeline(
-        **{part: getattr(text, part) for part in parts},
-        image_encoder=image_encoder().reference,
-        feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.tokenizer_max_length = small_hunyuan.TEXT_TOKENS
-    return pipeline
-
-
-@functools.cache
-def directory() -> Path:
-    path = temporary_directory()
-    reference().save_pretrained(path)
-    return path
 
 
 def picture(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:

@@ -105,8 +105,8 @@ class ImageEncoder(FamilyNode):
             what, size = "Reads pictures to look at beside the prompt", ""
             given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
         else:
-            frame = io.Image.Input("image", tooltip="The first frame: one picture of any size, resized to the video's.")
-            last = [inputs.frame("last_image", "last")] if family.last_image else []
+            frame = io.Image.Input("image", tooltip=f"The first frame: one picture of any size, {family.fit}.")
+            last = [inputs.frame(family, "last_image", "last")] if family.last_image else []
             ending = ", and maybe the one that it ends with" if family.last_image else ""
             what, size = f"Reads the picture that a video begins with{ending}", ", at the same size"
             given = [frame, *inputs.size(family), model, *last]

@@ -140,8 +140,8 @@ def pictures(family: NodeFamily) -> list[io.Input]:
         return picture_to_start_from()
     if family.images == "references":
         return [reference(name) for name in REFERENCES]
-    last = [frame("last_image", "last")] if family.last_image else []
-    return [frame("image", "first"), *last] if family.images else []
+    last = [frame(family, "last_image", "last")] if family.last_image else []
+    return [frame(family, "image", "first"), *last] if family.images else []
 
 
 def reference(name: str, *, optional: bool = True) -> io.Input:
@@ -152,11 +152,11 @@ def reference(name: str, *, optional: bool = True) -> io.Input:
     )
 
 
-def frame(name: str, which: str) -> io.Input:
+def frame(family: NodeFamily, name: str, which: str) -> io.Input:
     return io.Image.Input(
         name,
         optional=True,
-        tooltip=f"The {which} frame, for models that take one: one picture of any size, resized to the video's.",
+        tooltip=f"The {which} frame, for models that take one: one picture of any size, {family.fit}.",
     )
 
 

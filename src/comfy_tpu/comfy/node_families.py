@@ -49,6 +49,8 @@ class NodeFamily:
     has_demo: bool = False
     images: Literal["", "frame", "beginning", "references"] = ""
     """What pictures are to some of its models: the first frame, one to start from and make anew, or some to look at."""
+    fit: str = "resized to the video's"
+    """What becomes of a picture that is a frame and has another size."""
     last_image: bool = True
     """Some of those that begin with a frame end with one."""
     second_guidance: bool = False
@@ -192,6 +194,7 @@ HUNYUAN = NodeFamily(
     shift_max=20.0,
     shift_help="9 for the 720P model, 5 for the 480P model",
     images="frame",
+    fit="of which the middle is taken, in the video's shape",
     last_image=False,
     trained_fps="24",
 )
