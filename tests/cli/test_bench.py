@@ -102,8 +102,10 @@ def test_a_part_without_any_of_the_chosen_peers_says_so(monkeypatch):
     from comfy_tpu.bench.job import Choices
     from tests.bench.test_results import make_run
 
-    monkeypatch.setattr(runner, "_begin", lambda choices, say: make_run())
-    monkeypatch.setattr(runner, "_rows", lambda job, scratch, say: [Row(job.part, "forward", "fp8", samples=(1.0,))])
+    monkeypatch.setattr(runner, "begin_run", lambda choices, say: make_run())
+    monkeypatch.setattr(
+        runner, "measured_rows", lambda job, scratch, say: [Row(job.part, "forward", "fp8", samples=(1.0,))]
+    )
     said = []
     run = runner.run_bench(Choices(parts=("accuracy", "text"), peers=("fp8",)), say=said.append, keep=lambda run: None)
     assert {row.part for row in run.rows} == {"accuracy"}
@@ -115,7 +117,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit(1)")
     monkeypatch.setattr(runner, "_environment", lambda job, scratch: {"PYTHONPATH": str(tmp_path)})
-    (row,) = runner._rows(Job("vae", size="96x64x9"), tmp_path, lambda text: None)
+    (row,) = runner.measured_rows(Job("vae", size="96x64x9"), tmp_path, lambda text: None)
     assert row == Row(
         "vae", "the part itself", "", size="96x64x9", failure="its process exited with status 1; its messages are above"
     )
