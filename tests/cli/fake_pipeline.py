@@ -54,6 +54,7 @@ class FakePipeline:
         platform="auto",
         dtype="auto",
         quantize="none",
+        vae_backend="torchax",
         cache=None,
         on_progress=ignore,
         loras=(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-from comfy_tpu.config import GenerationSettings, Lora
+from comfy_tpu.config import VAE_BACKEND, VAE_BACKENDS, GenerationSettings, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 Name = TypeVar("Name", bound=str)
@@ -71,6 +71,7 @@ FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "contact_sheet": "--contact-sheet",
+    "vae_backend": "--vae-backend",
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
@@ -165,6 +166,14 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
     )
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help="where compiled programs are kept")
     return group
+
+
+def add_vae_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--vae-backend",
+        default=VAE_BACKEND,
+        help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx is for those of Wan 2.1 ({VAE_BACKEND})",
+    )
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
