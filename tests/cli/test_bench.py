@@ -46,6 +46,12 @@ def bench(*arguments):
         (["--plot", "no/such/x.svg"], "--plot no/such/x.svg is in no/such"),
         (["--size", "480p"], "--size 480p is not of the form WIDTHxHEIGHTxFRAMES"),
         (["--plot", "x.png"], "--plot x.png is written as SVG"),
+        (["vae", "--variants", "jit"], "--variants names 'jit'; choose from torchax-unrolled, torchax-scanned"),
+        (["vae", "--frames", "80"], "--frames 80 is not 4n+1; try 81"),
+        (["vae", "--height", "40"], "--height 40 is not a multiple of 16; try 48"),
+        (["vae", "--width", "wide"], "--width wide is not a multiple of 16; try 64"),
+        (["vae", "--repeats", "0"], "--repeats 0 is not allowed; give a whole number from 1"),
+        (["vae", "--output", "x.txt"], "--output x.txt is Markdown; give it a name in .md"),
         (["report", "gone.json", "--output", "x.md"], "gone.json is not a file of benchmark results"),
     ],
 )
@@ -80,6 +86,29 @@ def test_small_run(tmp_path):
     page = tmp_path / "page.md"
     done = bench("report", files["json"], "--output", page)
     assert done.stdout.splitlines()[0] == str(page)
+
+
+@pytest.mark.slow
+def test_vae_run(tmp_path):
+    files = [tmp_path / name for name in ("x.json", "x.md")]
+    variants = ["torchax-scanned", "nnx-frames", "eager"]
+    size = ("--frames", 9, "--height", 16, "--width", 16)
+    chosen = ("--variants", ",".join(variants), "--repeats", 1)
+    done = bench("vae", *size, *chosen, "--json", files[0], "--output", files[1])
+    (run,) = json.loads(files[0].read_text())["runs"]
+    assert not [row["failure"] for row in run["rows"] if row["failure"]]
+    rows = {(row["part"], row["what"], row["peer"]): row for row in run["rows"]}
+    assert len(rows) == 3 * len(variants), "cold, warm and by turns"
+    for variant in variants[:2]:
+        cold, warm = (rows["vae start", state, variant] for state in ("cold", "warm"))
+        assert cold["error"] < 1e-4
+        assert cold["facts"]["from_cache"] is False
+        assert warm["facts"]["from_cache"] is True, "a new process compiles nothing"
+        assert cold["facts"]["hlo_instructions"] > 1000
+        assert cold["facts"]["peak_bytes"] > 2**28
+    assert rows["vae start", "cold", "nnx-frames"]["facts"]["programs"] == 2
+    assert "| NNX frame by frame |" in done.stdout
+    assert (tmp_path / "x-decode.svg").is_file()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,7 +38,7 @@ def make_inputs(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     config = CONFIGURATIONS[job.model]
     module = random_module(wan.VAE, config, device=bench.device, dtype=bench.dtype)
-    reference = in_float32(module, wan.VAE, config)
+    reference: Any = in_float32(module, wan.VAE, config)
     latents = bench.random(1, reference.config.z_dim, *job.video_size.latent, seed=8).float()
     with torch.no_grad(), exact_float32():
         expected = reference.decode(latents, return_dict=False)[0]

@@ -90,7 +90,7 @@ def _machine(run: Run, language: Language) -> str:
     versions = ", ".join(
         f"{name} {run.versions[name]}"
         for name in ("jax", "torch", "torchax", "flax", "diffusers")
-        if run.versions[name]
+        if run.versions.get(name)
     )
     date = run.date.replace("T", " ").replace("+00:00", " UTC")
     if language == "en":

@@ -22,6 +22,8 @@ def measure_start(job: Job, listener: Any) -> None:
     from comfy_tpu.bench.vae_inputs import Inputs
 
     (variant,) = job.peers
+    from diffusers import AutoencoderKLWan  # noqa: F401 - built by it or held against it, in every variant
+
     if variant.startswith("nnx"):
         import comfy_tpu.nnx.component  # noqa: F401 - counted as imported, as torch and jax are by now
     imported = time.time() - job.started

@@ -42,7 +42,11 @@ def prepare(variant: str, job: Job, bench: Bench, inputs: Inputs) -> Decoder:
     if framework == "nnx":
         from comfy_tpu.nnx import decoding
 
-        functions = {"unrolled": decoding.decode_unrolled, "scanned": decoding.decode, "frames": decoding.decode_frame}
+        functions: dict[str, Callable[..., Any]] = {
+            "unrolled": decoding.decode_unrolled,
+            "scanned": decoding.decode,
+            "frames": decoding.decode_frame,
+        }
         return _by_programs(_nnx(job, bench), functions[form], bench, inputs, facts, channels=-1)
     return _by_torch(variant, job, bench, inputs, facts)
 

@@ -138,7 +138,7 @@ class DeviceProgram(abc.ABC):
 
     def compiled_texts(self) -> list[str]:
         """The optimized HLO of everything that was compiled, for looking at."""
-        return [executable.as_text() for executable in self._executables.values()]
+        return [executable.as_text() or "" for executable in self._executables.values()]
 
     @property
     def compiled_count(self) -> int:

@@ -248,7 +248,7 @@ def decode_part(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple
     return pixels.float().clamp(-1, 1), _of_full_length(slots) if cache is None else slots
 
 
-def _of_full_length(slots: Cache) -> Cache:
+def _of_full_length(slots: list[Any]) -> Cache:
     """What the first frame leaves of itself, with zeros in front where later ones leave two frames.
 
     A causal convolution pads a shorter cache with the same zeros. So all frames behind the first are one program.
