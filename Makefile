@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators lint clean
+.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators torchax-vs-flax lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -50,6 +50,11 @@ native-table:
 # docs/aten-operators.md, from the installed torchax and small models of every family; nothing is compiled.
 aten-operators: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.aten_operators docs/aten-operators.md
+
+# The tables and plots of docs/torchax-vs-flax.md, from benchmarks/vae. Measured anew with
+# `comfy-tpu bench vae --json benchmarks/vae/cpu.json`.
+torchax-vs-flax: .venv/.installed-dev
+	$(BIN)/python -m tools.torchax_vs_flax
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_architecture.py

@@ -10,6 +10,7 @@ TWINS = [
     ("README.md", "README.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),
+    ("docs/torchax-vs-flax.md", "docs/torchax-vs-flax.zh-CN.md"),
 ]
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

@@ -18,6 +18,12 @@ Platform = Literal["tpu", "gpu", "cpu"]
 Quantization = Literal["none", "fp8", "int8"]
 """What the large matrix products of a transformer are computed in. Anything but none changes the result a little."""
 
+VaeBackend = Literal["torchax", "nnx"]
+"""What runs a VAE: diffusers' module through torchax, or the Wan 2.1 VAE as it is written in Flax NNX."""
+VAE_BACKENDS: tuple[VaeBackend, ...] = ("torchax", "nnx")
+VAE_BACKEND: VaeBackend = "torchax"
+"""Unless another is asked for. By what was measured: docs/torchax-vs-flax.md."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshSizes:

@@ -4,6 +4,7 @@ import pytest
 
 from comfy_tpu.bench.job import DEVICES, FULL, MODELS, PARTS, SMALL, Choices, Job, VideoSize
 from comfy_tpu.bench.runner import jobs
+from comfy_tpu.bench.vae_choices import INPUTS, START, TURNS
 from comfy_tpu.bench.worker import PARTS as MEASURED
 from comfy_tpu.errors import InvalidValueError
 
@@ -30,7 +31,7 @@ def test_sizes_that_no_model_has(text, message):
 
 
 def test_every_part_can_be_measured():
-    assert set(MEASURED) == {*PARTS, DEVICES}
+    assert set(MEASURED) == {*PARTS, DEVICES, INPUTS, START, TURNS}
 
 
 def test_a_job_survives_the_way_to_its_process():

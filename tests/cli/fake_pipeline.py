@@ -54,6 +54,7 @@ class FakePipeline:
         platform="auto",
         dtype="auto",
         quantize="none",
+        vae_backend="torchax",
         cache=None,
         on_progress=ignore,
         loras=(),
@@ -68,6 +69,7 @@ class FakePipeline:
             "platform": platform,
             "dtype": dtype,
             "quantize": quantize,
+            "vae_backend": vae_backend,
             "cache": cache,
         }
         notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]

@@ -46,6 +46,12 @@ def bench(*arguments):
         (["--plot", "no/such/x.svg"], "--plot no/such/x.svg is in no/such"),
         (["--size", "480p"], "--size 480p is not of the form WIDTHxHEIGHTxFRAMES"),
         (["--plot", "x.png"], "--plot x.png is written as SVG"),
+        (["vae", "--variants", "jit"], "--variants names 'jit'; choose from torchax-unrolled, torchax-scanned"),
+        (["vae", "--frames", "80"], "--frames 80 is not 4n+1; try 81"),
+        (["vae", "--height", "40"], "--height 40 is not a multiple of 16; try 48"),
+        (["vae", "--width", "wide"], "--width wide is not a multiple of 16; try 64"),
+        (["vae", "--repeats", "0"], "--repeats 0 is not allowed; give a whole number from 1"),
+        (["vae", "--output", "x.txt"], "--output x.txt is Markdown; give it a name in .md"),
         (["report", "gone.json", "--output", "x.md"], "gone.json is not a file of benchmark results"),
     ],
 )
@@ -83,6 +89,29 @@ def test_small_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_vae_run(tmp_path):
+    files = [tmp_path / name for name in ("x.json", "x.md")]
+    variants = ["torchax-scanned", "nnx-frames", "eager"]
+    size = ("--frames", 9, "--height", 16, "--width", 16)
+    chosen = ("--variants", ",".join(variants), "--repeats", 1)
+    done = bench("vae", *size, *chosen, "--json", files[0], "--output", files[1])
+    (run,) = json.loads(files[0].read_text())["runs"]
+    assert not [row["failure"] for row in run["rows"] if row["failure"]]
+    rows = {(row["part"], row["what"], row["peer"]): row for row in run["rows"]}
+    assert len(rows) == 3 * len(variants), "cold, warm and by turns"
+    for variant in variants[:2]:
+        cold, warm = (rows["vae start", state, variant] for state in ("cold", "warm"))
+        assert cold["error"] < 1e-4
+        assert cold["facts"]["from_cache"] is False
+        assert warm["facts"]["from_cache"] is True, "a new process compiles nothing"
+        assert cold["facts"]["hlo_instructions"] > 1000
+        assert cold["facts"]["peak_bytes"] > 2**28
+    assert rows["vae start", "cold", "nnx-frames"]["facts"]["programs"] == 2
+    assert "| NNX frame by frame |" in done.stdout
+    assert (tmp_path / "x-decode.svg").is_file()
+
+
+@pytest.mark.slow
 def test_every_part_of_a_small_run(tmp_path):
     results = tmp_path / "x.json"
     bench("--repeats", 1, "--steps", 1, "--json", results)
@@ -102,8 +131,10 @@ def test_a_part_without_any_of_the_chosen_peers_says_so(monkeypatch):
     from comfy_tpu.bench.job import Choices
     from tests.bench.test_results import make_run
 
-    monkeypatch.setattr(runner, "_begin", lambda choices, say: make_run())
-    monkeypatch.setattr(runner, "_rows", lambda job, scratch, say: [Row(job.part, "forward", "fp8", samples=(1.0,))])
+    monkeypatch.setattr(runner, "begin_run", lambda choices, say: make_run())
+    monkeypatch.setattr(
+        runner, "measured_rows", lambda job, scratch, say: [Row(job.part, "forward", "fp8", samples=(1.0,))]
+    )
     said = []
     run = runner.run_bench(Choices(parts=("accuracy", "text"), peers=("fp8",)), say=said.append, keep=lambda run: None)
     assert {row.part for row in run.rows} == {"accuracy"}
@@ -115,7 +146,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit(1)")
     monkeypatch.setattr(runner, "_environment", lambda job, scratch: {"PYTHONPATH": str(tmp_path)})
-    (row,) = runner._rows(Job("vae", size="96x64x9"), tmp_path, lambda text: None)
+    (row,) = runner.measured_rows(Job("vae", size="96x64x9"), tmp_path, lambda text: None)
     assert row == Row(
         "vae", "the part itself", "", size="96x64x9", failure="its process exited with status 1; its messages are above"
     )

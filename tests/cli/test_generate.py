@@ -62,6 +62,11 @@ def test_settings_are_refused_before_a_device_is_started(monkeypatch, capsys):
         "",
         "comfy-tpu: --reuse 2.0 is not a number from 0 to 1\n",
     )
+    assert run(capsys, "generate", PROMPT, "--vae-backend", "flax") == (
+        1,
+        "",
+        "comfy-tpu: --vae-backend 'flax' is unknown; choose from torchax, nnx\n",
+    )
 
 
 def test_generate(opened, capsys):
@@ -77,7 +82,7 @@ def test_every_flag_arrives(opened, capsys):
     flags = (
         "--negative-prompt blue --height 48 --width 80 --num-frames 5 --steps 2 --guidance-scale 3 --flow-shift 2.5 "
         "--seed 7 --scheduler euler --num-videos 2 --fps 8 --model other --mesh dp=2 --platform cpu --dtype float32 "
-        "--reuse 0.12 --guidance-until 0.5 --quantize int8 --cache-dir c --output x.npy --json"
+        "--reuse 0.12 --guidance-until 0.5 --quantize int8 --vae-backend nnx --cache-dir c --output x.npy --json"
     )
     status, out, err = run(capsys, "generate", PROMPT, *flags.split())
     assert (status, err) == (0, "")
@@ -88,8 +93,8 @@ def test_every_flag_arrives(opened, capsys):
     assert document["model"] == {"name": "other", "fingerprint": "cd34"}
     (pipeline,) = opened
     assert pipeline.opened_with["cache"].directory == Path("c")
-    names = ("mesh", "platform", "dtype", "quantize")
-    assert [pipeline.opened_with[name] for name in names] == ["dp=2", "cpu", "float32", "int8"]
+    names = ("mesh", "platform", "dtype", "quantize", "vae_backend")
+    assert [pipeline.opened_with[name] for name in names] == ["dp=2", "cpu", "float32", "int8", "nnx"]
     assert np.load("x-1.npy").shape == (5, 48, 80, 3)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 
+from comfy_tpu.bench import whole_videos
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.component import Component
 from comfy_tpu.families import wan
 from comfy_tpu.nnx import decoding, vae_component
 from comfy_tpu.parallel.mesh import make_placement
@@ -62,10 +64,14 @@ def random(*shape: int) -> torch.Tensor:
 def run(
     model: SmallModel, function: Callable[..., Any], mesh: str, video: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """A whole video [batch, channels, frames, height, width] through one of `decoding`'s functions, laid out alike."""
-    component = vae_component(model.config, make_placement(mesh), dtype=dtype)
-    axes = decoding.DECODE_AXES if function.__name__.startswith("decode") else decoding.ENCODE_AXES
+    """A whole video [batch, channels, frames, height, width] through a function of Flax or torchax, laid out alike."""
+    by_torch = function.__module__ == whole_videos.__name__
+    module: Any = whole_videos if by_torch else decoding
+    channels = 1 if by_torch else -1
+    axes = module.DECODE_AXES if function.__name__.startswith("decode") else module.ENCODE_AXES
+    make = functools.partial(Component, wan.VAE) if by_torch else vae_component
+    component = make(model.config, make_placement(mesh), dtype=dtype)
     program = component.program(function, input_axes=axes)
     (name,) = axes
     weights = component.load(Checkpoint.open(model.checkpoint))
-    return to_host(program(weights, **{name: video.movedim(1, -1).contiguous()})).movedim(-1, 1)
+    return to_host(program(weights, **{name: video.movedim(1, channels).contiguous()})).movedim(channels, 1)

@@ -1,4 +1,4 @@
-"""The Flax VAE against diffusers', scanned and unrolled, on one device and by columns over eight."""
+"""The Wan VAE by Flax and by torchax against diffusers': scanned and unrolled, on one device and over eight."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock
 
+from comfy_tpu.bench import whole_videos
 from comfy_tpu.nnx import decoding
 from tests.nnx.small_vaes import four_levels, irregular, random, run, tiny
 from tests.tracing import relative_error
@@ -15,13 +16,23 @@ from tests.tracing import relative_error
 MESHES = ["single", "dp=2,sp=4"]
 DECODE = (decoding.decode, decoding.decode_unrolled)
 ENCODE = (decoding.encode, decoding.encode_unrolled)
+TORCH_DECODE = (whole_videos.decode_scanned, whole_videos.decode_unrolled)
+TORCH_ENCODE = (whole_videos.encode_scanned, whole_videos.encode_unrolled)
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 
 
-def every_length(scanned: Callable[..., Any], unrolled: Callable[..., Any]) -> pytest.MarkDecorator:
-    cases = [pytest.param(frames, function) for frames in (1, 5, 17) for function in (scanned, unrolled)]
-    long = [pytest.param(81, scanned), pytest.param(81, unrolled, marks=pytest.mark.slow)]
-    return pytest.mark.parametrize(("frames", "function"), cases + long)
+def every_length(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> pytest.MarkDecorator:
+    cases = []
+    for scanned, unrolled in pairs:
+        of = "torchax" if scanned.__module__ == whole_videos.__name__ else "flax"
+        cases += [
+            pytest.param(frames, function, id=f"{of}-{function.__name__}-{frames}")
+            for frames in (1, 5, 17)
+            for function in (scanned, unrolled)
+        ]
+        cases.append(pytest.param(81, scanned, id=f"{of}-{scanned.__name__}-81"))
+        cases.append(pytest.param(81, unrolled, marks=pytest.mark.slow, id=f"{of}-{unrolled.__name__}-81"))
+    return pytest.mark.parametrize(("frames", "function"), cases)
 
 
 @functools.cache
@@ -37,7 +48,7 @@ def encoded(model: Callable[[], Any], frames: int, rows: int, columns: int) -> t
 
 
 @every_mesh
-@every_length(*DECODE)
+@every_length(DECODE, TORCH_DECODE)
 def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     latents, expected = decoded(tiny, (frames + 3) // 4, 3, 5)
     actual = run(tiny(), function, mesh, latents)
@@ -46,7 +57,7 @@ def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
 
 
 @every_mesh
-@every_length(*ENCODE)
+@every_length(ENCODE, TORCH_ENCODE)
 def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     video, expected = encoded(tiny, frames, 12, 20)
     actual = run(tiny(), function, mesh, video)
@@ -58,9 +69,11 @@ def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
 def test_published_depth(columns: int, mesh: str) -> None:
     """Four levels, as the published models have, with 8 × 8 pixels for a latent."""
     latents, pixels = decoded(four_levels, 3, 5, columns)
-    assert relative_error(run(four_levels(), decoding.decode, mesh, latents), pixels) <= 1e-4
+    for decode in (decoding.decode, whole_videos.decode_scanned):
+        assert relative_error(run(four_levels(), decode, mesh, latents), pixels) <= 1e-4
     video, moments = encoded(four_levels, 9, 40, 8 * columns)
-    assert relative_error(run(four_levels(), decoding.encode, mesh, video), moments) <= 1e-4
+    for encode in (decoding.encode, whole_videos.encode_scanned):
+        assert relative_error(run(four_levels(), encode, mesh, video), moments) <= 1e-4
 
 
 def test_irregular_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +103,7 @@ def test_encode_pixels_that_make_no_whole_latents(pixels: int) -> None:
 @pytest.mark.parametrize("frames", [4, 7])
 def test_frames_behind_the_last_whole_part_are_left_out(frames: int) -> None:
     video, expected = encoded(tiny, frames, 12, 20)
-    for function in ENCODE:
+    for function in (*ENCODE, *TORCH_ENCODE):
         actual = run(tiny(), function, "single", video)
         assert actual.shape == expected.shape
         assert relative_error(actual, expected) <= 1e-4

@@ -2,5 +2,5 @@
 
 `runner` starts a process for every part (`worker`), because each wants a clean device and its own XLA settings; the
 parts are in modules of their own and hand back `results.Row`s. A new part is one module, and a line
-in `job` and in `worker`.
+in `job` and in `worker`. `vae_runner` does the same for the ways in which one VAE can decode.
 """

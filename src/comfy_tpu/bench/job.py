@@ -196,6 +196,8 @@ class Job:
     """A fresh one for the part: what is compiled in it is compiled from nothing."""
     state: Literal["cold", "warm"] = "cold"
     """Whether the cache directory holds what an earlier process compiled."""
+    inputs: str = ""
+    """A directory with weights, latents and the video expected of them, where a process before has made them."""
     started: float = 0.0
     """time.time() when the process was asked for."""
 

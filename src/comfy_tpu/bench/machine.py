@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "jax", "jaxlib", "torchax", "diffusers", "transformers", "triton")
+PACKAGES = ("torch", "jax", "jaxlib", "torchax", "flax", "diffusers", "transformers", "triton")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import comfy_tpu
 from comfy_tpu.bench.job import DEVICES, MODELS, ON_A_CPU, PEERS, Choices, Job
@@ -34,7 +34,7 @@ class BenchError(ComfyTpuError):
 
 def run_bench(choices: Choices, *, say: Say, keep: Keep) -> Run:
     """Measures what was chosen. `keep` is given the run after every row, so that a run that is cut short is there."""
-    run = _begin(choices, say)
+    run = begin_run(choices, say)
     keep(run)
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-bench-") as scratch:
         for job in jobs(choices, run.model, run.dtype):
@@ -45,15 +45,15 @@ def run_bench(choices: Choices, *, say: Say, keep: Keep) -> Run:
             # The same for the cold and the warm process of a part, fresh for everybody else.
             job = dataclasses.replace(job, cache_directory=str(Path(scratch) / f"{job.part}-{job.size}"))
             seen: dict[tuple[str, ...], Row] = {}
-            for row in _rows(job, Path(scratch), say):
+            for row in measured_rows(job, Path(scratch), say):
                 run = run.with_row(row)
                 keep(run)
                 if row.key not in seen or row.failure:
-                    say(f"  {_line(row)}")
+                    say(f"  {row_line(row)}")
                 seen[row.key] = row
             for row in seen.values():  # what the rounds made of the first impressions
                 if len(row.samples) > 1 and row.part != "ceilings":
-                    say(f"  {_line(row)}")
+                    say(f"  {row_line(row)}")
     return run
 
 
@@ -82,7 +82,20 @@ def jobs(choices: Choices, model: str, dtype: str) -> list[Job]:
     return made
 
 
-def _begin(choices: Choices, say: Say) -> Run:
+class Asked(Protocol):
+    """What every run is asked for."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def command(self) -> str: ...
+
+
+def begin_run(choices: Asked, say: Say) -> Run:
     say("looking at the machine")
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-bench-") as scratch:
         messages = list(_messages(Job(part="machine"), Path(scratch)))
@@ -104,7 +117,7 @@ def _begin(choices: Choices, say: Say) -> Run:
     )
 
 
-def _rows(job: Job, scratch: Path, say: Say) -> Iterator[Row]:
+def measured_rows(job: Job, scratch: Path, say: Say) -> Iterator[Row]:
     for message in _messages(job, scratch):
         if "note" in message:
             say(f"  {message['note']}")
@@ -165,7 +178,7 @@ def _ending(status: int) -> str:
     return f"exited with status {status}; its messages are above"
 
 
-def _line(row: Row) -> str:
+def row_line(row: Row) -> str:
     label = " ".join(filter(None, (row.what, row.size, row.peer)))
     if row.failure:
         return f"{label}: failed: {row.failure}"

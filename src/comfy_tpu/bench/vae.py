@@ -140,7 +140,7 @@ def abstract_decode(component: Component, program: Any, size: VideoSize) -> None
     latent = jax.ShapeDtypeStruct((1, channels, 1, height, width), jnp.float32)
     weights = component.abstract_weights()
     cache = None
-    for _ in range(min(3, size.latent[0])):
+    for _ in range(min(2, size.latent[0])):
         program.compile(weights, latent=latent, cache=cache)
         with quiet():
             lowered = program.lower(weights, latent=latent, cache=cache)

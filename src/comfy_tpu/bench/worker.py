@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from comfy_tpu.bench.job import DEVICES, Job
 from comfy_tpu.bench.results import Row
+from comfy_tpu.bench.vae_choices import INPUTS, START, TURNS
 
 # What a part is measured by. Imported in its process only: a compilation for eight CPU devices wants other flags than
 # a forward on a GPU.
@@ -27,6 +28,9 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "scaling": ("comfy_tpu.bench.scaling", "measure_tokens"),
     DEVICES: ("comfy_tpu.bench.scaling", "measure_devices"),
     "compile": ("comfy_tpu.bench.startup", "measure_startup"),
+    INPUTS: ("comfy_tpu.bench.vae_inputs", "make_inputs"),
+    START: ("comfy_tpu.bench.vae_start", "measure_start"),
+    TURNS: ("comfy_tpu.bench.vae_start", "measure_turns"),
 }
 
 

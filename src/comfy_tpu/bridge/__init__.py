@@ -5,6 +5,7 @@ from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
 from comfy_tpu.bridge.joint import joint_attention
 from comfy_tpu.bridge.layers import BlockCall, content_of, map_layers, run_layer, run_layers
+from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.scope import TraceContext, current_trace, trace_scope
 from comfy_tpu.bridge.skeleton import build_skeleton, weight_shapes
@@ -24,6 +25,7 @@ __all__ = [
     "operator",
     "run_layer",
     "run_layers",
+    "scan",
     "to_device",
     "to_host",
     "trace_scope",

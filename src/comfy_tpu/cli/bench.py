@@ -1,17 +1,14 @@
-"""comfy-tpu bench: speed and error beside diffusers, in one run; `bench report` makes the page of the figures."""
+"""comfy-tpu bench: speed and error beside diffusers, in one run; `vae`: of a VAE written twice; `report`: the page."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TypeVar
 
 from comfy_tpu.bench.job import PARTS, PEERS, Choices, VideoSize
-from comfy_tpu.cli.options import number
+from comfy_tpu.cli import bench_vae
+from comfy_tpu.cli.options import names, number
 from comfy_tpu.cli.progress import say
-from comfy_tpu.errors import InvalidValueError
-
-Name = TypeVar("Name", bound=str)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="raw samples; a file that is there gets one more run")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="tables of this run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bars of this run, x.svg")
-    commands = parser.add_subparsers(metavar="report", title="from results")
+    commands = parser.add_subparsers(metavar="vae | report", title="others")
+    bench_vae.add_parser(commands)
     report = commands.add_parser("report", help="a page from JSON files", description="a page from JSON files")
     report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
     report.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE", help="x.md; plots go beside it")
@@ -48,9 +46,9 @@ def run_measurements(arguments: argparse.Namespace) -> int:
     from comfy_tpu.bench import outputs, runner
 
     choices = Choices(
-        parts=_names(arguments.what, PARTS, "--what"),
+        parts=names(arguments.what, PARTS, "--what"),
         sizes=tuple(VideoSize.parse(size) for size in arguments.size),
-        peers=_names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
+        peers=names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
         model=arguments.model,
         dtype=arguments.dtype,
         repeats=arguments.repeats,
@@ -70,12 +68,3 @@ def run_report(arguments: argparse.Namespace) -> int:
     for path in report.write_page(arguments.files, arguments.output):
         print(path)
     return 0
-
-
-def _names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if unknown := [name for name in names if name not in known]:
-        raise InvalidValueError(f"{flag} names {unknown[0]!r}; choose from {', '.join(known)}")
-    if not names:
-        raise InvalidValueError(f"{flag} is empty; choose from {', '.join(known)}")
-    return tuple(name for name in known if name in names)

@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_force(parser)
     options.add_report(parser)
     options.add_model(parser, default=None)
+    options.add_vae_backend(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

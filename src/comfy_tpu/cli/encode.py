@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
+    options.add_vae_backend(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,13 +8,15 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-from comfy_tpu.config import GenerationSettings, Lora
+from comfy_tpu.config import VAE_BACKEND, VAE_BACKENDS, GenerationSettings, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+
+Name = TypeVar("Name", bound=str)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,21 @@ OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
 _SAME_AS_FIELD = (
-    *("dtype", "export", "from", "json", "lora", "markdown", "mesh", "model", "output", "peers", "platform", "plot"),
+    *(
+        "dtype",
+        "export",
+        "frames",
+        "from",
+        "json",
+        "lora",
+        "markdown",
+        "mesh",
+        "model",
+        "output",
+        "peers",
+        "platform",
+        "plot",
+    ),
     *("quantize", "repeats", "size", "steps", "strength", "tpu"),
 )
 
@@ -55,6 +71,7 @@ FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "contact_sheet": "--contact-sheet",
+    "vae_backend": "--vae-backend",
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
@@ -151,6 +168,14 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
     return group
 
 
+def add_vae_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--vae-backend",
+        default=VAE_BACKEND,
+        help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx is for those of Wan 2.1 ({VAE_BACKEND})",
+    )
+
+
 def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the output's path")
 
@@ -229,6 +254,16 @@ def _add_setting(parser: argparse._ActionsContainer, option: Option) -> None:
         metavar={int: "N", float: "X", str: "TEXT"}[type(default)],
         help=option.help + shown,
     )
+
+
+def names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
+    """Some of those that are known, in their order, from a list with commas."""
+    given = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := [name for name in given if name not in known]:
+        raise InvalidValueError(f"{flag} names {unknown[0]!r}; choose from {', '.join(known)}")
+    if not given:
+        raise InvalidValueError(f"{flag} is empty; choose from {', '.join(known)}")
+    return tuple(name for name in known if name in given)
 
 
 def number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:

@@ -29,7 +29,7 @@ from PIL.Image import Image
 
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display, say
-from comfy_tpu.config import CacheConfig, GenerationSettings
+from comfy_tpu.config import VAE_BACKEND, CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts, atomic, media, picture, video
 from comfy_tpu.pipeline.images import as_frame, fingerprint
@@ -158,6 +158,7 @@ def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]
             platform=arguments.platform,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
+            vae_backend=getattr(arguments, "vae_backend", VAE_BACKEND),
             cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
             loras=getattr(arguments, "lora", ()),

@@ -136,6 +136,10 @@ class DeviceProgram(abc.ABC):
         jax_platform = {"gpu": "cuda"}.get(platform, platform)
         return jax.export.export(self._jitted(static), platforms=[jax_platform])(dict(weights), kept, donated)
 
+    def compiled_texts(self) -> list[str]:
+        """The optimized HLO of everything that was compiled, for looking at."""
+        return [executable.as_text() or "" for executable in self._executables.values()]
+
     @property
     def compiled_count(self) -> int:
         return len(self._executables)

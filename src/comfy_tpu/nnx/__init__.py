@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.errors import UnsupportedError
@@ -14,12 +15,25 @@ if TYPE_CHECKING:
 
 def vae_component(config: Mapping[str, Any], placement: Placement, **options: Any) -> NnxComponent:
     """The VAE of this configuration on a placement. flax is an extra, and is imported here first."""
-    try:
+    with _flax_is_an_extra():
         from comfy_tpu.nnx.component import NnxComponent
+    return NnxComponent(config, placement, **options)
+
+
+def check_vae(config: Mapping[str, Any]) -> None:
+    """Raises if a VAE of this configuration cannot run here."""
+    with _flax_is_an_extra():
+        from comfy_tpu.nnx.vae import read_architecture
+    read_architecture(config)
+
+
+@contextlib.contextmanager
+def _flax_is_an_extra() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "flax":
             raise
         raise UnsupportedError(
             "the Flax NNX VAE needs flax, which is not installed; run `pip install 'comfy-tpu[nnx]'`"
         ) from error
-    return NnxComponent(config, placement, **options)

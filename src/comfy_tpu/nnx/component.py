@@ -68,7 +68,7 @@ class NnxComponent:
 
 class _NnxProgram(DeviceProgram):
     def __init__(self, component: NnxComponent, function: Callable[..., Any], **options: Any) -> None:
-        super().__init__(f"{component.spec.name}.{function.__name__}", function, **options)
+        super().__init__(f"{component.spec.name}_nnx.{function.__name__}", function, **options)
         self._component = component
         self._function = function
 

@@ -6,21 +6,34 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import torch
 
 from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.compiler.program import Program, ProgramEvent
+from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
+from comfy_tpu.config import (
+    VAE_BACKEND,
+    AttentionConfig,
+    CacheConfig,
+    GenerationSettings,
+    Lora,
+    Quantization,
+    VaeBackend,
+)
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.family import Limits, VideoFamily
+from comfy_tpu.nnx import vae_component
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Listener, Progress, Stage
+from comfy_tpu.pipeline.vae_backend import vae_functions
+
+if TYPE_CHECKING:
+    from comfy_tpu.nnx.component import NnxComponent
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -35,6 +48,7 @@ class RunningModel:
         *,
         dtype: torch.dtype,
         quantize: Quantization = "none",
+        vae_backend: VaeBackend = VAE_BACKEND,
         attention: AttentionConfig,
         cache: CacheConfig,
         residency: Residency,
@@ -45,6 +59,7 @@ class RunningModel:
         self._placement = placement
         self._dtype = dtype
         self._quantize: Quantization = quantize
+        self._vae = vae_functions(vae_backend, files.family)
         self._attention = attention
         self._cache = cache
         self._residency = residency
@@ -52,8 +67,8 @@ class RunningModel:
         """Whoever runs the pipeline next may put another listener here."""
         self.loras = loras
         """In the transformer. Others by `use_loras`."""
-        self._components: dict[str, Component] = {}
-        self._programs: dict[str, Program] = {}
+        self._components: dict[str, Component | NnxComponent] = {}
+        self._programs: dict[str, DeviceProgram] = {}
         self._size = ""
 
     def use_loras(self, loras: Sequence[Lora]) -> None:
@@ -124,24 +139,23 @@ class RunningModel:
         config = self._files.config(self.family.vae)
         return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.family.latent_statistics(config)]
 
-    def _component(self, spec: ComponentSpec) -> Component:
+    def _component(self, spec: ComponentSpec) -> Component | NnxComponent:
         # Two transformers of one make are one component with two sets of weights: nothing is traced twice.
         first = self.family.transformer
         if spec in self.family.transformers and self._files.config(spec) == self._files.config(first):
             spec = first
         if spec.name not in self._components:
-            self._components[spec.name] = Component(
-                spec,
-                self._files.config(spec),
-                self._placement,
-                dtype=self._dtype,
-                quantize=self._quantize,
-                attention=self._attention,
-                cache=self._cache,
-            )
+            self._components[spec.name] = self._make_component(spec)
         return self._components[spec.name]
 
-    def _program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> Program:
+    def _make_component(self, spec: ComponentSpec) -> Component | NnxComponent:
+        config = self._files.config(spec)
+        options: dict[str, Any] = {"dtype": self._dtype, "attention": self._attention, "cache": self._cache}
+        if spec is self.family.vae and self._vae.backend == "nnx":
+            return vae_component(config, self._placement, **options)
+        return Component(spec, config, self._placement, quantize=self._quantize, **options)
+
+    def _program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> DeviceProgram:
         component = self._component(spec)
         name = f"{component.spec.name}.{function.__name__}"
         if name not in self._programs:
@@ -154,15 +168,17 @@ class RunningModel:
         numbers = {part.name: number for number, part in enumerate(self.family.transformers)}
         loras = self.loras.of(numbers[spec.name]) if spec.name in numbers else NO_LORAS
 
-        def load() -> dict[str, jax.Array]:
-            return component.load(
-                self._files.checkpoint(spec),
-                lambda done, total: self._tell("loading", spec.name, done, total),
-                loras if loras.key else None,
-            )
+        def tell(done: int, total: int) -> None:
+            self._tell("loading", spec.name, done, total)
 
+        def load() -> dict[str, jax.Array]:
+            checkpoint = self._files.checkpoint(spec)
+            changes = {"changes": loras} if loras.key else {}
+            return component.load(checkpoint, tell, **changes)
+
+        layout = self._vae.backend if spec is self.family.vae else ""
         with self._residency.use(
-            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize, loras.key),
+            (self.model_fingerprint, spec.name, self._placement.mesh, self._dtype, self._quantize, loras.key, layout),
             label=f"{self.model_name} {spec.name}{loras.label}",
             nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
             load=load,

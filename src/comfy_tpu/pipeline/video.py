@@ -16,7 +16,16 @@ from PIL import Image
 
 from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
-from comfy_tpu.config import MESH_AXES, AttentionConfig, CacheConfig, GenerationSettings, Lora, Quantization
+from comfy_tpu.config import (
+    MESH_AXES,
+    VAE_BACKEND,
+    AttentionConfig,
+    CacheConfig,
+    GenerationSettings,
+    Lora,
+    Quantization,
+    VaeBackend,
+)
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.checks import check_boundary, check_embeddings, check_latents, size_text, warn_of_ignored
@@ -33,12 +42,10 @@ from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 from comfy_tpu.pipeline.settings import check_images, check_prompt, check_settings, make_settings
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep, guidance_of, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
+from comfy_tpu.pipeline.vae_backend import check_vae_backend
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
-
-_WIDTH = (None, None, None, None, MESH_AXES)
-"""A VAE's pictures are split by columns over the whole mesh."""
 
 
 class VideoPipeline(RunningModel):
@@ -54,6 +61,7 @@ class VideoPipeline(RunningModel):
         platform: str = "auto",
         dtype: str = "auto",
         quantize: Quantization = "none",
+        vae_backend: VaeBackend = VAE_BACKEND,
         attention: AttentionConfig = AttentionConfig(),
         cache: CacheConfig = CacheConfig(),
         residency: Residency | None = None,
@@ -62,7 +70,8 @@ class VideoPipeline(RunningModel):
         check: Callable[[ModelFiles], object] = lambda files: None,
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh. `dtype` "auto": bfloat16, but float32 on a CPU. `quantize`: the
-        transformer's large products in 8 bits, which is faster and not quite the same.
+        transformer's large products in 8 bits, which is faster and not quite the same. `vae_backend` "nnx": the VAE as
+        it is written in Flax, for models that have Wan 2.1's.
 
         `name` is what the model is called in labels and messages, instead of `model` itself. `check` is called when the
         model is known and no device is started: what it raises comes before anything about devices.
@@ -71,6 +80,7 @@ class VideoPipeline(RunningModel):
             raise InvalidValueError(f"dtype={dtype!r} is unknown; choose from auto, {', '.join(DTYPES)}")
         files = ModelFiles.open(model, name=name)
         check(files)
+        check_vae_backend(vae_backend, files)
         opened = open_loras(loras, files)
         workload = files.family.workload(files.config(files.family.transformer), files.defaults)
         placement = make_placement(mesh, platform=platform, workload=workload)
@@ -80,6 +90,7 @@ class VideoPipeline(RunningModel):
             placement,
             dtype=chosen,
             quantize=quantize,
+            vae_backend=vae_backend,
             attention=attention,
             cache=cache,
             residency=residency or shared_residency(),
@@ -131,6 +142,7 @@ class VideoPipeline(RunningModel):
         family = self.family.image
         check_images(self.model_name, family, len(images), settings)
         assert family is not None
+        assert self._vae.encode_frames is not None
         images = [as_rgb(image) for image in images]
         if family.fit == "crop":
             images = [cropped(image, settings) for image in images]
@@ -143,7 +155,7 @@ class VideoPipeline(RunningModel):
                 seen |= {name: to_host(array) for name, array in embed(weights, pixel_values=values).items()}
         self._size = size_text(settings)
         encode = self._program(
-            self.family.vae, family.encode_frames, input_axes={"pixels": _WIDTH, "cache": _WIDTH}, donate=("cache",)
+            self.family.vae, self._vae.encode_frames, input_axes=self._vae.encode_axes, donate=("cache",)
         )
         parts = list(self._picture_parts(images, settings))
         latents: list[torch.Tensor] = []
@@ -212,7 +224,7 @@ class VideoPipeline(RunningModel):
     def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         self._size = size_text(settings)
         program = self._program(
-            self.family.vae, self.family.decode_frame, input_axes={"latent": _WIDTH, "cache": _WIDTH}, donate=("cache",)
+            self.family.vae, self._vae.decode_frame, input_axes=self._vae.decode_axes, donate=("cache",)
         )
         with self._weights(self.family.vae) as weights:
             total = latents.shape[2]

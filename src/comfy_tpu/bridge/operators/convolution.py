@@ -50,14 +50,18 @@ def _convolution(
         last = conv3d_by_taps(input.transpose(0, 2, 3, 4, 1), weight.transpose(2, 3, 4, 1, 0), strides, pads, dilations)
         out = last.transpose(0, 4, 1, 2, 3)
     else:
+        # XLA turns a CPU's 2-D convolutions to channels last by itself, but not inside a loop.
+        last_on_cpu = on_cpu and rank == 2
         out = jax.lax.conv_general_dilated(
-            input,
-            weight,
+            input.transpose(0, 2, 3, 1) if last_on_cpu else input,
+            weight.transpose(2, 3, 1, 0) if last_on_cpu else weight,
             window_strides=strides,
             padding=pads,
             rhs_dilation=dilations,
             feature_group_count=groups,
+            dimension_numbers=("NHWC", "HWIO", "NHWC") if last_on_cpu else None,
         )
+        out = out.transpose(0, 3, 1, 2) if last_on_cpu else out
     return out if bias is None else out + bias.reshape((-1,) + (1,) * rank)
 
 

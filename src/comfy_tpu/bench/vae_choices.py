@@ -1,0 +1,77 @@
+"""`comfy-tpu bench vae`: the ways in which a Wan VAE can decode a video, and what of them is to be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from comfy_tpu.bench.job import PATCH, SPATIAL, TEMPORAL, VideoSize
+from comfy_tpu.errors import InvalidValueError
+
+VARIANTS: Mapping[str, str] = {
+    "torchax-unrolled": "torchax unrolled",
+    "torchax-scanned": "torchax scanned",
+    "torchax-frames": "torchax frame by frame",
+    "nnx-unrolled": "NNX unrolled",
+    "nnx-scanned": "NNX scanned",
+    "nnx-frames": "NNX frame by frame",
+    "eager": "diffusers eager",
+    "compile": "diffusers + torch.compile",
+}
+"""unrolled: one program that has every frame written out; scanned: one with a loop over the frames; frame by frame: a
+program for one, called in a loop of Python."""
+UNLESS_ASKED_FOR = ("compile",)
+"""Left out on a CPU, where it compiles longer than everything else."""
+
+INPUTS, START, TURNS = "vae inputs", "vae start", "vae in turns"
+"""Parts of a run: what all variants are given; a variant in a process of its own; all of them by turns in one."""
+
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {"full": {}, "narrow": {"base_dim": 16}}
+"""Wan 2.1's VAE as published; and the same layers with a sixth of its channels."""
+_SIZES = {"full": VideoSize(832, 480, 81), "narrow": VideoSize(64, 48, 81)}
+
+
+@dataclasses.dataclass(frozen=True)
+class VaeChoices:
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    repeats: int = 5
+    variants: tuple[str, ...] = ()
+    full_size: bool = False
+
+    def __post_init__(self) -> None:
+        for name, step, rest in (
+            ("frames", TEMPORAL, 1),
+            ("height", SPATIAL * PATCH, 0),
+            ("width", SPATIAL * PATCH, 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1 or value % step != rest):
+                form = f"{step}n+{rest}" if rest else f"a multiple of {step}"
+                raise InvalidValueError(f"{name}={value} is not {form}; try {getattr(_SIZES['narrow'], name)}")
+        if not isinstance(self.repeats, int) or self.repeats < 1:
+            raise InvalidValueError(f"repeats={self.repeats!r} is not allowed; give a whole number from 1")
+
+    @property
+    def model(self) -> str:
+        return "full" if self.full_size else "narrow"
+
+    @property
+    def size(self) -> VideoSize:
+        given = {name: getattr(self, name) for name in ("width", "height", "frames")}
+        return dataclasses.replace(
+            _SIZES[self.model], **{name: value for name, value in given.items() if value is not None}
+        )
+
+    @property
+    def command(self) -> str:
+        words = ["comfy-tpu bench vae"]
+        words += [f"--{name} {getattr(self, name)}" for name in ("frames", "height", "width") if getattr(self, name)]
+        words += [f"--dtype {self.dtype}"] if self.dtype != "auto" else []
+        words += [f"--repeats {self.repeats}"] if self.repeats != VaeChoices.repeats else []
+        words += [f"--variants {','.join(self.variants)}"] if self.variants else []
+        words += ["--full-size"] if self.full_size else []
+        return " ".join(words)

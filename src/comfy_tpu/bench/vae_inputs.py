@@ -1,0 +1,51 @@
+"""What all variants are given: random weights and latents, and the video that diffusers makes of them in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from comfy_tpu.bench.devices import Bench, exact_float32
+from comfy_tpu.bench.job import Job
+from comfy_tpu.bench.references import in_float32, random_module
+from comfy_tpu.bench.timing import Listener
+from comfy_tpu.bench.vae_choices import CONFIGURATIONS
+from comfy_tpu.families import wan
+
+_WEIGHTS, _VIDEO = "vae", "video.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    weights: Path
+    """A directory with a checkpoint, as a model's."""
+    latents: torch.Tensor
+    """[1, channels, frames, height, width] in the VAE's own scale."""
+    expected: torch.Tensor
+    """[1, 3, frames, height, width] in -1..1."""
+
+    @classmethod
+    def read(cls, job: Job) -> Inputs:
+        tensors = load_file(Path(job.inputs) / _VIDEO)
+        return cls(Path(job.inputs) / _WEIGHTS, tensors["latents"], tensors["expected"])
+
+
+def make_inputs(job: Job, listener: Listener) -> None:
+    bench = Bench.open(job)
+    config = CONFIGURATIONS[job.model]
+    module = random_module(wan.VAE, config, device=bench.device, dtype=bench.dtype)
+    reference: Any = in_float32(module, wan.VAE, config)
+    latents = bench.random(1, reference.config.z_dim, *job.video_size.latent, seed=8).float()
+    with torch.no_grad(), exact_float32():
+        expected = reference.decode(latents, return_dict=False)[0]
+    directory = Path(job.inputs)
+    (directory / _WEIGHTS).mkdir(parents=True)
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in module.state_dict().items()},
+        directory / _WEIGHTS / "diffusion_pytorch_model.safetensors",
+    )
+    save_file({"latents": latents.cpu(), "expected": expected.cpu()}, directory / _VIDEO)

@@ -1,0 +1,52 @@
+"""comfy-tpu bench vae: the Wan VAE by torchax, by Flax NNX and by diffusers, from a fresh process to its videos."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.bench.vae_choices import VARIANTS, VaeChoices
+from comfy_tpu.cli.options import names, number
+from comfy_tpu.cli.progress import say
+
+
+def add_parser(commands: Any) -> None:
+    summary = "torchax, Flax NNX and diffusers side by side: start, decode, memory, error"
+    parser = commands.add_parser("vae", help=summary, description=summary)
+    parser.add_argument("--frames", type=number(int), metavar="N", help="4n+1 (81)")
+    parser.add_argument("--height", type=number(int), metavar="N", help="pixels (48; with --full-size 480)")
+    parser.add_argument("--width", type=number(int), metavar="N", help="pixels (64; with --full-size 832)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument(
+        "--repeats", type=number(int), default=VaeChoices.repeats, metavar="N", help=f"({VaeChoices.repeats})"
+    )
+    parser.add_argument("--variants", help=f"of {','.join(VARIANTS)} (all; on a CPU without compile)")
+    parser.add_argument(
+        "--full-size", action="store_true", help="Wan 2.1's own channels, not a sixth: for accelerators"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="raw samples; a file that is there gets one more run")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="tables, x.md; plots go beside it")
+    parser.set_defaults(bench=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.bench import outputs, vae_report, vae_runner
+
+    choices = VaeChoices(
+        frames=arguments.frames,
+        height=arguments.height,
+        width=arguments.width,
+        dtype=arguments.dtype,
+        repeats=arguments.repeats,
+        variants=names(arguments.variants, tuple(VARIANTS), "--variants") if arguments.variants is not None else (),
+        full_size=arguments.full_size,
+    )
+    places = outputs.Places.check(json=arguments.json, markdown=None, plot=None)
+    if arguments.output is not None:
+        vae_report.check_output(arguments.output)
+    measured = vae_runner.run_comparison(choices, say=say, keep=places.keep)
+    if arguments.output is not None:
+        vae_report.write_output(arguments.output, measured)
+    print(vae_report.tables(measured))
+    return 0

@@ -1,0 +1,81 @@
+"""The VAE by torchax and by Flax NNX: the same pictures, kept apart in memory, refused where it must be."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.config import DEMO_IMAGE_MODEL, ResidencyConfig
+from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.families import flux, hunyuan, wan22
+from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.pipeline.vae_backend import check_vae_backend
+from comfy_tpu.pipeline.video import VideoPipeline
+
+
+def opened(backend: Any, model: str = "demo", **options: Any) -> VideoPipeline:
+    return VideoPipeline.open(model, mesh="single", vae_backend=backend, **options)
+
+
+def psnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(-10 * torch.log10((actual - expected).square().mean()))
+
+
+def test_the_same_video() -> None:
+    residency = Residency(ResidencyConfig())
+    said: list[Progress] = []
+    by_torchax, by_nnx = (opened(name, residency=residency, on_progress=said.append) for name in ("torchax", "nnx"))
+    settings = by_torchax.settings(num_frames=9, num_inference_steps=4)
+    embeddings = by_torchax.encode("a red circle moving right on a black background", settings)
+    latents = by_torchax.denoise(embeddings, settings)
+    # In turns over one registry: weights of one layout must not be taken for those of the other.
+    videos = [torch.cat(list(pipeline.decode(latents, settings)), dim=1) for pipeline in (by_torchax, by_nnx) * 2]
+    assert videos[0].std() > 0.05, "something is to be seen"
+    assert psnr(videos[1], videos[0]) >= 40
+    assert torch.equal(videos[0], videos[2])
+    assert torch.equal(videos[1], videos[3])
+    programs = {progress.what.split()[0] for progress in said if progress.stage == "compiling"}
+    assert {"vae.decode_frame", "vae_nnx.decode_frame"} <= programs
+
+
+def test_the_same_latents_of_a_picture() -> None:
+    picture = Image.effect_noise((64, 64), 80).convert("RGB")
+    latents = []
+    for backend in ("torchax", "nnx"):
+        pipeline = opened(backend, DEMO_IMAGE_MODEL)
+        settings = pipeline.settings(num_frames=9)
+        latents.append(pipeline.encode_images([picture], settings)["condition"])
+    assert torch.allclose(latents[1], latents[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        (flux.FLUX_SCHNELL, {}, "vae_backend=nnx: the VAE of Flux.* is not written in Flax NNX; choose torchax"),
+        (hunyuan.HUNYUAN15, {}, "vae_backend=nnx: the VAE of Hunyuan.* is not written in Flax NNX; choose torchax"),
+        (wan22.WAN22_5B, {"is_residual": True, "patch_size": 2}, "as in Wan 2.2 5B, is not written in Flax NNX"),
+    ],
+)
+def test_other_vaes_are_refused(family: Any, config: dict[str, Any], message: str) -> None:
+    files: Any = types.SimpleNamespace(family=family, config=lambda spec: config)
+    with pytest.raises(UnsupportedError, match=message):
+        check_vae_backend("nnx", files)
+    check_vae_backend("torchax", files)
+
+
+def test_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("comfy_tpu.nnx.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(UnsupportedError, match=r"needs flax, which is not installed; run `pip install 'comfy-tpu"):
+        opened("nnx")
+    opened("torchax")
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(InvalidValueError, match="vae_backend='flax' is unknown; choose from torchax, nnx"):
+        opened("flax")
