@@ -22,7 +22,7 @@ from comfy_tpu.pipeline.video import VideoPipeline
 from tests.bridge import test_operators, test_views
 from tests.families import small_flux, small_flux2, small_hunyuan, test_hunyuan_image, wan_pipelines
 from tests.pipeline import small_pipeline
-from tools.aten_operators.catalogue import Row, row_of
+from comfy_tpu.bridge.catalogue import Row, row_of
 
 
 @dataclasses.dataclass(frozen=True)
