@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators lint clean
+.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -50,6 +50,10 @@ native-table:
 # docs/aten-operators.md, from the installed torchax and small models of every family; nothing is compiled.
 aten-operators: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.aten_operators docs/aten-operators.md
+
+# docs/porting-table.md: diffusers' models, each small, tried on the CPU. Minutes.
+porting-table: .venv/.installed-dev
+	$(BIN)/python -m tools.porting_table docs/porting-table.md
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_architecture.py

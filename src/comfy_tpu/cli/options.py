@@ -47,7 +47,22 @@ OF_THE_TEXT = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
 _SAME_AS_FIELD = (
-    *("config", "dtype", "export", "from", "inputs", "json", "lora", "markdown", "mesh", "model", "output", "peers", "platform", "plot"),
+    *(
+        "config",
+        "dtype",
+        "export",
+        "from",
+        "inputs",
+        "json",
+        "lora",
+        "markdown",
+        "mesh",
+        "model",
+        "output",
+        "peers",
+        "platform",
+        "plot",
+    ),
     *("quantize", "repeats", "size", "steps", "strength", "tpu"),
 )
 

@@ -127,9 +127,7 @@ class CallReading:
             bound[found.node.args.vararg.arg] = Value(items=computed(*arguments[len(parameters) :]))
         return self.reader.read_function(found, {**(around or {}), **bound}, building=self.building)
 
-    def _named(
-        self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]
-    ) -> Value | None:
+    def _named(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> Value | None:
         """A call by name; None if the name is nothing that is known."""
         if name in FALSE_HERE:
             return known(False)
@@ -245,7 +243,18 @@ class CallReading:
         self._check_float64(node, arguments, keywords, name)
         if name == "to" and any(ast.unparse(argument) == "torch.bool" for argument in node.args):
             return dataclasses.replace(result, is_mask=True)
-        if name in ("to", "unsqueeze", "squeeze", "view", "reshape", "expand", "flatten", "repeat", "contiguous", "clone"):
+        if name in (
+            "to",
+            "unsqueeze",
+            "squeeze",
+            "view",
+            "reshape",
+            "expand",
+            "flatten",
+            "repeat",
+            "contiguous",
+            "clone",
+        ):
             converted = name == "to" and any("dtype" in ast.unparse(argument) for argument in node.args)
             return dataclasses.replace(result, is_mask=owner.is_mask and not converted)
         return self._result(name, result, several=name in SEVERAL, has_dim=bool(arguments or "dim" in keywords))
@@ -257,7 +266,9 @@ class CallReading:
 
     def _made(self, node: ast.Call, keywords: Mapping[str, Value], values: list[Value]) -> Value:
         device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
-        is_bool = any(keyword.arg == "dtype" and ast.unparse(keyword.value) == "torch.bool" for keyword in node.keywords)
+        is_bool = any(
+            keyword.arg == "dtype" and ast.unparse(keyword.value) == "torch.bool" for keyword in node.keywords
+        )
         on_host = device is None or (isinstance(device, ast.Constant) and device.value in (None, "cpu"))
         if isinstance(device, ast.Constant) and self.building and str(device.value).split(":")[0] in OTHER_DEVICES:
             self.report("cuda", node, f"a tensor is made on {device.value!r} while the model is built")
@@ -267,24 +278,18 @@ class CallReading:
             self._check_float64(node, [], keywords)
         return dataclasses.replace(TRACED, is_mask=is_bool)
 
-    def _moved(
-        self, node: ast.Call, owner: Value, arguments: list[Value], keywords: Mapping[str, Value]
-    ) -> Value:
+    def _moved(self, node: ast.Call, owner: Value, arguments: list[Value], keywords: Mapping[str, Value]) -> Value:
         text = " ".join(ast.unparse(each) for each in (*node.args, *(keyword.value for keyword in node.keywords)))
         named_device = any(keyword.arg == "device" for keyword in node.keywords) and "cpu" not in text
         if "device" in text or named_device or any(value.is_traced for value in arguments):
             return dataclasses.replace(TRACED, is_mask=owner.is_mask)
         return owner
 
-    def _check_data(
-        self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]
-    ) -> None:
+    def _check_data(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> None:
         one_armed = name == "where" and len(arguments) == 1 and not keywords
         repeats = (*arguments[1:2], *(value for key, value in keywords.items() if key == "repeats"))
         repeated = name == "repeat_interleave" and any(value.is_traced for value in repeats)
-        if (name in SHAPED_BY_DATA or one_armed) and arguments and arguments[0].is_traced:
-            self.report("data-dependent-shape", node)
-        elif repeated:
+        if ((name in SHAPED_BY_DATA or one_armed) and arguments and arguments[0].is_traced) or repeated:
             self.report("data-dependent-shape", node)
 
     def _check_float64(
@@ -297,10 +302,12 @@ class CallReading:
         sizes = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
         if sizes and isinstance(sizes[0], (ast.Tuple, ast.List)):
             sizes = list(sizes[0].elts)
-        if len(sizes) >= 2 and not isinstance(sizes[-1], ast.Constant):
-            # torch.full has its value last.
-            if ast.dump(sizes[-1]) == ast.dump(sizes[-2]) and not isinstance(sizes[-1], ast.UnaryOp):
-                self.report("square-mask", node)
+        if (
+            len(sizes) >= 2
+            and not isinstance(sizes[-1], (ast.Constant, ast.UnaryOp))
+            and ast.dump(sizes[-1]) == ast.dump(sizes[-2])
+        ):
+            self.report("square-mask", node)
 
     def check_outer_product(self, node: ast.BinOp) -> None:
         """`m[:, None, :] * m[:, :, None]`: a row of keys by a column of queries."""
@@ -321,9 +328,7 @@ def _new_dimension(node: ast.expr) -> int | None:
     """Where an expression puts a dimension of one."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
         positions = [
-            index
-            for index, part in enumerate(node.slice.elts)
-            if isinstance(part, ast.Constant) and part.value is None
+            index for index, part in enumerate(node.slice.elts) if isinstance(part, ast.Constant) and part.value is None
         ]
         return positions[-1] if positions else None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze":
@@ -383,5 +388,3 @@ def _built(call: ast.Call, module: Module) -> Value:
         return Value(Place.HOST, made_at=call.lineno)
     found = definition_of(name, module, module.imports)
     return Value(instance=found) if found is not None and found.is_class else UNKNOWN
-
-

@@ -23,8 +23,15 @@ Verdict = Literal["will run", "may run", "will not run", "not tried"]
 """`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run."""
 
 DISPROVED_BY_A_TRACE = frozenset(
-    ("tensor-condition", "tensor-assert", "tensor-to-number", "mask-indexing", "data-dependent-shape")
-    + ("host-tensor-written", "random-in-forward")
+    (
+        "tensor-condition",
+        "tensor-assert",
+        "tensor-to-number",
+        "mask-indexing",
+        "data-dependent-shape",
+        "host-tensor-written",
+        "random-in-forward",
+    )
 )
 """A trace that went through such a line shows that the value was known after all."""
 
@@ -64,7 +71,7 @@ def check(
     inputs: Mapping[str, Any] | None = None,
 ) -> Check:
     findings = read_source(target)
-    has_family = rules_for(target.name) is not None
+    has_family = bool(rules_for(target.name))
     if static:
         stopping = [each for each in findings if each.severity == "stops"]
         verdict: Verdict = "will not run" if stopping else "may run"
@@ -93,9 +100,7 @@ def check(
     if trial is not None:
         findings = corrected(findings, trial)
         findings = sorted([*findings, *structure], key=lambda each: (each.file, each.line, each.trap))
-    left = [
-        thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon
-    ]
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     verdict, why = _verdict(findings, trial, why)
     return Check(
         target,
@@ -116,7 +121,8 @@ def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
         reached = each.trap == "gpu-only-import" or (each.file, each.line) in trial.reached
         if trial.traced and reached and each.trap in DISPROVED_BY_A_TRACE:
             continue
-        kept.append(dataclasses.replace(each, reached=reached))
+        unknown = trial.refusal is not None and not reached
+        kept.append(dataclasses.replace(each, reached=None if unknown else reached))
     known = {(each.file, each.line) for each in kept}
     traps = {each.trap for each in kept if each.reached}
     for each in trial.findings:
@@ -128,7 +134,8 @@ def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
 
 def _verdict(findings: list[Finding], trial: Trial | None, why: str) -> tuple[Verdict, str]:
     stopping = [each for each in findings if each.severity == "stops" and each.reached is not False]
-    if trial is None:
+    if trial is None or trial.refusal is not None:
+        why = why or f"{trial.refusal if trial else ''}; give --config and --inputs that it accepts"
         if stopping:
             return "will not run", f"{stopping[0].place} stops the trace; no small model was tried: {why}"
         return "not tried", why

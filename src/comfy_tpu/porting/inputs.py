@@ -83,6 +83,9 @@ def guessed_inputs(model: torch.nn.Module, method: str) -> Inputs:
 
 def _rank(model: torch.nn.Module) -> int:
     """How many dimensions lie behind the channels."""
+    for rank in (3, 2, 1):
+        if f"{rank}D" in type(model).__name__:
+            return rank
     for rank, kind in ((3, torch.nn.Conv3d), (2, torch.nn.Conv2d), (1, torch.nn.Conv1d)):
         if any(isinstance(module, kind) for module in model.modules()):
             return rank

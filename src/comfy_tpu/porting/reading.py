@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from comfy_tpu.porting.calls import CallReading
-from comfy_tpu.porting.source import Definition, Function, Module, imported_names, method
+from comfy_tpu.porting.source import Definition, Function, Module, definition_of, imported_names, method
 from comfy_tpu.porting.traps import Finding, finding
 from comfy_tpu.porting.values import SEVERAL_TRACED, TRACED, UNKNOWN, Place, Value, computed, joined, known, several
 from comfy_tpu.porting.vocabulary import (
@@ -97,8 +97,6 @@ def _as_function(module: Module) -> ast.FunctionDef:
 
 def _parts(definition: Definition, initial: Definition | None) -> Iterable[Definition]:
     """Classes of the package that a class names where it is built: submodules and attention processors."""
-    from comfy_tpu.porting.source import definition_of
-
     statements: list[tuple[Module, ast.stmt]] = []
     if initial is not None:
         statements += [(initial.module, statement) for statement in initial.node.body]
@@ -145,7 +143,9 @@ def _expected(argument: ast.arg, default: ast.expr | None) -> Value:
     return UNKNOWN
 
 
-_NUMBERS = re.compile(r"^(num|n|is|use|max|min)_|_?(size|sizes|dim|dims|dtype|device|height|width|shape|length|config)$")
+_NUMBERS = re.compile(
+    r"^(num|n|is|use|max|min)_|_?(size|sizes|dim|dims|dtype|device|height|width|shape|length|config)$"
+)
 """Names of arguments that are hardly tensors, where nothing says what they are."""
 
 
@@ -416,7 +416,11 @@ class FunctionReading(CallReading):
             return UNKNOWN
         if isinstance(operator, (ast.In, ast.NotIn)):
             return UNKNOWN
-        if isinstance(other, ast.Constant) and other.value in OTHER_DEVICES and isinstance(operator, (ast.Eq, ast.NotEq)):
+        if (
+            isinstance(other, ast.Constant)
+            and other.value in OTHER_DEVICES
+            and isinstance(operator, (ast.Eq, ast.NotEq))
+        ):
             return known(isinstance(operator, ast.NotEq))
         result = computed(*values)
         return dataclasses.replace(result, is_mask=True) if result.is_tensor else UNKNOWN

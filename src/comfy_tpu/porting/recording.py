@@ -1,4 +1,4 @@
-"""What a model does while it runs: operators asked of a trace, lines reached, masks of attention, where dtypes change."""
+"""What a model does while it runs: operators it asks for, lines it reaches, masks of attention, changes of dtype."""
 
 from __future__ import annotations
 

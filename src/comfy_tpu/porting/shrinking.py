@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,14 +66,17 @@ def make_small(
             if "return_dict" in inspect.signature(getattr(model, method)).parameters:
                 values["return_dict"] = False
             _check(model, method, values)
+            if config is None and inputs is None and target.is_of_diffusers:
+                with torch.no_grad(), quiet():
+                    getattr(model, method)(**values)
         except (UnsupportedError, InvalidValueError):
             raise
-        except Exception as error:  # noqa: BLE001 whatever a model raises, the next size may do
+        except Exception as error:
             errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
             if config is not None or not target.is_of_diffusers:
                 raise
             continue
-        return SmallModel(model, build_skeleton(lambda: cls(**candidate)), method, values, candidate)
+        return SmallModel(model, build_skeleton(functools.partial(cls, **candidate)), method, values, candidate)
     raise UnsupportedError(
         f"no small {target.name} could be made and run ({errors[0]}); give --config and --inputs that PyTorch accepts"
     )
@@ -84,7 +88,9 @@ def _check(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
         return
     unknown = sorted(set(inputs) - set(names))
     if unknown:
-        raise InvalidValueError(f"inputs names {unknown[0]!r}, which {method} does not take; it takes {', '.join(names)}")
+        raise InvalidValueError(
+            f"inputs names {unknown[0]!r}, which {method} does not take; it takes {', '.join(names)}"
+        )
 
 
 def full_skeleton(target: Target) -> torch.nn.Module | None:
@@ -157,7 +163,7 @@ def _shrunk(config: Mapping[str, Any], *, every: bool) -> dict[str, Any]:
 
 
 def _build(cls: type, config: Mapping[str, Any]) -> torch.nn.Module:
-    factory: Callable[[], torch.nn.Module] = lambda: cls(**config)  # noqa: E731
+    factory = functools.partial(cls, **config)
     with quiet():
         size = sum(weight.numel() for weight in weight_shapes(build_skeleton(factory)).values())
         if size > PARAMETERS_MAX:

@@ -52,8 +52,8 @@ def uneven_blocks(model: torch.nn.Module) -> list[Finding]:
             owner, _, name = path.rpartition(".")
             file, line, code = _place_of(model.get_submodule(owner), name)
             reason = (
-                f"{path}[{odd}] differs from {path}[{common[0]}] in {difference}, so the {len(blocks)} blocks cannot run "
-                "as one scanned layer: tracing and compiling take as many times longer"
+                f"{path}[{odd}] differs from {path}[{common[0]}] in {difference}, so the {len(blocks)} blocks cannot "
+                "run as one scanned layer: tracing and compiling take as many times longer"
             )
             found.append(finding("uneven-blocks", file, line, code, reason=reason))
     return found
@@ -76,31 +76,16 @@ def _place_of(owner: torch.nn.Module, attribute: str) -> tuple[str, int, str]:
     return "", 0, ""
 
 
-def rules_for(name: str) -> Sequence[Rule] | None:
-    """Of the family that has this class; None: no family has."""
-    for family in FAMILIES:
-        for component in _components(family):
-            if name in component.classes:
-                return component.rules
-    return None
-
-
-def _components(family: object) -> list[object]:
-    from comfy_tpu.compiler.component import ComponentSpec
-
-    return [value for value in vars(family).values() if isinstance(value, ComponentSpec)]
+def rules_for(name: str) -> list[Sequence[Rule]]:
+    """Of every family that has a component of this class."""
+    components = {id(each): each for family in FAMILIES for each in family.components if name in each.classes}
+    return [component.rules for component in components.values()]
 
 
 def unknown_weights(model: torch.nn.Module, place: tuple[str, int]) -> list[Finding]:
     """Large weights that no rule is for: the family's rules, or those by the usual names where there is no family."""
-    rules = rules_for(type(model).__name__)
-    smallest = ShardingConfig().gather_min_bytes
-    sizes: collections.Counter[str] = collections.Counter()
-    for name, weight in weight_shapes(model).items():
-        size = math.prod(weight.shape) * torch.bfloat16.itemsize
-        matched = any(fnmatch.fnmatchcase(f".{name}", f"*{rule.pattern}") for rule in rules or CONVENTIONAL)
-        if weight.ndim == 2 and size >= smallest and not matched:
-            sizes[re.sub(r"\.\d+\.", ".*.", name)] += size
+    choices = rules_for(type(model).__name__) or [CONVENTIONAL]
+    sizes = min((_unmatched(model, rules) for rules in choices), key=collections.Counter.total)
     if not sizes:
         return []
     largest = [name for name, _ in sizes.most_common(3)]
@@ -110,3 +95,15 @@ def unknown_weights(model: torch.nn.Module, place: tuple[str, int]) -> list[Find
     )
     fix = "write rules in the family: " + ", ".join(f'gather("{name}")' for name in largest)
     return [finding("no-sharding-rule", *place, "", reason=reason, fix=fix)]
+
+
+def _unmatched(model: torch.nn.Module, rules: Sequence[Rule]) -> collections.Counter[str]:
+    """Bytes in bfloat16 by name, with `*` for the numbers of layers."""
+    smallest = ShardingConfig().gather_min_bytes
+    sizes: collections.Counter[str] = collections.Counter()
+    for name, weight in weight_shapes(model).items():
+        size = math.prod(weight.shape) * torch.bfloat16.itemsize
+        matched = any(fnmatch.fnmatchcase(f".{name}", f"*{rule.pattern}") for rule in rules)
+        if weight.ndim == 2 and size >= smallest and not matched:
+            sizes[re.sub(r"\.\d+\.", ".*.", name)] += size
+    return sizes

@@ -32,11 +32,8 @@ class Target:
         """The class itself: from here on the model's code runs."""
         module = self.definition.module
         try:
-            if module.package.name:
-                loaded = importlib.import_module(module.name)
-            else:
-                loaded = _import_file(module.path)
-        except Exception as error:  # noqa: BLE001 it is somebody else's module
+            loaded = importlib.import_module(module.name) if module.package.name else _import_file(module.path)
+        except Exception as error:
             raise UnsupportedError(
                 f"{module.path} cannot be imported ({type(error).__name__}: {error}); mend that, or use --static"
             ) from error
@@ -52,7 +49,7 @@ def _import_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look there
-    sys.path.insert(0, str(path.parent))
+    sys.path.append(str(path.parent))  # last: a neighbour called random.py must not take its place
     try:
         spec.loader.exec_module(module)
     finally:
