@@ -75,7 +75,7 @@ def check(
     if static:
         stopping = [each for each in findings if each.severity == "stops"]
         verdict: Verdict = "will not run" if stopping else "may run"
-        why = f"{len(stopping)} lines stop the trace" if stopping else "nothing was found that stops the trace"
+        why = _counted(stopping) if stopping else "nothing was found that stops the trace"
         items = checklists.before(findings, None, has_family=has_family)
         return Check(target, verdict, why, tuple(findings), tuple(items), tuple(checklists.after(None)))
     threads = set(threading.enumerate())
@@ -114,6 +114,10 @@ def check(
     )
 
 
+def _counted(stopping: list[Finding]) -> str:
+    return "1 line stops the trace" if len(stopping) == 1 else f"{len(stopping)} lines stop the trace"
+
+
 def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
     """What was read, after what was tried: without what a trace disproved, and with what reading could not see."""
     kept = []
@@ -142,6 +146,5 @@ def _verdict(findings: list[Finding], trial: Trial | None, why: str) -> tuple[Ve
     if trial.runs and not stopping:
         return "will run", f"traced, lowered for a TPU, and {trial.error:.1e} from PyTorch at a small size"
     if stopping:
-        lines = "line" if len(stopping) == 1 else "lines"
-        return "will not run", f"{len(stopping)} {lines} to change first, among them {stopping[0].place}"
+        return "will not run", f"{_counted(stopping)}, the first is {stopping[0].place}"
     return "will not run", trial.findings[0].reason if trial.findings else "the trial did not come to its end"
