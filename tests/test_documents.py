@@ -12,6 +12,7 @@ TWINS = [
     ("docs/plan.md", "docs/plan.zh-CN.md"),
 ]
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
+DOCUMENTS += ["docs/porting-table.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 

@@ -54,9 +54,9 @@ def write_page(path: Path) -> None:
         versions_line(),
         "",
         "*Error* is of a small model with random weights, compiled for a CPU, against PyTorch, both in float32. "
-        "*Stops*, *changes* and *costs* count lines that the small model came to. An autoencoder is its decoder. A family "
-        "replaces what stops or costs in its own models (Wan's strided writes, HunyuanVideo-1.5's `if`): this is about "
-        "diffusers' classes as they are.",
+        "*Stops*, *changes* and *costs* count lines that the small model came to. An autoencoder is its decoder. "
+        "A family replaces what stops or costs in its own models (Wan's strided writes, HunyuanVideo-1.5's `if`): "
+        "this is about diffusers' classes as they are.",
         "",
         f"{len(CLASSES)} classes: {counts}.",
         "",
