@@ -124,6 +124,14 @@ def test_a_syntax_error_is_told_with_its_line(capsys, file):
     assert "model.py:1 is not Python (" in err
 
 
+@pytest.mark.parametrize("content", [b"x = '\xff'\n", b"x = 1\0\n", bytes(range(256))])
+def test_what_is_no_text_is_refused(capsys, tmp_path, content):
+    (tmp_path / "model.py").write_bytes(content)
+    status, _, err = run(capsys, "check", "--static", tmp_path / "model.py")
+    assert status == 1
+    assert "is not Python (" in err
+
+
 def test_what_a_class_needs_is_asked_for(capsys, file):
     path = file(
         MODEL.replace("    def forward", "    def __init__(self, width):\n        super().__init__()\n    def forward")

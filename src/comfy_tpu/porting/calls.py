@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -346,21 +347,17 @@ def _base(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-_known_attributes: dict[ast.AST, dict[str, Value]] = {}
-
-
+@functools.cache
 def _attributes(definition: Definition) -> dict[str, Value]:
     """What the attributes are that a class gives its objects when it is built."""
-    if definition.node not in _known_attributes:
-        found: dict[str, Value] = {}
-        _known_attributes[definition.node] = found
-        for each in reversed(bases(definition)):
-            initial = next(
-                (node for node in each.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
-            )
-            for node in ast.walk(initial) if initial is not None else ():
-                found.update(_given(node, each.module))
-    return _known_attributes[definition.node]
+    found: dict[str, Value] = {}
+    for each in reversed(bases(definition)):
+        initial = next(
+            (node for node in each.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
+        )
+        for node in ast.walk(initial) if initial is not None else ():
+            found.update(_given(node, each.module))
+    return found
 
 
 def _given(node: ast.AST, module: Module) -> dict[str, Value]:

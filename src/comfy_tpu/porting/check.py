@@ -115,7 +115,8 @@ def check(
 
 
 def _counted(stopping: list[Finding]) -> str:
-    return "1 line stops the trace" if len(stopping) == 1 else f"{len(stopping)} lines stop the trace"
+    lines = {each.place for each in stopping}
+    return "1 line stops the trace" if len(lines) == 1 else f"{len(lines)} lines stop the trace"
 
 
 def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:

@@ -297,7 +297,7 @@ class FunctionReading(CallReading):
         if isinstance(node.target, ast.Subscript):
             self._write(node.target, value)
             return
-        before = self.value(_loaded(node.target))
+        before = self.value(node.target)
         if before.place is Place.HOST and value.is_traced:
             self.host_written(node, before)
         if isinstance(node.target, ast.Name):
@@ -482,7 +482,3 @@ def is_strided(index: ast.expr) -> bool:
         and not (isinstance(part.step, ast.Constant) and part.step.value in (None, 1))
         for part in parts
     )
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    return ast.copy_location(ast.parse(ast.unparse(target), mode="eval").body, target)

@@ -131,4 +131,12 @@ SMALL_MODELS: dict[str, Known] = {
         {"encoder_hidden_size": 16, "decoder_channels": 16, "decoder_input_channels": 8, "downsampling_ratios": [2, 4]}
         | {"channel_multiples": [1, 2]},
     ),
+    "HiDreamImageTransformer2DModel": Known(
+        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1}
+        | {"attention_head_dim": 8, "num_attention_heads": 4, "caption_channels": [32, 16], "text_emb_dim": 64}
+        | {"axes_dims_rope": [4, 2, 2], "max_resolution": [32, 32], "llama_layers": [0, 1]},
+        {"hidden_states": [2, 4, 32, 32], "timesteps": {"value": [500, 500], "dtype": "int64"}}
+        | {"encoder_hidden_states_t5": [2, 8, 32], "encoder_hidden_states_llama3": [2, 2, 8, 16]}
+        | {"pooled_embeds": [2, 64]},
+    ),
 }

@@ -29,14 +29,16 @@ class Module:
         self.package = package
         self.path = path
         self.name = name
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
         try:
-            self.tree = ast.parse(text, str(path))
+            self.tree = ast.parse(content, str(path))
         except SyntaxError as error:
             raise InvalidValueError(
-                f"{path}:{error.lineno} is not Python ({error.msg}); correct the line and try again"
+                f"{path}:{error.lineno or 1} is not Python ({error.msg}); correct the line and try again"
             ) from None
-        self.lines = text.splitlines()
+        except ValueError as error:
+            raise InvalidValueError(f"{path} is not Python ({error}); give a text file") from None
+        self.lines = content.decode(errors="replace").splitlines()
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, str] = {}
         """What a local name stands for, with dots: torch.nn.functional."""

@@ -19,7 +19,7 @@ from comfy_tpu.families.registry import FAMILIES
 from comfy_tpu.parallel.rules import Rule, column, row
 from comfy_tpu.porting.traps import Finding, finding
 
-BLOCKS_MIN = 3
+BLOCKS_MIN = 4
 """Shorter lists are not worth a scan."""
 
 _COLUMN = (

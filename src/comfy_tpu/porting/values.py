@@ -51,7 +51,6 @@ class Value:
 
 UNKNOWN = Value()
 TRACED = Value(Place.TRACED)
-TRACED_MASK = Value(Place.TRACED, is_mask=True)
 SEVERAL_TRACED = Value(items=TRACED)
 
 
