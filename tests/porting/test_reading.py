@@ -49,6 +49,18 @@ def test_a_function_of_another_file_is_followed(found):
     assert found(text, other=other) == [("tensor-condition", "other.py", 4), ("tensor-condition", "other.py", 6)]
 
 
+def test_what_a_call_leaves_out_is_its_default(found):
+    other = (
+        "import torch\n\ndef turned(x, real=True, table=None):\n"
+        "    if not real:\n        return torch.view_as_complex(x)\n"
+        "    if table is not None:\n        return x * x.item()\n    return x\n"
+    )
+    text = "import torch\nfrom other import turned\n" + MODEL
+    assert found(text.format(body="turned(x)"), other=other) == []
+    assert found(text.format(body="turned(x, False)"), other=other) == [("complex", "other.py", 5)]
+    assert found(text.format(body="turned(x, table=x)"), other=other) == [("tensor-to-number", "other.py", 7)]
+
+
 def test_a_function_that_nobody_calls_is_not_read(found):
     text = "import torch\n\ndef unused(x: torch.Tensor):\n    return x.item()\n" + MODEL.format(body="x")
     assert found(text) == []

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from comfy_tpu.porting.source import Definition, Module, bases, definition_of, dotted_name, method
-from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, computed, joined, known, several
+from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, computed, constant, joined, known, several
 from comfy_tpu.porting.vocabulary import (
     AS_NUMBERS,
     COMPARING,
@@ -117,7 +117,7 @@ class CallReading:
         if owner is not None and "staticmethod" not in decorators:
             arguments = [owner, *arguments]
         parameters = [*found.node.args.posonlyargs, *found.node.args.args]
-        bound = dict.fromkeys((each.arg for each in (*parameters, *found.node.args.kwonlyargs)), UNKNOWN)
+        bound = _defaults(found.node.args)
         if any(isinstance(argument, ast.Starred) for argument in node.args) or "**" in keywords:
             from comfy_tpu.porting.reading import expected_arguments
 
@@ -323,6 +323,17 @@ class CallReading:
 
         if isinstance(owner, ast.Subscript) and is_strided(owner.slice):
             self.report("strided-write", owner)
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, Value]:
+    """What arguments are that a call leaves out."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    given = [*positional[len(positional) - len(arguments.defaults) :], *arguments.kwonlyargs]
+    bound = dict.fromkeys((each.arg for each in (*positional, *arguments.kwonlyargs)), UNKNOWN)
+    for argument, default in zip(given, (*arguments.defaults, *arguments.kw_defaults), strict=True):
+        if isinstance(default, ast.Constant):
+            bound[argument.arg] = constant(default.value)
+    return bound
 
 
 def _new_dimension(node: ast.expr) -> int | None:

@@ -14,7 +14,18 @@ from collections.abc import Iterable, Sequence
 from comfy_tpu.porting.calls import CallReading
 from comfy_tpu.porting.source import Definition, Function, Module, definition_of, imported_names, method
 from comfy_tpu.porting.traps import Finding, finding
-from comfy_tpu.porting.values import SEVERAL_TRACED, TRACED, UNKNOWN, Place, Value, computed, joined, known, several
+from comfy_tpu.porting.values import (
+    SEVERAL_TRACED,
+    TRACED,
+    UNKNOWN,
+    Place,
+    Value,
+    computed,
+    constant,
+    joined,
+    known,
+    several,
+)
 from comfy_tpu.porting.vocabulary import (
     DESCRIBING_ATTRIBUTES,
     FALSE_ATTRIBUTES,
@@ -336,7 +347,7 @@ class FunctionReading(CallReading):
         return self.names.get(node.id, UNKNOWN)
 
     def _value_of_Constant(self, node: ast.Constant) -> Value:  # noqa: N802
-        return known(node.value) if isinstance(node.value, bool) else UNKNOWN
+        return constant(node.value)
 
     def _value_of_NamedExpr(self, node: ast.NamedExpr) -> Value:  # noqa: N802
         value = self.value(node.value)
@@ -411,8 +422,8 @@ class FunctionReading(CallReading):
         values = [self.value(node.left), *(self.value(each) for each in node.comparators)]
         operator, other = node.ops[0], node.comparators[0]
         if isinstance(operator, (ast.Is, ast.IsNot)):
-            if isinstance(other, ast.Constant) and other.value is None and values[0].is_tensor:
-                return known(isinstance(operator, ast.IsNot))
+            if isinstance(other, ast.Constant) and other.value is None and (values[0].is_tensor or values[0].is_none):
+                return known(isinstance(operator, ast.Is) == values[0].is_none)
             return UNKNOWN
         if isinstance(operator, (ast.In, ast.NotIn)):
             return UNKNOWN

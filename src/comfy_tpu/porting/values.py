@@ -32,6 +32,7 @@ class Value:
     """A function that is defined where it is used."""
     truth: bool | None = None
     """Where it is known at inference on a TPU: `self.training`, `torch.cuda.is_available()`."""
+    is_none: bool = False
     is_float64: bool = False
     """A dtype."""
     made_at: int = 0
@@ -50,12 +51,20 @@ class Value:
 
 
 UNKNOWN = Value()
+NONE = Value(truth=False, is_none=True)
 TRACED = Value(Place.TRACED)
 SEVERAL_TRACED = Value(items=TRACED)
 
 
 def known(truth: bool) -> Value:
     return Value(truth=truth)
+
+
+def constant(value: object) -> Value:
+    """Of something written down in the source."""
+    if value is None:
+        return NONE
+    return known(value) if isinstance(value, bool) else UNKNOWN
 
 
 def joined(one: Value, other: Value) -> Value:
@@ -76,6 +85,7 @@ def joined(one: Value, other: Value) -> Value:
         parts=parts,
         instance=one.instance or other.instance,
         truth=None,
+        is_none=one.is_none and other.is_none,
         is_float64=one.is_float64 or other.is_float64,
     )
 
