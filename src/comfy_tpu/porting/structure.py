@@ -37,6 +37,8 @@ def uneven_blocks(model: torch.nn.Module) -> list[Finding]:
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) < BLOCKS_MIN:
             continue
+        if len({type(block) for block in blocks}) > 1:  # a chain of different layers, as a feed-forward is
+            continue
         variants: list[list[int]] = []
         for index, block in enumerate(blocks):
             for variant in variants:

@@ -28,10 +28,12 @@ class Mended(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([Block(8) for _ in range(4)])
-        # A pyramid, where a scan was never meant.
+        # A pyramid and a chain, where a scan was never meant.
         self.stages = torch.nn.ModuleList([Block(2**i) for i in range(4)])
+        chain = [torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Tanh(), torch.nn.Dropout()]
+        self.chain = torch.nn.ModuleList(chain)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (*self.blocks, *self.stages):
+        for block in (*self.blocks, *self.stages, *self.chain):
             x = block(x)
         return x
