@@ -97,6 +97,8 @@ def test_a_function_that_calls_itself_ends(found):
         ("torch.where(x > 0, x, 0)", False),
         ("torch.where(x > 0)[0]", True),
         ("x.to('cuda')", False),
+        ("x.view(x.sum(), 2)", True),
+        ("x.view(*x.shape[:-1], 2)", False),
         ("x.cuda()", True),
     ],
 )

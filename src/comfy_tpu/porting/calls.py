@@ -234,7 +234,9 @@ class CallReading:
             self._check_write_through(node.func.value)
         if name in MAKING_LIKE:
             self._check_square(node)
-        if name in ("expand", "repeat", "view", "reshape") and any(value.is_traced for value in arguments):
+        # `*shape` is a shape as a rule, and the rule is easier to see than the shape.
+        sizes = [value for value, size in zip(arguments, node.args, strict=True) if not isinstance(size, ast.Starred)]
+        if name in ("expand", "repeat", "view", "reshape") and any(value.is_traced for value in sizes):
             self.report("tensor-to-number", node, "a shape is made of the value of a tensor, which must be known")
         self._check_data(node, name, [owner, *arguments], keywords)
         if name in COMPLEX_METHODS:
