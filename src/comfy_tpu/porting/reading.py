@@ -27,12 +27,12 @@ from comfy_tpu.porting.values import (
     several,
 )
 from comfy_tpu.porting.vocabulary import (
-    DESCRIBING_ATTRIBUTES,
     FALSE_ATTRIBUTES,
     FALSE_HERE,
     FLOAT64,
     GPU_LIBRARIES,
     OTHER_DEVICES,
+    TENSOR_ATTRIBUTES,
 )
 
 CONTEXTS_MAX = 12
@@ -387,7 +387,7 @@ class FunctionReading(CallReading):
             return known(False)
         owner = self.value(node.value)
         if owner.is_tensor:
-            return UNKNOWN if node.attr in DESCRIBING_ATTRIBUTES else dataclasses.replace(owner, is_mask=False)
+            return dataclasses.replace(owner, is_mask=False) if node.attr in TENSOR_ATTRIBUTES else UNKNOWN
         return self.attribute_of(owner, node.attr)
 
     def _value_of_Subscript(self, node: ast.Subscript) -> Value:  # noqa: N802

@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-DESCRIBING_ATTRIBUTES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "is_cuda",
-        "is_meta",
-        "requires_grad",
-        "layout",
-        "itemsize",
-        "nbytes",
-        "is_sparse",
-        "is_quantized",
-        "names",
-    ]
-)
+TENSOR_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag", "data", "values", "indices"])
+"""Of tensors, those that are tensors; all others only describe one."""
 DESCRIBING_METHODS = frozenset(
     [
         "size",
