@@ -23,8 +23,8 @@ from comfy_tpu.porting.traps import Finding, finding
 from comfy_tpu.quiet import quiet
 
 ERROR_MAX = 1e-3
-"""Of the compiled program against PyTorch, both in float32: norm of the difference by norm of the result. Most models of
-docs/porting-table.md are at 2e-6 or less, the largest that runs at 3e-4 (AuraFlow), CogView4 at 1e-2."""
+"""Of the compiled program against PyTorch, both in float32: norm of the difference by norm of the result. Most of
+docs/porting-table.md is at 2e-6 or less, the largest that runs at 3e-4 (AuraFlow), CogView4 at 1e-2."""
 
 
 @dataclasses.dataclass
