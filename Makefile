@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators torchax-vs-flax lint clean
+.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators torchax-vs-flax porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -55,6 +55,10 @@ aten-operators: .venv/.installed-dev
 # `comfy-tpu bench vae --json benchmarks/vae/cpu.json`.
 torchax-vs-flax: .venv/.installed-dev
 	$(BIN)/python -m tools.torchax_vs_flax
+
+# docs/porting-table.md: diffusers' models, each small, tried on the CPU. Minutes.
+porting-table: .venv/.installed-dev
+	$(BIN)/python -m tools.porting_table docs/porting-table.md
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_architecture.py

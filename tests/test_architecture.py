@@ -30,7 +30,19 @@ def test_tool_is_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-LAYERS = ["comfy", "cli", "bench", "diagnosis", "installation", "planning", "pipeline", "nnx", "families", "compiler"]
+LAYERS = [
+    "comfy",
+    "cli",
+    "bench",
+    "diagnosis",
+    "installation",
+    "planning",
+    "porting",
+    "pipeline",
+    "nnx",
+    "families",
+    "compiler",
+]
 LAYERS += ["bridge", "kernels", "parallel"]
 
 VIOLATIONS = {

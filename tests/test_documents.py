@@ -13,6 +13,7 @@ TWINS = [
     ("docs/torchax-vs-flax.md", "docs/torchax-vs-flax.zh-CN.md"),
 ]
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
+DOCUMENTS += ["docs/porting-table.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 

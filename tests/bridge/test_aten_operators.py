@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.aten_operators.catalogue import overloads
+from comfy_tpu.bridge.catalogue import overloads
 from tools.aten_operators.page import make_page, versions
 
 ROOT = Path(__file__).parents[2]

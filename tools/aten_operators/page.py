@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 
-from tools.aten_operators.catalogue import Row, brought_by_torchax, overloads
+from comfy_tpu.bridge.catalogue import Row, brought_by_torchax, overloads
 from tools.aten_operators.use import compared_with_torch, used_by_families
 
 PACKAGES = ("torch", "torchax", "diffusers", "transformers")

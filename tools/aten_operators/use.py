@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from comfy_tpu.bridge import TraceContext, call_function, to_device
+from comfy_tpu.bridge.catalogue import Row, row_of
 from comfy_tpu.bridge.compat import replaced
 from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
 from comfy_tpu.compiler.program import DeviceProgram
@@ -22,7 +23,6 @@ from comfy_tpu.pipeline.video import VideoPipeline
 from tests.bridge import test_operators, test_views
 from tests.families import small_flux, small_flux2, small_hunyuan, test_hunyuan_image, wan_pipelines
 from tests.pipeline import small_pipeline
-from tools.aten_operators.catalogue import Row, row_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ _MACHINERY = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, j
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
+@functools.cache
 def _is_model_source(filename: str) -> bool:
     in_torchax = f"{os.sep}torchax{os.sep}" in filename
     in_standard_library = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
@@ -25,19 +27,33 @@ def _is_model_source(filename: str) -> bool:
     return Path(filename).exists() and not in_machinery
 
 
-def calling_line() -> str:
-    """` at file.py:12 in forward` for the innermost line of a model that is running now, else an empty string."""
+def calling_place() -> tuple[str, int, str] | None:
+    """File, line and function of the innermost line of a model that is running now."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_model_source(frame.f_code.co_filename):
-            return f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-    return ""
+    return None
+
+
+def raising_place(error: BaseException) -> tuple[str, int, str] | None:
+    """The same for the line of a model that an exception passed through."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_model_source(frame.filename):
+            return frame.filename, frame.lineno or 0, frame.name
+    return None
+
+
+def calling_line() -> str:
+    """` at file.py:12 in forward` for the line of a model that is running now, else an empty string."""
+    return _described(calling_place())
 
 
 def raising_line(error: BaseException) -> str:
     """The same for the line of a model that an exception passed through."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_model_source(frame.filename):
-            return f" at {frame.filename}:{frame.lineno} in {frame.name}"
-    return ""
+    return _described(raising_place(error))
+
+
+def _described(place: tuple[str, int, str] | None) -> str:
+    return "" if place is None else f" at {place[0]}:{place[1]} in {place[2]}"

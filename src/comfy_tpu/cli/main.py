@@ -39,6 +39,7 @@ COMMANDS = (
     Command("calibrate", "measure which steps of a model can be reused, for --reuse", "comfy_tpu.cli.calibrate"),
     Command("bench", "measure speed and error beside diffusers", "comfy_tpu.cli.bench"),
     Command("plan", "say what a TPU slice would do with a model, before renting it", "comfy_tpu.cli.plan"),
+    Command("port", "say what stands between a PyTorch model and a TPU", "comfy_tpu.cli.port"),
     Command("install", "put the nodes into a ComfyUI, and say what is missing", "comfy_tpu.cli.install"),
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor"),
 )

@@ -50,10 +50,12 @@ OF_THE_TEXT = ("negative_prompt",)
 
 _SAME_AS_FIELD = (
     *(
+        "config",
         "dtype",
         "export",
         "frames",
         "from",
+        "inputs",
         "json",
         "lora",
         "markdown",

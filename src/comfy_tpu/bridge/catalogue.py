@@ -33,7 +33,8 @@ def brought_by_torchax() -> tuple[int, int]:
     torchax = load_torchax()
     lowered = {_name(_packet(function)) for function in torchax.ops.ops_registry.all_aten_ops}
     decomposed = {_name(_packet(function)) for function in torchax.decompositions.DECOMPOSITIONS}
-    return tuple(sum(name.startswith("aten.") for name in names) for names in (lowered, decomposed - lowered))
+    of_aten, more = (sum(name.startswith("aten.") for name in names) for names in (lowered, decomposed - lowered))
+    return of_aten, more
 
 
 def row_of(function: Function) -> Row | None:

@@ -1,0 +1,91 @@
+"""comfy-tpu port: what stands between a PyTorch model and a TPU.
+
+`check` exits with 0 if the model will run (with --static: if nothing was found that stops it) and with 1 if it will
+not, or could not be tried. `ops` exits with 1 if an operator is missing. The keys of --json are described in
+src/comfy_tpu/porting/report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from comfy_tpu.cli.findings import printable
+from comfy_tpu.errors import InvalidValueError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    check = commands.add_parser(
+        "check",
+        help="find what stops a model on a TPU, or costs there, line by line",
+        description="Reads the model's source, then builds a small one, traces it, lowers it for a TPU and compares it "
+        "with PyTorch. The second part imports and runs the model's code; --static leaves it out.",
+    )
+    check.add_argument("--static", action="store_true", help="only read the source: nothing of it is imported or run")
+    check.set_defaults(port=_check)
+    ops = commands.add_parser(
+        "ops",
+        help="list a model's operators, and who implements each",
+        description="Builds a small model and traces it: this imports and runs the model's code.",
+    )
+    ops.set_defaults(port=_ops)
+    for command in (check, ops):
+        command.add_argument(
+            "target", metavar="TARGET", help="a class of diffusers, a model directory, model.py[:Class] or module:Class"
+        )
+        command.add_argument("--config", metavar="JSON", help="""what the class is built with: '{"width": 32}'""")
+        command.add_argument(
+            "--inputs", metavar="JSON", help="""shapes of its inputs: '{"x": [1, 16], "t": {"value": 3}}'"""
+        )
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status: int = arguments.port(arguments)
+    return status
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.porting.check import check
+    from comfy_tpu.porting.report import as_json, as_text
+    from comfy_tpu.porting.targets import find_targets
+
+    given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
+    checks = [check(target, static=arguments.static, **given) for target in find_targets(arguments.target)]
+    print(as_json(checks) if arguments.json else _printable(as_text(checks)))
+    return 1 if any(each.blocked for each in checks) else 0
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.porting.operators import operators_of
+    from comfy_tpu.porting.report import operators_as_text
+    from comfy_tpu.porting.targets import find_targets
+
+    given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
+    found = sorted({each for target in find_targets(arguments.target) for each in operators_of(target, **given)})
+    if arguments.json:
+        print(json.dumps({"schema": 1, "operators": [dataclasses.asdict(each) for each in found]}, indent=2))
+    else:
+        print(_printable(operators_as_text(found)))
+    return 1 if any(each.by == "missing" for each in found) else 0
+
+
+def _printable(text: str) -> str:
+    return printable(text.splitlines(), sys.stdout.encoding or "ascii")
+
+
+def _object(arguments: argparse.Namespace, name: str) -> dict[str, Any] | None:
+    text = getattr(arguments, name)
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise InvalidValueError(f"{name} is not JSON ({error}); quote it for the shell: '{{\"x\": [1, 16]}}'") from None
+    if not isinstance(content, dict):
+        raise InvalidValueError(f"{name} is a {type(content).__name__}, expected an object: '{{\"x\": [1, 16]}}'")
+    return content

@@ -1,0 +1,151 @@
+"""A check of one model: its source is read, a small one is tried, and the two correct each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.porting import checklists
+from comfy_tpu.porting.checklists import Item
+from comfy_tpu.porting.reading import Reader
+from comfy_tpu.porting.shrinking import full_skeleton, make_small
+from comfy_tpu.porting.source import method
+from comfy_tpu.porting.structure import rules_for, uneven_blocks, unknown_weights
+from comfy_tpu.porting.targets import Target
+from comfy_tpu.porting.traps import Finding
+from comfy_tpu.porting.trial import Trial, try_small
+
+Verdict = Literal["will run", "may run", "will not run", "not tried"]
+"""`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run."""
+
+DISPROVED_BY_A_TRACE = frozenset(
+    (
+        "tensor-condition",
+        "tensor-assert",
+        "tensor-to-number",
+        "mask-indexing",
+        "data-dependent-shape",
+        "host-tensor-written",
+        "random-in-forward",
+    )
+)
+"""A trace that went through such a line shows that the value was known after all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    target: Target
+    verdict: Verdict
+    why: str
+    findings: tuple[Finding, ...]
+    before: tuple[Item, ...]
+    after: tuple[Item, ...]
+    trial: Trial | None = None
+    config: Mapping[str, Any] | None = None
+    """Of the small model that was tried."""
+
+    @property
+    def blocked(self) -> bool:
+        """What is not known to run is not said to."""
+        return self.verdict in ("will not run", "not tried")
+
+
+def read_source(target: Target) -> list[Finding]:
+    """Nothing of the model's runs."""
+    reader = Reader()
+    definition = target.definition
+    decodes = method(definition, "decode") is not None and method(definition, "encode") is not None
+    reader.read_class(definition, ("decode",) if decodes else ("forward",))
+    return reader.findings
+
+
+def check(
+    target: Target,
+    *,
+    static: bool = False,
+    config: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Check:
+    findings = read_source(target)
+    has_family = bool(rules_for(target.name))
+    if static:
+        stopping = [each for each in findings if each.severity == "stops"]
+        verdict: Verdict = "will not run" if stopping else "may run"
+        why = _counted(stopping) if stopping else "nothing was found that stops the trace"
+        items = checklists.before(findings, None, has_family=has_family)
+        return Check(target, verdict, why, tuple(findings), tuple(items), tuple(checklists.after(None)))
+    threads = set(threading.enumerate())
+    trial: Trial | None = None
+    tried: Mapping[str, Any] | None = None
+    why = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model's own, and many: what matters of them is among the findings
+        try:
+            small = make_small(target, config=config, inputs=inputs)
+            tried = small.config
+            trial = try_small(small, {each.file for each in findings})
+            model = full_skeleton(target) or small.skeleton
+            place = (str(target.definition.module.path), target.definition.node.lineno)
+            structure = [*uneven_blocks(model), *unknown_weights(model, place)]
+        except InvalidValueError:
+            raise
+        except ComfyTpuError as error:
+            why, structure = str(error), []
+        except Exception as error:  # noqa: BLE001 whatever the model raises when it is built
+            why, structure = f"{target.name} cannot be built ({type(error).__name__}: {error})", []
+    if trial is not None:
+        findings = corrected(findings, trial)
+        findings = sorted([*findings, *structure], key=lambda each: (each.file, each.line, each.trap))
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    verdict, why = _verdict(findings, trial, why)
+    return Check(
+        target,
+        verdict,
+        why,
+        tuple(findings),
+        tuple(checklists.before(findings, trial, has_family=has_family)),
+        tuple(checklists.after(trial, left)),
+        trial,
+        tried,
+    )
+
+
+def _counted(stopping: list[Finding]) -> str:
+    lines = {each.place for each in stopping}
+    return "1 line stops the trace" if len(lines) == 1 else f"{len(lines)} lines stop the trace"
+
+
+def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
+    """What was read, after what was tried: without what a trace disproved, and with what reading could not see."""
+    kept = []
+    for each in findings:
+        reached = each.trap == "gpu-only-import" or (each.file, each.line) in trial.reached
+        if trial.traced and reached and each.trap in DISPROVED_BY_A_TRACE:
+            continue
+        unknown = trial.refusal is not None and not reached
+        kept.append(dataclasses.replace(each, reached=None if unknown else reached))
+    known = {(each.file, each.line) for each in kept}
+    traps = {each.trap for each in kept if each.reached}
+    for each in trial.findings:
+        explained = each.trap == "trace" and (each.file, each.line) in known
+        if not explained and not (each.trap == "square-mask" and "square-mask" in traps):
+            kept.append(dataclasses.replace(each, reached=True))
+    return kept
+
+
+def _verdict(findings: list[Finding], trial: Trial | None, why: str) -> tuple[Verdict, str]:
+    stopping = [each for each in findings if each.severity == "stops" and each.reached is not False]
+    if trial is None or trial.refusal is not None:
+        why = why or f"{trial.refusal if trial else ''}; give --config and --inputs that it accepts"
+        if stopping:
+            return "will not run", f"{stopping[0].place} stops the trace; no small model was tried: {why}"
+        return "not tried", why
+    if trial.runs and not stopping:
+        return "will run", f"traced, lowered for a TPU, and {trial.error:.1e} from PyTorch at a small size"
+    if stopping:
+        return "will not run", f"{_counted(stopping)}, the first is {stopping[0].place}"
+    return "will not run", trial.findings[0].reason if trial.findings else "the trial did not come to its end"

@@ -1,0 +1,38 @@
+"""The operators of a model, and who makes JAX of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from comfy_tpu.porting.shrinking import make_small
+from comfy_tpu.porting.targets import Target
+from comfy_tpu.porting.trial import Trial, try_operators
+
+By = Literal["torchax", "comfy-tpu", "missing"]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Operator:
+    name: str
+    by: By
+    how: str
+    """`lowering`, `decomposition`, `override`, `view`; for a missing one the line that asks for it."""
+
+
+def operators_of(
+    target: Target, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None
+) -> list[Operator]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return operators_in(try_operators(make_small(target, config=config, inputs=inputs)))
+
+
+def operators_in(trial: Trial) -> list[Operator]:
+    ours = {"override", "view"}
+    found = [Operator(row.name, "comfy-tpu" if row.kind in ours else "torchax", row.kind) for row in trial.rows]
+    for name, place in trial.missing.items():
+        found.append(Operator(name, "missing", f"{place[0]}:{place[1]}" if place else ""))
+    return sorted(found)

@@ -1,0 +1,125 @@
+"""What a model does while it runs: operators it asks for, lines it reaches, masks of attention, changes of dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from comfy_tpu.bridge.catalogue import Row, row_of
+from comfy_tpu.bridge.compat import replaced
+from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
+from comfy_tpu.bridge.model_source import calling_place
+from comfy_tpu.errors import MissingOperatorError
+
+Place = tuple[str, int, str]
+
+
+@dataclasses.dataclass
+class Record:
+    rows: set[Row] = dataclasses.field(default_factory=set)
+    missing: dict[str, Place | None] = dataclasses.field(default_factory=dict)
+    """The operators that nobody implements, each with the first line that asked for it."""
+    widened: dict[int, tuple[Any, Place]] = dataclasses.field(default_factory=dict)
+    """Tensors in float32 by their id, each with the line where its values left bfloat16."""
+
+
+@contextlib.contextmanager
+def dispatched() -> Iterator[Record]:
+    """Of every trace in the block. A missing operator does not end it: its results have the right shapes, no more."""
+    record = Record()
+    dispatch = TraceEnvironment.dispatch
+
+    def noting(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            result = dispatch(self, func, types, args, kwargs)
+        except MissingOperatorError:
+            if not isinstance(func, torch._ops.OpOverload):
+                raise  # torch tries the operators that it is made of
+            record.missing.setdefault(str(func), calling_place())
+            return _of_right_shape(self, func, args, kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        row = row_of(func)
+        # What a model computes on the host while it is traced comes this way too, and stays torch's.
+        if row and any(isinstance(leaf, DeviceTensor) for leaf in (*leaves, *tree_leaves(result))):
+            record.rows.add(row)
+        _note_widening(record, leaves, result)
+        return result
+
+    with replaced(TraceEnvironment, "dispatch", noting):
+        yield record
+
+
+def _of_right_shape(environment: TraceEnvironment, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        described = func(*tree_map_only(torch.Tensor, to_meta, args), **tree_map_only(torch.Tensor, to_meta, kwargs))
+        made = tree_map_only(torch.Tensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), described)
+    return environment.as_torch(environment.t2j_copy(made))
+
+
+def _note_widening(record: Record, leaves: list[Any], result: Any) -> None:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    origin = next((record.widened[id(leaf)][1] for leaf in tensors if id(leaf) in record.widened), None)
+    if origin is None and not any(leaf.dtype is torch.bfloat16 for leaf in tensors):
+        return
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, DeviceTensor) and leaf.dtype is torch.float32 and id(leaf) not in record.widened:  # type: ignore[attr-defined]
+            place = origin or calling_place()
+            if place is not None:
+                record.widened[id(leaf)] = (leaf, place)
+
+
+class AttentionMasks(TorchFunctionMode):
+    """The lines that give attention a mask with a row for every query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square: list[Place] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            query = kwargs.get("query", args[0] if args else None)
+            if isinstance(mask, torch.Tensor) and mask.ndim >= 2 and query is not None:
+                own_rows = mask.shape[-2] == query.shape[-2] > 1 and mask.shape[-1] > 1
+                place = calling_place()
+                if own_rows and not _rows_are_equal(mask) and place is not None and place not in self.square:
+                    self.square.append(place)
+        return func(*args, **kwargs)
+
+
+def _rows_are_equal(mask: torch.Tensor) -> bool:
+    return mask.stride(-2) == 0
+
+
+@contextlib.contextmanager
+def lines_reached(files: Set[str]) -> Iterator[set[tuple[str, int]]]:
+    """Of these files, while the block runs."""
+    reached: set[tuple[str, int]] = set()
+
+    def within(frame: types.FrameType, event: str, argument: Any) -> Any:
+        reached.add((frame.f_code.co_filename, frame.f_lineno))
+        return within
+
+    def entering(frame: types.FrameType, event: str, argument: Any) -> Any:
+        return within(frame, event, argument) if frame.f_code.co_filename in files else None
+
+    before = sys.gettrace()
+    sys.settrace(entering)
+    try:
+        yield reached
+    finally:
+        sys.settrace(before)

@@ -1,0 +1,179 @@
+"""Small models: the same structure with two layers of everything and two heads, built from a class or its config."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from comfy_tpu.bridge import build_skeleton, weight_shapes
+from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.porting.inputs import Inputs, given_inputs, guessed_inputs
+from comfy_tpu.porting.small_models import SMALL_MODELS
+from comfy_tpu.porting.targets import Target
+from comfy_tpu.quiet import quiet
+
+PARAMETERS_MAX = 150_000_000
+HEADS = 2
+LAYERS = 2
+WIDTH = 32
+"""Of what comes in from outside: text, mostly."""
+
+_LAYERS = re.compile(r"^(num|n)_.*layers$|^depth$|^(num_)?layers$|^num_blocks$|^approximator_layers$")
+_HEADS = re.compile(r"^(num_attention_heads|num_heads|n_heads|num_cross_attention_heads)$")
+_KV_HEADS = re.compile(r"^(num_kv_heads|n_kv_heads|num_key_value_heads|num_key_value_attention_heads)$")
+_OUTSIDE = re.compile(
+    r"^(text_embed_dim|text_dim|joint_attention_dim|caption_channels|cap_feat_dim|pooled_projection_dim|"
+    r"cross_attention_input_dim|text_states_dim|context_dim|global_states_input_dim|text_emb_dim)$"
+)
+_CHANNELS = re.compile(r"block_out_channels$")
+_REPEATS = re.compile(r"layers_per_block$|^num_res_blocks$|^layers_per_block_")
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallModel:
+    model: torch.nn.Module
+    """With weights, on the host, in eval mode."""
+    skeleton: torch.nn.Module
+    method: str
+    inputs: Inputs
+    config: Mapping[str, Any]
+
+
+def entry_of(cls: type) -> str:
+    """What of a model runs on the device: an autoencoder's decoder, and everything of all others."""
+    return "decode" if hasattr(cls, "decode") and hasattr(cls, "encode") else "forward"
+
+
+def make_small(
+    target: Target, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None
+) -> SmallModel:
+    """`config` and `inputs` as the user gave them: then nothing is guessed."""
+    cls = target.load()
+    method = entry_of(cls)
+    known = SMALL_MODELS.get(target.name) if target.is_of_diffusers else None
+    errors: list[str] = []
+    for candidate in [dict(config)] if config is not None else _configs(cls, target, known.config if known else None):
+        try:
+            model = _build(cls, candidate)
+            described = inputs if inputs is not None else known.inputs if known and known.inputs else None
+            values = given_inputs(described) if described is not None else guessed_inputs(model, method)
+            if "return_dict" in inspect.signature(getattr(model, method)).parameters:
+                values["return_dict"] = False
+            _check(model, method, values)
+            if config is None and inputs is None and target.is_of_diffusers:
+                with torch.no_grad(), quiet():
+                    getattr(model, method)(**values)
+        except (UnsupportedError, InvalidValueError):
+            raise
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            if config is not None or not target.is_of_diffusers:
+                raise
+            continue
+        return SmallModel(model, build_skeleton(functools.partial(cls, **candidate)), method, values, candidate)
+    raise UnsupportedError(
+        f"no small {target.name} could be made and run ({errors[0]}); give --config and --inputs that PyTorch accepts"
+    )
+
+
+def _check(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
+    names = inspect.signature(getattr(model, method)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
+        return
+    unknown = sorted(set(inputs) - set(names))
+    if unknown:
+        raise InvalidValueError(
+            f"inputs names {unknown[0]!r}, which {method} does not take; it takes {', '.join(names)}"
+        )
+
+
+def full_skeleton(target: Target) -> torch.nn.Module | None:
+    """At the size that the config or the defaults say, without weights; None where that cannot be built."""
+    cls = target.load()
+    known = set(inspect.signature(cls).parameters)
+    try:
+        with quiet():
+            return build_skeleton(lambda: cls(**{key: value for key, value in target.config.items() if key in known}))
+    except Exception:  # noqa: BLE001 a class without defaults
+        return None
+
+
+def _configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """From the smallest on."""
+    parameters = inspect.signature(cls).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    given = {name: value for name, value in target.config.items() if name in parameters}
+    full = {**defaults, **given}
+    missing = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and name not in (*full, *(known or {}))
+    ]
+    if missing:
+        raise UnsupportedError(
+            f"{target.name} cannot be built without {', '.join(missing)}; give them: "
+            f"""--config '{{"{missing[0]}": 32}}'"""
+        )
+    if known is not None:
+        yield {**given, **known}
+    if target.is_of_diffusers:
+        yield {**given, **_shrunk(full, every=True)}
+        yield {**given, **_shrunk(full, every=False)}
+    yield given
+
+
+def _shrunk(config: Mapping[str, Any], *, every: bool) -> dict[str, Any]:
+    """What changes. `every`: widths too, not only how often something is repeated."""
+    small: dict[str, Any] = {}
+    heads = next((value for name, value in config.items() if _HEADS.match(name) and isinstance(value, int)), None)
+    head_dim = config.get("attention_head_dim")
+    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else None
+    for name, value in config.items():
+        if _LAYERS.match(name) and isinstance(value, int):
+            small[name] = min(value, LAYERS)
+        elif _REPEATS.search(name) and value:
+            small[name] = 1 if isinstance(value, int) else type(value)(1 for _ in value)
+        elif _HEADS.match(name) and isinstance(value, int):
+            small[name] = min(value, HEADS)
+        elif _KV_HEADS.match(name) and isinstance(value, int):
+            small[name] = HEADS if value == heads else 1
+        elif not every:
+            continue
+        elif width is not None and value == width and isinstance(head_dim, int):
+            small[name] = HEADS * head_dim
+        elif _OUTSIDE.match(name) and isinstance(value, int):
+            small[name] = WIDTH
+        elif name == "ffn_dim" and isinstance(value, int):
+            small[name] = 2 * WIDTH
+        elif _CHANNELS.search(name) and isinstance(value, (tuple, list)):
+            small[name] = type(value)(min(channels, WIDTH) for channels in value)
+        elif name in ("base_dim", "decoder_base_dim") and isinstance(value, int):
+            small[name] = min(value, WIDTH)
+        elif name in ("sample_height", "sample_width", "sample_size") and isinstance(value, int):
+            small[name] = min(value, 16)
+    return small
+
+
+def _build(cls: type, config: Mapping[str, Any]) -> torch.nn.Module:
+    factory = functools.partial(cls, **config)
+    with quiet():
+        size = sum(weight.numel() for weight in weight_shapes(build_skeleton(factory)).values())
+        if size > PARAMETERS_MAX:
+            raise ValueError(f"{size / 1e6:.0f} million weights are too many to try")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = factory().eval()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if weight.is_floating_point():
+                        # Layers that begin as zeros would hide whatever is wrong before them.
+                        weight.add_(torch.randn(weight.shape) * 0.02)
+    return model.requires_grad_(False)

@@ -1,0 +1,111 @@
+"""What a model is made of, at its full size and without weights: lists of blocks to scan, weights to split."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import fnmatch
+import inspect
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+
+from comfy_tpu.bridge import weight_shapes
+from comfy_tpu.compiler.stacking import LayerStack, block_difference
+from comfy_tpu.config import ShardingConfig
+from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.parallel.rules import Rule, column, row
+from comfy_tpu.porting.traps import Finding, finding
+
+BLOCKS_MIN = 4
+"""Shorter lists are not worth a scan."""
+
+_COLUMN = (
+    *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "q_proj", "k_proj", "v_proj", "to_qkv", "qkv"),
+    *("net.0.proj", "fc1", "gate_proj", "up_proj", "w1", "w3", "linear_in", "proj_mlp", "linear_1"),
+)
+_ROW = ("to_out.0", "to_out", "to_add_out", "o_proj", "net.2", "fc2", "down_proj", "w2", "linear_out", "linear_2")
+CONVENTIONAL = (*(column(f"*.{name}.weight") for name in _COLUMN), *(row(f"*.{name}.weight") for name in _ROW))
+"""What the layers are called that every family splits in the same way."""
+
+
+def uneven_blocks(model: torch.nn.Module) -> list[Finding]:
+    """Lists of blocks that are nearly equal. Where all differ, as a decoder's do, a scan was never meant."""
+    found = []
+    for path, blocks in model.named_modules():
+        if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) < BLOCKS_MIN:
+            continue
+        if len({type(block) for block in blocks}) > 1:  # a chain of different layers, as a feed-forward is
+            continue
+        variants: list[list[int]] = []
+        for index, block in enumerate(blocks):
+            for variant in variants:
+                if block_difference(blocks[variant[0]], block, LayerStack.varying) is None:
+                    variant.append(index)
+                    break
+            else:
+                variants.append([index])
+        common = max(variants, key=len)
+        if len(variants) > 1 and 2 * len(common) >= len(blocks):
+            odd = next(index for index in range(len(blocks)) if index not in common)
+            difference = block_difference(blocks[common[0]], blocks[odd], LayerStack.varying)
+            owner, _, name = path.rpartition(".")
+            file, line, code = _place_of(model.get_submodule(owner), name)
+            reason = (
+                f"{path}[{odd}] differs from {path}[{common[0]}] in {difference}, so the {len(blocks)} blocks cannot "
+                "run as one scanned layer: tracing and compiling take as many times longer"
+            )
+            found.append(finding("uneven-blocks", file, line, code, reason=reason))
+    return found
+
+
+def _place_of(owner: torch.nn.Module, attribute: str) -> tuple[str, int, str]:
+    """The line that gives a module this attribute."""
+    for cls in type(owner).__mro__:
+        try:
+            lines, first = inspect.getsourcelines(cls)
+            file = inspect.getsourcefile(cls) or ""
+        except (OSError, TypeError):
+            continue
+        tree = ast.parse(inspect.cleandoc("\n" + "".join(lines)) if lines[0][:1].isspace() else "".join(lines))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and any(
+                isinstance(target, ast.Attribute) and target.attr == attribute for target in node.targets
+            ):
+                return file, first + node.lineno - 1, lines[node.lineno - 1].strip()
+    return "", 0, ""
+
+
+def rules_for(name: str) -> list[Sequence[Rule]]:
+    """Of every family that has a component of this class."""
+    components = {id(each): each for family in FAMILIES for each in family.components if name in each.classes}
+    return [component.rules for component in components.values()]
+
+
+def unknown_weights(model: torch.nn.Module, place: tuple[str, int]) -> list[Finding]:
+    """Large weights that no rule is for: the family's rules, or those by the usual names where there is no family."""
+    choices = rules_for(type(model).__name__) or [CONVENTIONAL]
+    sizes = min((_unmatched(model, rules) for rules in choices), key=collections.Counter.total)
+    if not sizes:
+        return []
+    largest = [name for name, _ in sizes.most_common(3)]
+    reason = (
+        f"no sharding rule knows {', '.join(largest)}{f' and {len(sizes) - 3} more' if len(sizes) > 3 else ''}: "
+        f"{sizes.total() / 2**30:.2f} GiB in bfloat16 that every device would hold"
+    )
+    fix = "write rules in the family: " + ", ".join(f'gather("{name}")' for name in largest)
+    return [finding("no-sharding-rule", *place, "", reason=reason, fix=fix)]
+
+
+def _unmatched(model: torch.nn.Module, rules: Sequence[Rule]) -> collections.Counter[str]:
+    """Bytes in bfloat16 by name, with `*` for the numbers of layers."""
+    smallest = ShardingConfig().gather_min_bytes
+    sizes: collections.Counter[str] = collections.Counter()
+    for name, weight in weight_shapes(model).items():
+        size = math.prod(weight.shape) * torch.bfloat16.itemsize
+        matched = any(fnmatch.fnmatchcase(f".{name}", f"*{rule.pattern}") for rule in rules)
+        if weight.ndim == 2 and size >= smallest and not matched:
+            sizes[re.sub(r"\.\d+\.", ".*.", name)] += size
+    return sizes

@@ -1,0 +1,172 @@
+"""What there is to check: a class of diffusers, a model directory, a Python file, or a class of a module."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.errors import InvalidValueError, UnsupportedError, listed
+from comfy_tpu.porting.source import Definition, Package, is_module_class
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A class of a model. `config` is what it is built with."""
+
+    name: str
+    definition: Definition
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        return self.definition.module.package.name == "diffusers"
+
+    def load(self) -> type:
+        """The class itself: from here on the model's code runs."""
+        module = self.definition.module
+        try:
+            loaded = importlib.import_module(module.name) if module.package.name else _import_file(module.path)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{module.path} cannot be imported ({type(error).__name__}: {error}); mend that, or use --static"
+            ) from error
+        found = getattr(loaded, self.definition.node.name)
+        assert isinstance(found, type)
+        return found
+
+
+def _import_file(path: Path) -> Any:
+    name = f"comfy_tpu_ported_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look there
+    sys.path.append(str(path.parent))  # last: a neighbour called random.py must not take its place
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def find_targets(text: str) -> list[Target]:
+    """One, or those of a model directory. Nothing is imported."""
+    path = Path(text)
+    if path.is_dir():
+        return _of_directory(path)
+    file, _, name = text.rpartition(":")
+    if not file or not Path(file).is_file():
+        file, name = (text, "") if path.is_file() else (file, name)
+    if file and (Path(file).is_file() or file.endswith(".py")):
+        return [_of_file(Path(file), name)]
+    if file:
+        return [_of_module(file, name)]
+    if text.endswith(".py") or "/" in text:
+        raise InvalidValueError(f"there is no {text}; give a Python file, a model directory or the name of a class")
+    return [_of_diffusers(text)]
+
+
+def _of_file(path: Path, name: str) -> Target:
+    if not path.is_file():
+        raise InvalidValueError(f"there is no {path}; give a Python file, a model directory or the name of a class")
+    module = Package(path.resolve().parent).module(path.resolve())
+    classes = {
+        each: definition
+        for each, definition in module.definitions.items()
+        if definition.is_class and is_module_class(definition)
+    }
+    if name:
+        if name not in classes:
+            raise InvalidValueError(
+                f"{path} has no model class {name}; it has {listed(classes) or 'none: a model is an nn.Module'}"
+            )
+        return Target(name, classes[name])
+    roots = [each for each in classes if not _is_used(each, classes)]
+    if len(roots) != 1:
+        raise InvalidValueError(
+            f"{path} has {len(roots)} classes that no other is made of ({listed(roots) or 'none is an nn.Module'}); "
+            f"say which: {path}:{roots[0] if roots else 'Class'}"
+        )
+    return Target(roots[0], classes[roots[0]])
+
+
+def _is_used(name: str, classes: Mapping[str, Definition]) -> bool:
+    return any(
+        isinstance(node, ast.Name) and node.id == name
+        for other, definition in classes.items()
+        if other != name
+        for node in ast.walk(definition.node)
+    )
+
+
+def _package(name: str) -> Package:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise InvalidValueError(f"there is no package {name} here; install it, or give the path of a Python file")
+    origin = Path(spec.origin)
+    if origin.name != "__init__.py":
+        return Package(origin.parent)
+    return Package(origin.parent, name)
+
+
+def _of_module(dotted: str, name: str) -> Target:
+    package = _package(dotted.partition(".")[0])
+    found = package.find(f"{dotted}.{name}")
+    if not isinstance(found, Definition) or not found.is_class:
+        raise InvalidValueError(f"{dotted} has no class {name}; give module:Class, or a Python file")
+    return Target(name, found)
+
+
+def _of_diffusers(name: str) -> Target:
+    found = _package("diffusers").classes(name)
+    if not found:
+        raise InvalidValueError(
+            f"diffusers has no class {name}; give one of its models (FluxTransformer2DModel), a model directory, "
+            "model.py:Class or module:Class"
+        )
+    return Target(name, found[0])
+
+
+def _of_directory(path: Path) -> list[Target]:
+    config = path / "config.json"
+    if config.is_file():
+        return [_of_config(_read(config), config)]
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise InvalidValueError(f"{path} has neither model_index.json nor config.json; give a model of diffusers")
+    targets = []
+    for component, origin in _read(index).items():
+        if isinstance(origin, list) and origin[0] == "diffusers" and (path / component / "config.json").is_file():
+            targets.append(_of_config(_read(path / component / "config.json"), path / component))
+    if not targets:
+        raise InvalidValueError(f"{index} names no model of diffusers with a config.json; is the download complete?")
+    return targets
+
+
+def _of_config(config: Mapping[str, Any], path: Path) -> Target:
+    name = config.get("_class_name")
+    if not isinstance(name, str):
+        raise InvalidValueError(f"{path} does not say _class_name; give a model of diffusers")
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    return dataclasses.replace(_of_diffusers(name), config=given)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValueError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise InvalidValueError(f"{path} holds a {type(content).__name__}, expected an object; download it again")
+    return content

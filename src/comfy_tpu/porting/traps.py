@@ -1,0 +1,188 @@
+"""The traps: what each is called, what it does to a model on a TPU, and what to try instead.
+
+What they do was tried on the bridge, not taken from torchax's or the guide's word: a mask may be written through, an
+arange without a device becomes a constant, and `.to("cuda")` of a traced tensor goes nowhere. None of these is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Severity = Literal["stops", "changes", "costs"]
+
+SEVERITIES: dict[Severity, str] = {
+    "stops": "stops the trace",
+    "changes": "changes the result",
+    "costs": "costs memory or time",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trap:
+    name: str
+    severity: Severity
+    reason: str
+    fix: str
+
+
+_ALL = (
+    Trap(
+        "tensor-condition",
+        "stops",
+        "a branch is taken by the value of a tensor, which a compiled program knows only while it runs",
+        "compute both sides and choose with torch.where, or decide outside and pass a Python bool",
+    ),
+    Trap(
+        "tensor-assert",
+        "stops",
+        "an assert reads the value of a tensor, which a compiled program knows only while it runs",
+        "check before the model is called, or check shapes and dtypes instead",
+    ),
+    Trap(
+        "tensor-to-number",
+        "stops",
+        "a Python number is made of a tensor, whose value a compiled program knows only while it runs",
+        "keep it a tensor, or compute the number outside and pass it as a Python argument",
+    ),
+    Trap(
+        "mask-indexing",
+        "stops",
+        "indexing by a boolean mask gives as many rows as the mask has true values, and shapes must be known",
+        "keep all rows and use torch.where(mask[..., None], x, 0), or gather by a fixed number of indices",
+    ),
+    Trap(
+        "data-dependent-shape",
+        "stops",
+        "the shape of the result depends on values of a tensor, and shapes must be known when compiling",
+        "compute it outside and pass the result as an input, or use a form of fixed size (torch.where, topk)",
+    ),
+    Trap(
+        "cuda",
+        "stops",
+        "torch.cuda is started, which fails where there is no NVIDIA GPU",
+        "take devices from the inputs (x.device), and put the call behind `if torch.cuda.is_available()`",
+    ),
+    Trap(
+        "distributed",
+        "stops",
+        "torch.distributed is used without asking whether it was started, and here it never is",
+        "put it behind `if torch.distributed.is_initialized()`; the mesh and the sharding rules do this work here",
+    ),
+    Trap(
+        "gpu-only-import",
+        "stops",
+        "a library of GPU kernels is imported, and cannot be installed on a TPU machine",
+        "import it in a try, and call torch.nn.functional.scaled_dot_product_attention, which becomes a TPU kernel",
+    ),
+    Trap(
+        "host-tensor-written",
+        "stops",
+        "a tensor is made on the host, for want of a device, and then written with values of the program",
+        "make it where the input is: torch.zeros(..., device=x.device)",
+    ),
+    Trap(
+        "random-in-forward",
+        "stops",
+        "random numbers are drawn inside the model: compiled, they would be the same in every run",
+        "draw them outside and pass them as an input",
+    ),
+    Trap(
+        "python-random",
+        "changes",
+        "Python or numpy draws a random number once, while the program is traced, and every run then uses that one",
+        "draw it outside and pass it as an input",
+    ),
+    Trap(
+        "float64",
+        "changes",
+        "float64 on the device is float32: the digits that were asked for are not there",
+        "compute in float64 on the host in __init__ and register the result as a buffer, or ask for float32",
+    ),
+    Trap(
+        "complex",
+        "costs",
+        "complex numbers are pairs of float32 on a TPU: twice the memory of bfloat16, and no use of the matrix unit",
+        "rotate by cos and sin on real tensors",
+    ),
+    Trap(
+        "strided-write",
+        "costs",
+        "a write to every second element is a scatter under XLA (Wan 14B: 3.47 s a forward against 2.71 s)",
+        "compute the parts and join them: torch.stack((even, odd), dim=-1).flatten(-2)",
+    ),
+    Trap(
+        "square-mask",
+        "costs",
+        "a mask of queries by keys grows with the square of the tokens (75,600 of them: 5.7 GB in bool)",
+        "pass a mask of keys only, [batch, 1, 1, keys], or is_causal=True",
+    ),
+    Trap(
+        "dtype-drift",
+        "costs",
+        "with weights and inputs in bfloat16 the result is not bfloat16, so all that follows takes twice the memory",
+        "convert back where the precision is no longer needed: .to(hidden_states.dtype)",
+    ),
+    Trap(
+        "missing-operator",
+        "stops",
+        "neither torchax nor comfy-tpu implements the operator",
+        "write it with others, or add it in comfy_tpu/bridge/operators/",
+    ),
+    Trap(
+        "uneven-blocks",
+        "costs",
+        "the blocks of the list differ, so they cannot run as one scanned layer: tracing and compiling grow with them",
+        "give every block the same attributes, or accept one copy of the program for each",
+    ),
+    Trap(
+        "no-sharding-rule",
+        "costs",
+        "no sharding rule knows these weights, so every device would hold all of them",
+        "write a rule for each in the family: column, row, gather or replicate",
+    ),
+    Trap(
+        "trace",
+        "stops",
+        "the model cannot be traced",
+        "change the line, or replace the module that it stands in",
+    ),
+    Trap(
+        "lowering",
+        "stops",
+        "the program cannot be lowered for a TPU",
+        "write the part with other operators",
+    ),
+    Trap(
+        "parity",
+        "changes",
+        "the compiled program does not compute what PyTorch does",
+        "compare the modules one by one with call_module, and report the operator that differs",
+    ),
+)
+
+TRAPS: dict[str, Trap] = {trap.name: trap for trap in _ALL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    trap: str
+    severity: Severity
+    file: str
+    line: int
+    code: str
+    reason: str
+    fix: str
+    reached: bool | None = None
+    """Whether the trial ran the line; None without a trial."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def finding(
+    trap: str, file: str, line: int, code: str = "", *, reason: str | None = None, fix: str | None = None
+) -> Finding:
+    known = TRAPS[trap]
+    return Finding(trap, known.severity, file, line, code, reason or known.reason, fix or known.fix)

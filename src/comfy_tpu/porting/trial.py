@@ -1,0 +1,254 @@
+"""Trying a small model: PyTorch first, then a trace, the TPU's lowering, and a compiled program's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+from collections.abc import Mapping, Set
+from typing import Any
+
+import jax
+import jax.export
+import torch
+from torch.utils._pytree import tree_leaves
+
+from comfy_tpu.bridge import TraceContext, call_module, to_device, to_host, weight_shapes
+from comfy_tpu.bridge.catalogue import Row
+from comfy_tpu.bridge.model_source import raising_place
+from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.porting.recording import AttentionMasks, Place, Record, dispatched, lines_reached
+from comfy_tpu.porting.shrinking import SmallModel
+from comfy_tpu.porting.traps import Finding, finding
+from comfy_tpu.quiet import quiet
+
+ERROR_MAX = 1e-3
+"""Of the compiled program against PyTorch, both in float32: norm of the difference by norm of the result. Most of
+docs/porting-table.md is at 2e-6 or less, the largest that runs at 3e-4 (AuraFlow), CogView4 at 1e-2."""
+
+
+@dataclasses.dataclass
+class Trial:
+    """What came of it; None is for a step that was not come to."""
+
+    traced: bool | None = None
+    lowered: bool | None = None
+    error: float | None = None
+    arrays_left: int | None = None
+    """How many arrays more are on the device after the third run than after the first."""
+    low_precision: str | None = None
+    """The dtype of the result in bfloat16, or of the first of its parts that is another."""
+    rows: set[Row] = dataclasses.field(default_factory=set)
+    missing: dict[str, Place | None] = dataclasses.field(default_factory=dict)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    reached: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    refusal: str | None = None
+    """Why PyTorch itself did not run it."""
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.traced and self.lowered and self.error is not None and self.error <= ERROR_MAX)
+
+
+class _Call:
+    """A method of a small model as a function of weights and tensors; what is no tensor stays as it is."""
+
+    def __init__(self, small: SmallModel) -> None:
+        self._small = small
+        leaves, self._structure = jax.tree.flatten(small.inputs)
+        self._leaves = leaves
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        state = small.model.state_dict(keep_vars=True)
+        self.weights = {name: state[name].detach() for name in weight_shapes(small.skeleton)}
+
+    def inputs(self, tensors: list[Any]) -> dict[str, Any]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        inputs: dict[str, Any] = jax.tree.unflatten(self._structure, leaves)
+        return inputs
+
+    def __call__(self, weights: Mapping[str, Any], tensors: list[Any]) -> Any:
+        small = self._small
+        inputs = self.inputs(tensors)
+        return call_module(small.skeleton, weights, (), inputs, context=TraceContext(), method=small.method)
+
+    def abstract(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+        return to_shapes(self.weights, dtype), to_shapes(self.tensors, dtype)
+
+
+def to_shapes(tree: Any, dtype: torch.dtype) -> Any:
+    def shape(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
+        kind = tensor.new_empty(0).to(dtype) if tensor.is_floating_point() else tensor.new_empty(0)
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), to_device(kind).dtype)
+
+    return jax.tree.map(shape, tree)
+
+
+def try_small(small: SmallModel, files: Set[str]) -> Trial:
+    """`files` are those whose reached lines are wanted."""
+    trial = Trial()
+    expected = _eager(small, trial, files)
+    if expected is None:
+        return trial
+    call = _Call(small)
+    trial.traced = _trace(call, trial) and not trial.missing
+    if not trial.traced:
+        return trial
+    if _lower(call, trial):
+        _compare(call, expected, trial)
+    _narrow(call, trial)
+    return trial
+
+
+def try_operators(small: SmallModel) -> Trial:
+    """Only as far as the operators are known."""
+    trial = Trial()
+    trial.traced = _trace(_Call(small), trial)
+    return trial
+
+
+def _eager(small: SmallModel, trial: Trial, files: Set[str]) -> list[torch.Tensor] | None:
+    masks = AttentionMasks()
+    with lines_reached(files) as trial.reached, quiet(), torch.no_grad(), masks:
+        try:
+            inputs = jax.tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, small.inputs)
+            result = getattr(small.model, small.method)(**inputs)
+        except Exception as error:  # noqa: BLE001 it is the model's
+            place = raising_place(error)
+            where = f" at {place[0]}:{place[1]}" if place else ""
+            trial.refusal = f"PyTorch itself does not run it here ({_first_line(error)}{where})"
+            return None
+    for file, line, _ in masks.square:
+        trial.findings.append(finding("square-mask", file, line, _code(file, line)))
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _trace(call: _Call, trial: Trial) -> bool:
+    failed: Exception | None = None
+    with dispatched() as record:
+        try:
+            jax.eval_shape(call, *call.abstract())
+        except Exception as error:  # noqa: BLE001 it is the model's
+            failed = error
+    if failed is not None:
+        _located(trial, "trace", failed, _first_line(failed))
+        record = _operators_with_values(call, record)
+    trial.rows, trial.missing = record.rows, record.missing
+    for name, place in record.missing.items():
+        file, line, _ = place or ("", 0, "")
+        reason = f"neither torchax nor comfy-tpu implements {name}"
+        fix = f"write it with others, or add `@operator(torch.ops.{name})` in comfy_tpu/bridge/operators/"
+        trial.findings.append(finding("missing-operator", file, line, _code(file, line), reason=reason, fix=fix))
+    return failed is None
+
+
+def _operators_with_values(call: _Call, before: Record) -> Record:
+    """The operators of a model whose trace ends early: run one by one, on numbers, it goes on where a trace cannot."""
+    # Where even that ends, the operators are those up to there.
+    with dispatched() as record, contextlib.suppress(Exception):
+        call(to_device(call.weights), to_device(call.tensors))
+    record.rows |= before.rows
+    record.missing = {**before.missing, **record.missing}
+    return record
+
+
+def _lower(call: _Call, trial: Trial) -> bool:
+    try:
+        with quiet():
+            jax.export.export(jax.jit(call), platforms=["tpu"])(*call.abstract())
+    except Exception as error:  # noqa: BLE001 a lowering rule that does not exist raises anything
+        _located(trial, "lowering", error, f"it cannot be lowered for a TPU ({_first_line(error)})")
+        trial.lowered = False
+    else:
+        trial.lowered = True
+    return trial.lowered
+
+
+def _compare(call: _Call, expected: list[torch.Tensor], trial: Trial) -> None:
+    program = jax.jit(call)
+    weights, tensors = to_device(call.weights), to_device(call.tensors)
+    with quiet():
+        computed = to_host(program(weights, tensors))
+        live = len(jax.live_arrays())
+        for _ in range(2):
+            jax.block_until_ready(program(weights, tensors))
+    trial.arrays_left = len(jax.live_arrays()) - live
+    actual = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
+    if [tuple(each.shape) for each in actual] != [tuple(each.shape) for each in expected]:
+        trial.error = float("inf")
+        reason = "the compiled program gives tensors of other shapes than PyTorch"
+    else:
+        trial.error = max((relative_error(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
+        reason = f"the compiled program differs from PyTorch by {trial.error:.1e} (expected at most {ERROR_MAX:.0e})"
+    if not trial.error <= ERROR_MAX:
+        trial.error = float("inf") if trial.error != trial.error else trial.error
+        if _agrees_one_by_one(call, weights, tensors, expected):
+            # CogView4 is such a one: with XLA's fusion passes off it is at 4e-7 on a CPU, with them at 1e-2.
+            reason += "; operator by operator it agrees, so the compiler for this machine's CPU is at fault"
+        trial.findings.append(finding("parity", "", 0, reason=reason))
+
+
+def _agrees_one_by_one(call: _Call, weights: Any, tensors: Any, expected: list[torch.Tensor]) -> bool:
+    actual = [leaf for leaf in tree_leaves(to_host(call(weights, tensors))) if isinstance(leaf, torch.Tensor)]
+    return all(relative_error(*pair) <= ERROR_MAX for pair in zip(actual, expected, strict=True))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.to(wide), expected.to(wide)
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _narrow(call: _Call, trial: Trial) -> None:
+    """The same in bfloat16, for the dtype of the result."""
+    places: list[Place] = []
+
+    def watching(weights: Any, tensors: Any) -> Any:
+        results = call(weights, tensors)
+        places.extend(
+            place
+            for leaf in jax.tree.leaves(results)
+            for tensor, place in record.widened.values()
+            if tensor.jax() is leaf
+        )
+        return results
+
+    with dispatched() as record:
+        try:
+            shapes = jax.eval_shape(watching, *call.abstract(torch.bfloat16))
+        except Exception as error:  # noqa: BLE001 it is the model's
+            _located(trial, "dtype-drift", error, f"in bfloat16 it does not run ({_first_line(error)})")
+            trial.low_precision = "none"
+            return
+    floating = [leaf.dtype for leaf in jax.tree.leaves(shapes) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)]
+    names = [str(dtype) for dtype in floating]
+    trial.low_precision = next((name for name in names if name != "bfloat16"), names[0] if names else None)
+    if trial.low_precision not in ("bfloat16", None):
+        file, line, _ = places[0] if places else ("", 0, "")
+        reason = (
+            f"with weights and inputs in bfloat16 the result is {trial.low_precision}; its values left bfloat16 here"
+        )
+        trial.findings.append(finding("dtype-drift", file, line, _code(file, line), reason=reason))
+
+
+def _located(trial: Trial, trap: str, error: BaseException, reason: str) -> None:
+    place = None
+    cause: BaseException | None = error
+    while cause is not None and place is None:
+        # What went wrong first knows the line best.
+        place = raising_place(cause.__cause__ or cause)
+        cause = cause.__cause__
+    place = place or raising_place(error)
+    file, line, _ = place or ("", 0, "")
+    found = finding(trap, file, line, _code(file, line), reason=reason)
+    trial.findings.append(dataclasses.replace(found, reached=True))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    first = text[0] if text else ""
+    return first if isinstance(error, ComfyTpuError) else f"{type(error).__name__}: {first}".rstrip(": ")
+
+
+def _code(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip() if file else ""

@@ -1,0 +1,185 @@
+"""The command as a user meets it: verdicts, exit statuses, and what it says to a target that is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.cli.main import main
+from comfy_tpu.porting.checklists import after, before
+from comfy_tpu.porting.trial import Trial
+
+CORPUS = Path(__file__).parents[1] / "porting" / "corpus"
+INPUTS = ("--inputs", '{"x": [2, 4, 8]}')
+
+
+def run(capsys, *arguments):
+    status = main(["port", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="model.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+MODEL = "import torch\n\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+
+
+def test_a_trap_is_told_with_its_line_its_reason_and_a_fix(capsys):
+    status, out, _ = run(capsys, "check", "--static", f"{CORPUS}/mask_indexing.py:Trapped")
+    assert status == 1
+    assert "mask_indexing.py:9  mask-indexing" in out
+    assert "return x[mask].sum(0) + x[~mask].sum(0)" in out
+    assert "shapes must be known" in out
+    assert "fix: keep all rows and use torch.where" in out
+    assert "FAIL  No indexing by boolean masks (1 found, the first at" in out
+    assert "Will not run: 1 line stops the trace." in out
+
+
+def test_a_model_that_runs(capsys):
+    status, out, _ = run(capsys, "check", f"{CORPUS}/mask_indexing.py:Mended", *INPUTS)
+    assert status == 0
+    assert "Will run: traced, lowered for a TPU, and" in out
+    assert out.count("  pass  ") == 9
+    assert "FAIL" not in out
+
+
+def test_json_has_the_keys_that_it_promises(capsys):
+    status, out, _ = run(capsys, "check", "--json", f"{CORPUS}/missing_operator.py:Trapped", *INPUTS)
+    document = json.loads(out)
+    (check,) = document["checks"]
+    assert (status, document["schema"], document["blocked"]) == (1, 1, True)
+    assert set(check) == {
+        *("target", "file", "verdict", "why", "findings", "before", "after", "operators", "error", "config")
+    }
+    missing = [each for each in check["operators"] if each["by"] == "missing"]
+    assert [each["name"] for each in missing] == [
+        "aten.special_airy_ai.default",
+        "aten.special_scaled_modified_bessel_k0.default",
+    ]
+    assert set(check["findings"][0]) == {*("trap", "severity", "file", "line", "code", "reason", "fix", "reached")}
+
+
+def test_operators_are_listed_with_who_implements_them(capsys):
+    status, out, _ = run(capsys, "ops", f"{CORPUS}/missing_operator.py:Trapped", *INPUTS)
+    rows = {line.split()[0]: line.split()[1] for line in out.splitlines()[:-2]}
+    assert status == 1
+    assert rows["aten.add"] == "torchax"
+    assert rows["aten.special_airy_ai.default"] == "missing"
+    assert "2 missing." in out
+    status, out, _ = run(capsys, "ops", f"{CORPUS}/square_mask.py:Mended", *INPUTS)
+    assert status == 0
+    assert "torch.nn.functional.scaled_dot_product_attention  comfy-tpu  override" in out
+
+
+def test_reading_runs_nothing(capsys, file, tmp_path):
+    witness = tmp_path / "ran"
+    path = file(f"open({str(witness)!r}, 'w').close()\n{MODEL}")
+    assert run(capsys, "check", "--static", path)[0] == 0
+    assert not witness.exists()
+    assert run(capsys, "check", path, *INPUTS)[0] == 0
+    assert witness.exists()
+
+
+def test_a_class_is_chosen_if_only_one_can_be_meant(capsys, file):
+    inner = "class Inner(torch.nn.Module):\n    pass\n"
+    path = file(f"{MODEL}        self.inner = Inner()\n\n{inner}")
+    assert run(capsys, "check", "--static", path)[1].startswith("Model ")
+    path = file(f"{MODEL}\n{inner}")
+    status, _, err = run(capsys, "check", "--static", path)
+    assert status == 1
+    assert "has 2 classes that no other is made of (Model, Inner); say which" in err
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("NoSuchModel", "diffusers has no class NoSuchModel; give one of its models"),
+        ("absent.py", "there is no absent.py; give a Python file"),
+        ("absent.py:Model", "there is no absent.py; give a Python file"),
+        ("no_such_package:Model", "there is no package no_such_package here; install it"),
+        ("json:NoSuchClass", "json has no class NoSuchClass; give module:Class"),
+        (f"{CORPUS}/complex.py:Other", "complex.py has no model class Other; it has Trapped, Mended"),
+        (str(CORPUS), "has neither model_index.json nor config.json"),
+    ],
+)
+def test_what_is_no_target_is_explained(capsys, target, said):
+    status, out, err = run(capsys, "check", target)
+    assert (status, out) == (1, "")
+    assert err.startswith("comfy-tpu: ")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_syntax_error_is_told_with_its_line(capsys, file):
+    status, _, err = run(capsys, "check", "--static", file("class Model(:\n    pass\n"))
+    assert status == 1
+    assert "model.py:1 is not Python (" in err
+
+
+@pytest.mark.parametrize("content", [b"x = '\xff'\n", b"x = 1\0\n", bytes(range(256))])
+def test_what_is_no_text_is_refused(capsys, tmp_path, content):
+    (tmp_path / "model.py").write_bytes(content)
+    status, _, err = run(capsys, "check", "--static", tmp_path / "model.py")
+    assert status == 1
+    assert "is not Python (" in err
+
+
+def test_what_a_class_needs_is_asked_for(capsys, file):
+    path = file(
+        MODEL.replace("    def forward", "    def __init__(self, width):\n        super().__init__()\n    def forward")
+    )
+    status, out, _ = run(capsys, "check", path, *INPUTS)
+    assert status == 1
+    assert "Not tried: Model cannot be built without width; give them: --config '{\"width\": 32}'." in out
+    assert run(capsys, "check", path, *INPUTS, "--config", '{"width": 3}')[0] == 0
+    status, out, _ = run(capsys, "check", path, "--config", '{"width": 3}')
+    assert "Model.forward needs 'x', and nothing says what that is; give it with --inputs '{\"x\": [1, 16]}'" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--inputs", "{", "--inputs is not JSON"),
+        ("--inputs", "[1]", "--inputs is a list, expected an object"),
+        ("--inputs", '{"y": [1]}', "names 'y', which forward does not take; it takes x"),
+        ("--inputs", '{"x": {"sizes": [1]}}', 'x is an object with sizes; expected {"shape"'),
+        ("--inputs", '{"x": {"shape": [1], "dtype": "f32"}}', "there is no dtype f32; use float32"),
+        ("--config", "3", "--config is a int, expected an object"),
+    ],
+)
+def test_bad_options_are_explained(capsys, file, option, value, said):
+    status, _, err = run(capsys, "check", file(MODEL), option, value)
+    assert status == 1
+    assert said in err
+
+
+def test_what_pytorch_does_not_run_is_not_said_to_be_ours(capsys, file):
+    path = file(MODEL.replace("x * 2", "x @ x"))
+    status, out, _ = run(capsys, "check", path, "--inputs", '{"x": [2, 3]}')
+    assert status == 1
+    assert "Not tried: PyTorch itself does not run it here (RuntimeError: " in out
+    assert "model.py:5" in out
+
+
+def test_a_directory_is_its_models(capsys, tmp_path):
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "P", "vae": ["diffusers", "AutoencoderTiny"]}')
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderTiny", "latent_channels": 6}')
+    status, out, _ = run(capsys, "check", "--json", tmp_path)
+    (check,) = json.loads(out)["checks"]
+    assert (status, check["target"], check["verdict"]) == (0, "AutoencoderTiny", "will run")
+    assert check["config"]["latent_channels"] == 6
+
+
+def test_the_checklists_have_the_guides_items():
+    assert [len(items) for items in (before([], None, has_family=False), after(None))] == [7, 4]
+    passed = Trial(traced=True, low_precision="float32", arrays_left=2)
+    assert [item.status for item in after(passed, ["worker"])] == ["fail", "fail", "fail", "not applicable"]

@@ -1,0 +1,22 @@
+"""Masks of queries by keys."""
+
+import torch
+import torch.nn.functional as F
+
+
+class Trapped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()  # trap: square-mask
+        mask = x[..., 0] > 0
+        both = mask[:, None, :] * mask[:, :, None]  # trap: square-mask
+        visible = (causal | both).unsqueeze(1)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=visible)
+
+
+class Mended(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[0], x.shape[1], dtype=torch.bool, device=x.device)
+        keys = mask[:, None, None, :]
+        seen = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=keys)
+        return seen + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)

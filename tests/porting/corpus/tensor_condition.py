@@ -1,0 +1,20 @@
+"""A branch by a tensor's value."""
+
+import torch
+
+
+class Trapped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 1:  # trap: tensor-condition
+            x = x / x.max()
+        y = -x if (x == 0).all() else x  # trap: tensor-condition
+        while y.sum() > 1000:  # trap: tensor-condition
+            y = y / 2
+        return y if not torch.isnan(y).any() else x  # trap: tensor-condition
+
+
+class Mended(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.where(x.max() > 1, x / x.max(), x)
+        y = torch.where((x == 0).all(), -x, x)
+        return torch.where(torch.isnan(y).any(), x, y)

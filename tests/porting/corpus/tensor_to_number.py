@@ -1,0 +1,21 @@
+"""Python numbers made of tensors."""
+
+import torch
+
+
+class Trapped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max().item()  # trap: tensor-to-number
+        first = float(x[0, 0, 0])  # trap: tensor-to-number
+        rows = x[:, : (x > 0).sum()]  # trap: tensor-to-number
+        steps = torch.arange(x.argmax(), device=x.device)  # trap: tensor-to-number
+        return rows * scale + first + steps.sum() + sum(x.tolist()[0][0])  # trap: tensor-to-number
+
+
+class Mended(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max()
+        first = x[0, 0, 0]
+        heads = torch.tensor([1.0, 2.0]).sum().item()
+        rows = x[:, : x.shape[1] // int(heads)]
+        return rows * scale + first + float(x.shape[0])

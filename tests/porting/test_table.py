@@ -1,0 +1,47 @@
+"""docs/porting-table.md is of the classes and the versions that its tool has. Making it takes minutes: not here."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.porting.trial import ERROR_MAX
+from tools.porting_table.page import CLASSES, PACKAGES, versions, versions_line
+
+ROOT = Path(__file__).parents[2]
+
+
+def page():
+    return (ROOT / "docs" / "porting-table.md").read_text(encoding="utf-8")
+
+
+def rows():
+    found = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in page().splitlines()]
+    return [cells for cells in found if cells and cells[0].startswith("`")]
+
+
+def pinned():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return {name: pins[name] for name in PACKAGES}
+
+
+def test_every_class_has_its_row():
+    assert [row[0].strip("`") for row in rows()] == list(CLASSES), "run `make porting-table`"
+
+
+@pytest.mark.skipif(
+    versions() != pinned(), reason="the page is of the versions in constraints.txt, and others are here"
+)
+def test_it_was_made_with_what_is_pinned():
+    assert versions_line() in page(), "docs/porting-table.md is stale; run `make porting-table`"
+
+
+def test_what_will_run_agrees_with_pytorch_and_what_will_not_has_a_reason():
+    for name, verdict, error, stops, _, _, why in rows():
+        assert verdict in ("will run", "will not run", "not tried"), name
+        if verdict == "will run":
+            assert float(error) <= ERROR_MAX, name
+            assert (stops, why) == ("", ""), name
+        else:
+            assert why, name
