@@ -29,6 +29,9 @@ video = normal(1, 4, 5, 7, 6)
 Case = tuple[Callable[..., Any], list[Callable[..., Any]], tuple[torch.Tensor, ...]]
 CASES: dict[str, Case] = {
     # name: (operators under test, in a call with default arguments; the call; its tensors)
+    "normalize": ([F.normalize], lambda x: F.normalize(x), (x3,)),
+    "normalize last of zeros": ([F.normalize], lambda x: F.normalize(0 * x, dim=-1), (x3,)),
+    "normalize by sums": ([F.normalize], lambda x: F.normalize(x, 1.0, 0, 0.5), (x3,)),
     "rms_norm": ([F.rms_norm], lambda x, w: F.rms_norm(x, (13,), w), (x3, normal(13))),
     "rms_norm no weight": ([F.rms_norm], lambda x: F.rms_norm(x, (7, 13)), (x3,)),
     "torch.rms_norm eps": ([torch.rms_norm], lambda x: torch.rms_norm(x, (13,), eps=0.1), (x3,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -46,23 +47,18 @@ def _convolution(
         pads = [(p, p) for p in _per_axis(padding, rank)]
     placement = current_trace().placement
     on_cpu = placement is not None and placement.platform == "cpu"
-    if on_cpu and rank == 3 and groups == 1:
-        last = conv3d_by_taps(input.transpose(0, 2, 3, 4, 1), weight.transpose(2, 3, 4, 1, 0), strides, pads, dilations)
-        out = last.transpose(0, 4, 1, 2, 3)
+    convolve = functools.partial(jax.lax.conv_general_dilated, rhs_dilation=dilations, feature_group_count=groups)
+    if not on_cpu or rank == 1 or (rank == 3 and groups > 1):
+        out = convolve(input, weight, strides, pads)
+        return out if bias is None else out + bias.reshape((-1,) + (1,) * rank)
+    # XLA turns a CPU's 2-D convolutions to channels last by itself, but not inside a loop.
+    space = tuple(range(2, rank + 2))
+    last, kernel = input.transpose(0, *space, 1), weight.transpose(*space, 1, 0)
+    if rank == 3:
+        out = conv3d_by_taps(last, kernel, strides, pads, dilations)
     else:
-        # XLA turns a CPU's 2-D convolutions to channels last by itself, but not inside a loop.
-        last_on_cpu = on_cpu and rank == 2
-        out = jax.lax.conv_general_dilated(
-            input.transpose(0, 2, 3, 1) if last_on_cpu else input,
-            weight.transpose(2, 3, 1, 0) if last_on_cpu else weight,
-            window_strides=strides,
-            padding=pads,
-            rhs_dilation=dilations,
-            feature_group_count=groups,
-            dimension_numbers=("NHWC", "HWIO", "NHWC") if last_on_cpu else None,
-        )
-        out = out.transpose(0, 3, 1, 2) if last_on_cpu else out
-    return out if bias is None else out + bias.reshape((-1,) + (1,) * rank)
+        out = convolve(last, kernel, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return (out if bias is None else out + bias).transpose(0, rank + 1, *range(1, rank + 1))
 
 
 @operator(F.conv1d)

@@ -132,3 +132,13 @@ def _check_inference(p: float, train: bool | None) -> None:
         raise UnsupportedError(
             f"dropout(p={p}) is training; programs are for inference, where dropout is the identity: call model.eval()"
         )
+
+
+@operator(F.normalize)
+def normalize(
+    input: Float[Array, "..."], p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
+) -> Float[Array, "..."]:
+    """Along the last axis, wherever `dim` is: a CPU adds up what lies side by side, as its convolutions leave it."""
+    x = jnp.moveaxis(input, dim, -1)
+    length = jnp.linalg.norm(x, p, -1, keepdims=True)
+    return jnp.moveaxis(x / jnp.maximum(length, eps), -1, dim)
