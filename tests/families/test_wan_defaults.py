@@ -61,7 +61,7 @@ def test_without_one_it_is_the_family_s(scheduler: dict[str, Any] | None, tmp_pa
     assert model("5B", tmp_path / "m", scheduler).defaults.flow_shift == wan22.WAN22_5B.defaults.flow_shift
 
 
-@pytest.mark.parametrize(("kind", "expected"), zip(PAIRS, (12.0, 5.0), strict=True))
+@pytest.mark.parametrize(("kind", "expected"), [("2.2", 12.0), ("2.2 image", 5.0)])
 def test_a_pair_has_its_authors_shift_whatever_the_conversion_wrote(kind: str, expected: float, tmp_path: Path) -> None:
     assert model(kind, tmp_path / "m", {"flow_shift": 3.0}).defaults.flow_shift == expected
 
