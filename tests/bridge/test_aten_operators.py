@@ -2,23 +2,14 @@
 
 from pathlib import Path
 
-import pytest
-
 from comfy_tpu.bridge.catalogue import overloads
+from tests.pins import only_with_the_pinned
 from tools.aten_operators.page import make_page, versions
 
 ROOT = Path(__file__).parents[2]
 
 
-def pinned() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    return {name: pins[name] for name in versions()}
-
-
-@pytest.mark.skipif(
-    versions() != pinned(), reason="the page is of the versions in constraints.txt, and others are here"
-)
+@only_with_the_pinned(versions())
 def test_the_page_is_what_its_tool_writes() -> None:
     written = (ROOT / "docs" / "aten-operators.md").read_text(encoding="utf-8")
     assert make_page() == written, "docs/aten-operators.md is stale; run `make aten-operators`"

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from comfy_tpu.porting.trial import ERROR_MAX
-from tools.porting_table.page import CLASSES, PACKAGES, versions, versions_line
+from tests.pins import only_with_the_pinned
+from tools.porting_table.page import CLASSES, versions, versions_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,19 +19,11 @@ def rows():
     return [cells for cells in found if cells and cells[0].startswith("`")]
 
 
-def pinned():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    return {name: pins[name] for name in PACKAGES}
-
-
 def test_every_class_has_its_row():
     assert [row[0].strip("`") for row in rows()] == list(CLASSES), "run `make porting-table`"
 
 
-@pytest.mark.skipif(
-    versions() != pinned(), reason="the page is of the versions in constraints.txt, and others are here"
-)
+@only_with_the_pinned(versions())
 def test_it_was_made_with_what_is_pinned():
     assert versions_line() in page(), "docs/porting-table.md is stale; run `make porting-table`"
 

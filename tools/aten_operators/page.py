@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Mapping
 
 from comfy_tpu.bridge.catalogue import Row, brought_by_torchax, overloads
 from tools.aten_operators.use import compared_with_torch, used_by_families
+from tools.versions import installed
 
 PACKAGES = ("torch", "torchax", "diffusers", "transformers")
 KINDS = {
@@ -29,8 +29,7 @@ COLUMNS = (
 
 
 def versions() -> dict[str, str]:
-    """Without what says how a package was built."""
-    return {name: importlib.metadata.version(name).partition("+")[0] for name in PACKAGES}
+    return installed(PACKAGES)
 
 
 def make_page() -> str:

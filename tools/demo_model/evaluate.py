@@ -7,6 +7,7 @@ import argparse
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -67,37 +68,33 @@ def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
     return {"share": {name: round(right[name] / asked[name], 4) for name in asked}, "misses": misses}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None, *, prompts: int, held_out: int) -> argparse.ArgumentParser:
+    """Of every evaluation."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--held-out", type=int, default=25, help="how many of them are triples training never saw")
+    parser.add_argument("--prompts", type=int, default=prompts)
+    parser.add_argument("--held-out", type=int, default=held_out, help="how many are triples training never saw")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, nargs="+", default=[3.0])
     parser.add_argument("--seed", type=int, default=2025)
-    parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compiled", action="store_true", help="through comfy-tpu instead of diffusers")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--sheet", type=Path)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    return parser
 
-    prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
-    texts, wanted = [text for text, _ in prompts], [attributes for _, attributes in prompts]
-    pipeline = None if arguments.compiled else load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
-    seen_in_training = arguments.prompts - arguments.held_out
+
+def evaluate(
+    arguments: argparse.Namespace, make: Callable[[float], np.ndarray], judge: Callable[[np.ndarray], dict]
+) -> None:
+    """`make` the videos at every guidance that was asked for, `judge` them, and write down what came out."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     reports = {}
     for guidance in arguments.guidance:
-        if arguments.compiled:
-            videos = generate_compiled(arguments.model, texts, arguments.steps, guidance, arguments.seed)
-        else:
-            videos = generate(pipeline, texts, arguments.steps, guidance, arguments.seed, arguments.batch)
-        report = tally(videos, wanted)
-        report["held_out"] = tally(videos[seen_in_training:], wanted[seen_in_training:])["share"]
-        reports[str(guidance)] = report
-        logger.info("guidance %s: all %s, held out %s", guidance, report["share"], report["held_out"])
+        videos = make(guidance)
+        report = reports[str(guidance)] = judge(videos)
+        logger.info("guidance %s: %s", guidance, {name: found for name, found in report.items() if name != "misses"})
         for miss in report["misses"]:
             logger.info("  %s", miss)
     if arguments.report:
@@ -105,6 +102,27 @@ def main() -> None:
         arguments.report.write_text(json.dumps({"settings": settings, "guidance": reports}, indent=2) + "\n")
     if arguments.sheet:
         write_sheet(arguments.sheet, videos)
+
+
+def main() -> None:
+    parser = options(__doc__, prompts=100, held_out=25)
+    parser.add_argument("--batch", type=int, default=50)
+    arguments = parser.parse_args()
+    prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
+    texts, wanted = [text for text, _ in prompts], [attributes for _, attributes in prompts]
+    pipeline = None if arguments.compiled else load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
+    seen_in_training = arguments.prompts - arguments.held_out
+
+    def make(guidance: float) -> np.ndarray:
+        if arguments.compiled:
+            return generate_compiled(arguments.model, texts, arguments.steps, guidance, arguments.seed)
+        return generate(pipeline, texts, arguments.steps, guidance, arguments.seed, arguments.batch)
+
+    def judge(videos: np.ndarray) -> dict:
+        held_out = tally(videos[seen_in_training:], wanted[seen_in_training:])["share"]
+        return {**tally(videos, wanted), "held_out": held_out}
+
+    evaluate(arguments, make, judge)
 
 
 if __name__ == "__main__":

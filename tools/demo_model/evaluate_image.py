@@ -5,9 +5,6 @@ python -m tools.demo_model.evaluate_image src/comfy_tpu/assets/demo/image_to_vid
 Every first frame shows a thing of middling size in the middle, so that what it will do stands in the prompt alone.
 """
 
-import argparse
-import json
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +16,9 @@ from PIL import Image
 
 from tools.demo_model.captions import Attributes
 from tools.demo_model.clips import FRAMES, SIZE, clips_of, draw, evaluation_prompts
-from tools.demo_model.evaluate import tally
+from tools.demo_model.evaluate import evaluate, options, tally
 from tools.demo_model.model import load_image_model
-from tools.demo_model.sheet import write_sheet
 
-logger = logging.getLogger("tools.demo_model")
 KEPT = 25.0
 """Decibels between a picture and the first frame of its video."""
 
@@ -95,37 +90,17 @@ def judge(videos: np.ndarray, given: list[Task]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--held-out", type=int, default=12, help="how many of them are triples training never saw")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, nargs="+", default=[3.0])
-    parser.add_argument("--seed", type=int, default=2025)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compiled", action="store_true", help="through comfy-tpu instead of diffusers")
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--sheet", type=Path)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-
+    arguments = options(__doc__, prompts=50, held_out=12).parse_args()
     given = tasks(arguments.prompts, arguments.held_out, arguments.seed)
-    pipeline = None if arguments.compiled else load_image_model(arguments.model, arguments.device)
-    reports = {}
-    for guidance in arguments.guidance:
+    dtype = getattr(torch, arguments.dtype)
+    pipeline = None if arguments.compiled else load_image_model(arguments.model, arguments.device, dtype)
+
+    def make(guidance: float) -> np.ndarray:
         if arguments.compiled:
-            videos = generate_compiled(arguments.model, given, arguments.steps, guidance, arguments.seed)
-        else:
-            videos = generate(pipeline, given, arguments.steps, guidance, arguments.seed)
-        report = reports[str(guidance)] = judge(videos, given)
-        logger.info("guidance %s: %s, first frame %s", guidance, report["share"], report["first_frame"])
-        for miss in report["misses"]:
-            logger.info("  %s", miss)
-    if arguments.report:
-        settings = {name: str(value) for name, value in vars(arguments).items()}
-        arguments.report.write_text(json.dumps({"settings": settings, "guidance": reports}, indent=2) + "\n")
-    if arguments.sheet:
-        write_sheet(arguments.sheet, videos)
+            return generate_compiled(arguments.model, given, arguments.steps, guidance, arguments.seed)
+        return generate(pipeline, given, arguments.steps, guidance, arguments.seed)
+
+    evaluate(arguments, make, lambda videos: judge(videos, given))
 
 
 if __name__ == "__main__":

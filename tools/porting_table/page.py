@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from tools.versions import installed
 
 PACKAGES = ("torch", "jax", "torchax", "diffusers")
 SECONDS_MAX = 300
@@ -34,8 +35,7 @@ CLASSES = (*TRANSFORMERS, *AUTOENCODERS)
 
 
 def versions() -> dict[str, str]:
-    """Without what says how a package was built."""
-    return {name: importlib.metadata.version(name).partition("+")[0] for name in PACKAGES}
+    return installed(PACKAGES)
 
 
 def versions_line() -> str:
