@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from comfy_tpu.bridge import to_device
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import GenerationSettings, ResidencyConfig
@@ -230,6 +231,25 @@ def test_a_picture_that_does_not_fit_is_decoded_in_tiles(monkeypatch: pytest.Mon
         list(decode.decode_frames(never_fits, latents[..., :6]))
     # A tile cannot see beyond its edge, and this VAE attends over the whole picture: close, not equal.
     assert psnr(tiled, whole) >= 20
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["at once", "in tiles"])
+def test_a_video_that_is_decoded_whole(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
+    monkeypatch.setattr(decode, "TILE", 6)
+    monkeypatch.setattr(decode, "OVERLAP", 2)
+    latents = torch.rand(1, 3, 4, 6, 20, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def decode_frame(latent: torch.Tensor, cache: Any) -> Any:
+        if latent.shape[4] > 6 and not fits:
+            raise DeviceMemoryError("simulated")
+        seen.append(latent.shape[2:])
+        # Every frame needs the last one.
+        return to_device((latent + latent[:, :, -1:]).permute(0, 2, 3, 4, 1)), []
+
+    (made,) = decode.decode_frames(decode_frame, latents, whole=True)
+    torch.testing.assert_close(made, (latents + latents[:, :, -1:]).permute(0, 2, 3, 4, 1))
+    assert set(seen) == {(4, 6, 20 if fits else 6)}
 
 
 def test_tiles_cover_everything_and_overlap() -> None:

@@ -145,7 +145,8 @@ class VideoFamily:
     predict: Callable[..., torch.Tensor]
     """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
     decode_frame: Callable[..., tuple[torch.Tensor, Cache]]
-    """(module, latent frame, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after it."""
+    """(module, latent frame, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after it. All
+    latent frames at once where the family is `whole`."""
     workload: Callable[[Config, GenerationSettings], Workload]
     """The transformer's configuration -> what a step costs, to choose a mesh by and to plan with."""
     published: Mapping[str, Config]
@@ -160,6 +161,8 @@ class VideoFamily:
     no effect, because the model was distilled without it."""
     first_cache: Callable[[int], Cache | None] = lambda frames: None
     """(latent frames) -> the cache that comes with the first one: for a VAE that must know how many there will be."""
+    whole: bool = False
+    """The VAE looks at frames to come: `decode_frame` is given all latent frames of a video together."""
     own_settings: Callable[[Callable[[str], Config]], Mapping[str, Any]] = lambda read: {}
     """(reads a JSON file of the model directory, empty where there is none) -> settings that the model brings along."""
     image: ImageInput | None = None

@@ -1,9 +1,9 @@
-"""Latents to frames, one latent frame at a time; in tiles where a whole picture does not fit."""
+"""Latents to frames, one latent frame at a time or all together; in tiles where a whole picture does not fit."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from comfy_tpu.errors import DeviceMemoryError
 logger = logging.getLogger(__name__)
 
 DecodeFrame = Callable[[torch.Tensor, object], tuple[object, object]]
-"""(latent frame, cache or None) -> (frames, cache), arrays still on the devices."""
+"""(latent frames, cache or None) -> (frames, cache), arrays still on the devices."""
 
 TILE = 32
 """Side of a tile in latents: 256 pixels, as diffusers tiles the Wan VAE."""
@@ -26,9 +26,14 @@ def _no_cache(frames: int) -> object:
 
 
 def decode_frames(
-    decode_frame: DecodeFrame, latents: torch.Tensor, first_cache: Callable[[int], object] = _no_cache
+    decode_frame: DecodeFrame,
+    latents: torch.Tensor,
+    first_cache: Callable[[int], object] = _no_cache,
+    *,
+    whole: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """[batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width].
+    """[batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width]; of all
+    of them at once if `whole`.
 
     If the first two latent frames do not fit in device memory, every frame is decoded in tiles instead: the cache has
     its full size after two.
@@ -37,8 +42,8 @@ def decode_frames(
     begun = False
     try:
         cache = first_cache(latents.shape[2])
-        for index in range(latents.shape[2]):
-            frames, cache = decode_frame(latents[:, :, index : index + 1], cache)
+        for index, latent in enumerate(_parts(latents, whole)):
+            frames, cache = decode_frame(latent, cache)
             ahead.append(to_host(frames, consume=True))
             if index >= 1:
                 begun = True
@@ -50,22 +55,26 @@ def decode_frames(
             raise
         logger.warning("decoding whole frames did not fit in device memory; decoding in tiles instead (%s)", error)
         del cache
-        yield from decode_tiles(decode_frame, latents, first_cache)
+        yield from decode_tiles(decode_frame, latents, first_cache, whole=whole)
 
 
 def decode_tiles(
-    decode_frame: DecodeFrame, latents: torch.Tensor, first_cache: Callable[[int], object] = _no_cache
+    decode_frame: DecodeFrame,
+    latents: torch.Tensor,
+    first_cache: Callable[[int], object] = _no_cache,
+    *,
+    whole: bool = False,
 ) -> Iterator[torch.Tensor]:
     """The same in overlapping tiles of one size, which is one program; neighbours are blended over their overlap."""
     height, width = latents.shape[3:]
     rows, columns = tile_starts(height), tile_starts(width)
     tiles = [(row, column) for row in rows for column in columns]
     caches = {tile: first_cache(latents.shape[2]) for tile in tiles}
-    for index in range(latents.shape[2]):
+    for latent in _parts(latents, whole):
         total: torch.Tensor | None = None
         weight: torch.Tensor | None = None
         for row, column in tiles:
-            part = latents[:, :, index : index + 1, row : row + TILE, column : column + TILE]
+            part = latent[..., row : row + TILE, column : column + TILE]
             array, caches[row, column] = decode_frame(part, caches[row, column])
             frames = to_host(array, consume=True)
             scale = frames.shape[2] // part.shape[3]
@@ -82,6 +91,10 @@ def decode_tiles(
         assert total is not None
         assert weight is not None
         yield total / weight
+
+
+def _parts(latents: torch.Tensor, whole: bool) -> Sequence[torch.Tensor]:
+    return (latents,) if whole else latents.split(1, dim=2)
 
 
 def tile_starts(length: int) -> list[int]:

@@ -227,10 +227,13 @@ class VideoPipeline(RunningModel):
             self.family.vae, self._vae.decode_frame, input_axes=self._vae.decode_axes, donate=("cache",)
         )
         with self._weights(self.family.vae) as weights:
-            total = latents.shape[2]
+            total = 1 if self.family.whole else latents.shape[2]
             self._tell("decoding", self._size, 0, total)
             frames = decode_frames(
-                lambda latent, cache: program(weights, latent=latent, cache=cache), latents, self.family.first_cache
+                lambda latent, cache: program(weights, latent=latent, cache=cache),
+                latents,
+                self.family.first_cache,
+                whole=self.family.whole,
             )
             for index, part in enumerate(frames):
                 self._tell("decoding", self._size, index + 1, total)
