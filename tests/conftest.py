@@ -3,10 +3,16 @@
 Compiled programs are kept in build/, not in the user's cache, and shared by the workers.
 """
 
+import contextlib
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+MAPPINGS = 20_000
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
     # Test programs run for milliseconds and take longer to optimise than to run: half the time of the parity tests.
@@ -18,3 +24,26 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Linux gives a process 65,530 mappings. XLA's programs for CPUs have dozens each, and it dies when there are no
+    more: a worker of the whole suite came to it. Half-way there, all that no test needs any more are dropped."""
+    yield
+    if _mappings() < MAPPINGS:
+        return
+    import jax
+
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()  # pipelines that the tests of a module share
+    gc.collect()
+    jax.clear_caches()
+
+
+def _mappings() -> int:
+    """None are known where there is no /proc."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    return 0
