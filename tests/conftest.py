@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts backg
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Linux gives a process 65,530 mappings. XLA's programs for CPUs have dozens each, and it dies when there are no
-    more: a worker of the whole suite came to it. Half-way there, all that no test needs any more are dropped."""
+    more: a worker of the whole suite came to it. Well before, all that no test needs any more are dropped."""
     yield
     if _mappings() < MAPPINGS:
         return
