@@ -9,6 +9,8 @@ import pytest
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.wan import WAN21
+from comfy_tpu.families.wan22 import WAN22
+from comfy_tpu.pipeline.checks import warn_of_ignored
 from comfy_tpu.pipeline.settings import check_prompt, make_settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -67,3 +69,13 @@ def test_an_empty_prompt_is_refused(prompt: str) -> None:
 def test_a_prompt_that_is_no_text_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="prompt is a int, expected text"):
         check_prompt(5)  # type: ignore[arg-type]
+
+
+def test_a_second_guidance_scale_says_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = dataclasses.replace(WAN21.defaults, guidance_scale_2=3.0)
+    for family in (WAN22, WAN21):
+        warn_of_ignored(family, family.defaults, dataclasses.replace(family.defaults, guidance_scale_2=2.0))
+    assert caplog.messages == ["guidance_scale_2=2.0 has no effect: Wan 2.1 has one transformer"]
+    caplog.clear()
+    warn_of_ignored(WAN21, chosen, chosen)
+    assert caplog.messages == [], "nobody chose it"

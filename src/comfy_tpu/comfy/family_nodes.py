@@ -330,6 +330,8 @@ def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any
                 "%s draws %d×%d only; height and width are not used", pipeline.model_name, own.width, own.height
             )
         height, width = own.height, own.width
+    if len(pipeline.family.transformers) == 1:  # the widget is there for others of the family
+        chosen.pop("guidance_scale_2", None)
     return pipeline.settings(height=height, width=width, **chosen)
 
 

@@ -85,16 +85,15 @@ def warn_of_ignored(family: VideoFamily, defaults: GenerationSettings, settings:
     """Of settings that somebody chose, and that this family has no use for."""
     of_branches = ("negative_prompt", "guidance_until")
     ignored = {"branches": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
-    for name in ignored[family.guidance]:
+    reasons = {
+        "guidance_scale": "was distilled to do without guidance",
+        "guidance_scale_2": "has one transformer",
+        **dict.fromkeys(of_branches, "has no branch for a negative prompt"),
+    }
+    of_pairs = ("guidance_scale_2",) if len(family.transformers) == 1 else ()
+    for name in (*ignored[family.guidance], *of_pairs):
         if getattr(settings, name) != getattr(defaults, name):
-            logger.warning(
-                "%s=%s has no effect: %s",
-                name,
-                getattr(settings, name),
-                f"{family.name} was distilled to do without guidance"
-                if name == "guidance_scale"
-                else f"{family.name} has no branch for a negative prompt",
-            )
+            logger.warning("%s=%s has no effect: %s %s", name, getattr(settings, name), family.name, reasons[name])
 
 
 def size_text(settings: GenerationSettings) -> str:
