@@ -86,7 +86,7 @@ def _clip_tokenizer() -> PreTrainedTokenizerFast:
     return _tokenizer(words, "<start> $A <end>", 77, bos_token="<start>", eos_token="<end>", pad_token="<end>")
 
 
-def _t5_tokenizer() -> PreTrainedTokenizerFast:
+def t5_tokenizer() -> PreTrainedTokenizerFast:
     return _tokenizer(["<pad>", "</s>", "<unk>", *WORDS], "$A </s>", 512, eos_token="</s>", pad_token="<pad>")
 
 
@@ -108,7 +108,7 @@ def reference(variant: str) -> FluxPipeline:
         text_encoder=random_weights(CLIPTextModel(CLIPTextConfig(**CLIP))),
         tokenizer=_clip_tokenizer(),
         text_encoder_2=random_weights(T5EncoderModel(T5Config(**T5))),
-        tokenizer_2=_t5_tokenizer(),
+        tokenizer_2=t5_tokenizer(),
         transformer=random_weights(FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=dev)),
     )
 

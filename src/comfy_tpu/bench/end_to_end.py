@@ -125,7 +125,7 @@ def _by_torch(
         text_encoder=files.modules["text_encoder"],
         transformer=transformer,
         vae=files.modules["vae"],
-        scheduler=files.family.schedulers[settings.scheduler](settings),
+        scheduler=files.schedulers[settings.scheduler](settings),
     )
     pipeline.set_progress_bar_config(disable=True)
 

@@ -165,6 +165,10 @@ class VideoFamily:
     """The VAE looks at frames to come: `decode_frame` is given all latent frames of a video together."""
     own_settings: Callable[[Callable[[str], Config]], Mapping[str, Any]] = lambda read: {}
     """(reads a JSON file of the model directory, empty where there is none) -> settings that the model brings along."""
+    own_schedulers: Callable[[Callable[[str], Config]], Mapping[str, SchedulerFactory]] = lambda read: {}
+    """As `own_settings` -> schedulers by name that go before `schedulers`."""
+    conditions: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
+    """What `prepare` is told of the settings, by name, a row each; beside the embeddings, and the same for all."""
     image: ImageInput | None = None
     curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.

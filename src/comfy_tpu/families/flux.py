@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, T
 from comfy_tpu.families.flux_names import flux_names
 from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
 from comfy_tpu.families.modulation import Modulation
-from comfy_tpu.families.schedulers import dpm, unipc
+from comfy_tpu.families.schedulers import dpm, shift_by_tokens, unipc
 from comfy_tpu.families.text_encoders import clip_component, encoded_t5, pooled_clip, t5_component
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
@@ -268,9 +267,7 @@ def picture_tokens(settings: GenerationSettings) -> int:
 
 def dynamic_shift(settings: GenerationSettings) -> float:
     """The flow shift that Flux.1 dev was trained for at a size: more for more tokens. flow_shift is a factor on it."""
-    base_tokens, max_tokens, base, largest = 256, 4096, 0.5, 1.15
-    slope = (largest - base) / (max_tokens - base_tokens)
-    return settings.flow_shift * math.exp(base + slope * (picture_tokens(settings) - base_tokens))
+    return settings.flow_shift * shift_by_tokens({"use_dynamic_shifting": True}, picture_tokens(settings))
 
 
 def euler(settings: GenerationSettings) -> Any:
@@ -288,7 +285,6 @@ def _shifted(factory: SchedulerFactory) -> SchedulerFactory:
 
 
 SCHNELL_SCHEDULERS: dict[str, SchedulerFactory] = {"euler": euler, "unipc": unipc, "dpm++": dpm}
-# Diffusers' exponential time shift by mu is a flow shift of e^mu.
 DEV_SCHEDULERS = {name: _shifted(factory) for name, factory in SCHNELL_SCHEDULERS.items()}
 
 _WHOLE_NUMBERS = (

@@ -8,6 +8,7 @@ from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
 from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
 from comfy_tpu.families.hunyuan import HUNYUAN15
 from comfy_tpu.families.hunyuan_image import HUNYUAN15_IMAGE
+from comfy_tpu.families.ltx import LTX_VIDEO
 from comfy_tpu.families.wan import WAN21
 from comfy_tpu.families.wan22 import WAN21_FIRST_LAST, WAN21_IMAGE, WAN22, WAN22_5B, WAN22_IMAGE
 
@@ -16,6 +17,7 @@ FAMILIES: tuple[VideoFamily, ...] = (
     *(FLUX_DEV, FLUX_SCHNELL),
     *(FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE),
     *(HUNYUAN15, HUNYUAN15_IMAGE),
+    LTX_VIDEO,
 )
 
 

@@ -14,7 +14,7 @@ from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.families.family import VideoFamily
+from comfy_tpu.families.family import SchedulerFactory, VideoFamily
 from comfy_tpu.families.registry import family_of
 from comfy_tpu.quiet import quiet
 
@@ -112,6 +112,11 @@ class ModelFiles:
                 f"{path} names {unknown[0]}, which is no setting; settings are {', '.join(sorted(known))}"
             )
         return dataclasses.replace(self.family.defaults, **own)
+
+    @functools.cached_property
+    def schedulers(self) -> Mapping[str, SchedulerFactory]:
+        """By the name a user gives: the family's, and the directory's own before them."""
+        return {**self.family.schedulers, **self.family.own_schedulers(self._read_if_there)}
 
     def _read_if_there(self, name: str) -> Mapping[str, Any]:
         path = self.directory / name

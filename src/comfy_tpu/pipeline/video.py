@@ -209,7 +209,7 @@ class VideoPipeline(RunningModel):
         check_settings(settings, self.limits)
         check_boundary(self, settings)
         with quiet():  # diffusers may be imported here
-            scheduler = self.family.schedulers[settings.scheduler](settings)
+            scheduler = self._files.schedulers[settings.scheduler](settings)
         if self.family.guidance != "branches":
             settings = dataclasses.replace(settings, guidance_until=0.0)
         begin = first_step(settings.num_inference_steps, strength)
@@ -299,7 +299,7 @@ class VideoPipeline(RunningModel):
         done = 0
         for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
             with self._weights(self.family.transformers[number]) as loaded:
-                weights, prepared = self._prompt(number, loaded, embeddings, guided, settings.num_videos)
+                weights, prepared = self._prompt(number, loaded, embeddings, guided, settings)
                 if done == 0:
                     self._tell("denoising", self._size, 0, len(plan))
                 for step in steps:
@@ -352,10 +352,16 @@ class VideoPipeline(RunningModel):
         return after[0], after[1]
 
     def _prompt(
-        self, number: int, loaded: dict[str, jax.Array], embeddings: PromptEmbeddings, guided: bool, num_videos: int
+        self,
+        number: int,
+        loaded: dict[str, jax.Array],
+        embeddings: PromptEmbeddings,
+        guided: bool,
+        settings: GenerationSettings,
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """The prompt, and the negative one where there is guidance: the weights with it, and inputs of a step."""
-        names = [*embeddings.positive, *embeddings.shared]
+        shared = {**embeddings.shared, **self.family.conditions(settings)}
+        names = [*embeddings.positive, *shared]
         prepare = self._program(
             self.family.transformers[number],
             self.family.prepare,
@@ -363,12 +369,12 @@ class VideoPipeline(RunningModel):
             output_axes=self.family.prepared_axes,
         )
         branches = [
-            {**branch, **embeddings.shared}
+            {**branch, **shared}
             for branch in (embeddings.positive, embeddings.negative if guided else None)
             if branch is not None
         ]
         rows = {
-            name: torch.cat([branch[name].expand(num_videos, *branch[name].shape[1:]) for branch in branches])
+            name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in branches])
             for name in names
         }
         prepared: dict[str, jax.Array] = prepare(loaded, **rows)

@@ -93,6 +93,9 @@ def _lower_step(
     rows = {
         name: jax.ShapeDtypeStruct((work.batch, *shape), np.dtype("bfloat16"))
         for name, shape in family.embedding_shapes(model.config, settings).items()
+    } | {
+        name: jax.ShapeDtypeStruct((work.batch, *row.shape[1:]), np.dtype("float32"))
+        for name, row in family.conditions(settings).items()
     }
     weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
     prepare = component.program(
