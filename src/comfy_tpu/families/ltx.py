@@ -195,13 +195,13 @@ def predict(
     # Of one timestep or two, whatever the number of tokens: [timesteps, 6 · features] and [timesteps, features].
     modulation, embedded = module.time_embed(timestep, batch_size=timestep.numel(), hidden_dtype=torch.float32)
     modulation, embedded = (_by_token(x.to(dtype), batch, frames, height * width) for x in (modulation, embedded))
-    rotary = rope_tables(module.rope, frame_rate, (frames, height, width), module.transformer_blocks.template.attn1.heads)
+    rotary = rope_tables(module.rope, frame_rate, (frames, height, width), module.config.num_attention_heads)
     visible = text_visible[:, None, None]
     for block in module.transformer_blocks:
         hidden = block(hidden, None, modulation, rotary, visible)
     shift, scale = (module.scale_shift_table[None, None] + embedded[:, :, None]).unbind(dim=2)
     velocity = module.proj_out(module.norm_out(hidden) * (1 + scale) + shift)
-    return velocity.transpose(1, 2).unflatten(2, (frames, height, width))
+    return velocity.reshape(batch, frames, height, width, -1).permute(0, 4, 1, 2, 3)
 
 
 def _by_token(rows: torch.Tensor, batch: int, frames: int, of_a_frame: int) -> torch.Tensor:
@@ -241,8 +241,10 @@ def rope_tables(
             ),
             dim=-1,
         ).reshape(1, -1, 3 * count)
-        # What three do not divide stays unturned, before the others.
-        return F.pad(every, (rope.dim // 2 - 3 * count, 0), value=filling).unflatten(2, (heads, -1))
+        # What three do not divide stays unturned, before the others. All features on every device of tp, until heads
+        # part them: split before, each device would get the last one of its neighbour's.
+        padded = constrain(F.pad(every, (rope.dim // 2 - 3 * count, 0), value=filling), None, "sp", None)
+        return padded.unflatten(2, (heads, -1))
 
     return table(torch.cos, 1.0), table(torch.sin, 0.0)
 

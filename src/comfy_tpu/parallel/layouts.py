@@ -36,6 +36,7 @@ _PASSES_FFN = 4
 _TILE = 2048
 _QUERY_STEP = 128
 _KEY_STEP = 256
+_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         for matrix in stack.matrices
         if matrix.used
     )
-    attention = work.layers * 4.0 * share.batch * share.heads * work.head_dim * share.score_count
+    attention = work.layers * 4.0 * share.batch * share.heads * share.score_products
     memory_bytes = _memory_bytes(share)
     traffic = tuple(item for item in _traffic(share) if item.nbytes)
     return Estimate(
@@ -184,21 +185,23 @@ class _Share:
         return self.batch * rows[matrix.rows]
 
     @property
-    def score_count(self) -> float:
-        """Pairs of query and key for each of the device's heads, as if Ulysses did not divide heads further."""
+    def score_products(self) -> float:
+        """Pairs of query and key for each of the device's heads, as if Ulysses did not divide heads further, times the
+        features of a head: whole lanes where splash computes."""
         work, sizes = self.work, self.sizes
+        in_lanes = -(-work.head_dim // _LANES) * _LANES
         if work.sequence <= work.dense_max_tokens:
-            own: float = self.sequence * work.sequence
+            own: float = self.sequence * work.sequence * work.head_dim
         elif self.attention == "ring":
-            own = sizes.sp * padded(self.sequence, _QUERY_STEP) * padded(self.sequence, _KEY_STEP)
+            own = sizes.sp * padded(self.sequence, _QUERY_STEP) * padded(self.sequence, _KEY_STEP) * in_lanes
         else:
             whole = self.sequence * sizes.sp
-            own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp
+            own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp * in_lanes
         if work.text == "joint":
             return own
         if self.tokens * work.text_tokens <= work.dense_max_tokens**2:
-            return own + self.tokens * work.text_tokens
-        return own + padded(self.tokens, _QUERY_STEP) * padded(work.text_tokens, _KEY_STEP)
+            return own + self.tokens * work.text_tokens * work.head_dim
+        return own + padded(self.tokens, _QUERY_STEP) * padded(work.text_tokens, _KEY_STEP) * in_lanes
 
     @property
     def hidden_bytes(self) -> int:
