@@ -1,0 +1,71 @@
+"""Lowers every program of LTX-Video for eight v6e chips, without weights, memory or a TPU; prints what came out.
+
+Arguments: width, height, frames.
+"""
+
+import sys
+import time
+from typing import Any
+
+from comfy_tpu.config import MESH_AXES, MeshSizes
+from comfy_tpu.families import ltx, ltx_vae
+from comfy_tpu.families.text_encoders import t5_component
+from comfy_tpu.parallel.mesh import abstract_placement
+from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
+
+T5 = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
+COLUMNS = (None, None, None, None, MESH_AXES)
+
+
+def main(width: int, height: int, frames: int) -> dict[str, Any]:
+    latent = (1, 128, (frames - 1) // 8 + 1, height // 32, width // 32)
+    config, settings = ltx.LTX_VIDEO.published["Lightricks/LTX-Video"], ltx.LTX_VIDEO.defaults
+    programs = {}
+    encoder, tokens = component(t5_component("text_encoder"), T5, PLACEMENT), array(2, 128, dtype=INT32)
+    programs["encode_text"] = encoder.program(ltx.encode_text).export(
+        "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
+    )
+
+    transformer = component(ltx.TRANSFORMER, config, PLACEMENT)
+    weights = transformer.abstract_weights()
+    rows = {name: array(2, *shape, dtype=BFLOAT16) for name, shape in ltx.embedding_shapes(config, settings).items()}
+    rows["frame_rate"] = array(2, 1)
+    for name, given in (("", {}), (" from a picture", {"condition": array(2, 128, 1, *latent[3:])})):
+        every = rows | given
+        prepare = transformer.program(
+            ltx.prepare, input_axes=dict.fromkeys(every, ("dp",)), output_axes=ltx.PROMPT_AXES
+        ).export("tpu", weights, **every)
+        programs[f"prepare{name}"] = prepare
+        found = outputs(prepare)
+        programs[f"denoise_step{name}"] = export_step(
+            transformer,
+            ltx.predict,
+            weights | {key: value for key, value in found.items() if "." in key},
+            latent,
+            {key: value for key, value in found.items() if "." not in key},
+            guided=True,
+        )
+
+    vae = component(ltx_vae.VAE, {}, PLACEMENT)
+    programs["decode_frame"] = vae.program(ltx_vae.decode_frame, input_axes={"latent": COLUMNS}).export(
+        "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
+    )
+    programs["encode_frames"] = vae.program(ltx_vae.encode_frames, input_axes={"pixels": COLUMNS}).export(
+        "tpu", vae.abstract_weights(), pixels=array(1, 3, 1, height, width), cache=None
+    )
+    return {name: facts(exported, sequence=13_000) for name, exported in programs.items()}
+
+
+begin = time.process_time()
+programs = main(*map(int, sys.argv[1:4]))
+tell({"programs": programs, "seconds": time.process_time() - begin})
