@@ -30,6 +30,8 @@ PICTURES = {
         "a purple circle moving left on a white background",
         "Picture Hunyuan* Decoder* Video",
     ),
+    "ltxv_tpu_basic": ("a pink circle moving down on a gray background", "LTX-Video* Sampler* Decoder* Video"),
+    "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Picture LTX-Video* Decoder* Video"),
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14

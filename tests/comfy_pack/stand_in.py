@@ -164,7 +164,8 @@ def load(directory: Path, models: Path):
     schemas = [node.define_schema().declared for node in nodes]
     seconds = time.perf_counter() - start
     after = state()
-    sampler = next(node for node in nodes if node.__name__ == "Wan21TPUSampler")
+    samplers = [node for node in nodes if node.__name__ in ("Wan21TPUSampler", "LTXVideoTPUSampler")]
+    counts = (13, 16, 17, 21, 80, 81, 121, 125, 257, 265)
     fresh = {name.split(".")[0] for name in set(sys.modules) - loaded}
     return {
         "nodes": {schema["id"]: schema for schema in schemas},
@@ -172,7 +173,10 @@ def load(directory: Path, models: Path):
         "web_directory": module.WEB_DIRECTORY,
         "legacy": [name for name in ("NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS") if hasattr(module, name)],
         "routes": routes.added,
-        "frames": {str(count): sampler.validate_inputs(num_frames=count) for count in (13, 16, 17, 80, 81, 121, 125)},
+        "frames": {
+            sampler.__name__: {str(count): sampler.validate_inputs(num_frames=count) for count in counts}
+            for sampler in samplers
+        },
         "heavy": sorted(fresh & set(HEAVY)),
         "changed": {key: [before[key], after[key]] for key in before if before[key] != after[key]},
         "seconds": seconds,

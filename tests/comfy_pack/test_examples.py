@@ -16,6 +16,8 @@ NAMES = [
     "flux_tpu_image_to_image",
     "hunyuanvideo15_tpu_basic",
     "hunyuanvideo15_tpu_image_to_video",
+    "ltxv_tpu_basic",
+    "ltxv_tpu_image_to_video",
     "wan21_native_tpu_model",
     "wan21_native_tpu_vae",
     "wan21_tpu_basic",
@@ -27,7 +29,7 @@ NAMES = [
     "wan22_tpu_basic",
     "wan22_tpu_image_to_video",
 ]
-OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15")
+OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 

@@ -12,7 +12,7 @@ STAGES = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipe
 IDS = (
     *(
         f"{family}{kind}"
-        for family in ("Wan21", "Wan22", "Flux", "Flux2", "HunyuanVideo15")
+        for family in ("Wan21", "Wan22", "Flux", "Flux2", "HunyuanVideo15", "LTXVideo")
         for kind in STAGES
         if (family, kind) != ("Flux", "ImageEncoder")
     ),

@@ -101,6 +101,17 @@ HUNYUAN_SAMPLING = [
 ]
 HUNYUAN_MODEL = ("model_id", "COMBO", {"default": HUNYUAN[0], "options": HUNYUAN})
 HUNYUAN_FPS = ("fps", "INT", {"default": 24, "min": 1, "max": 240})
+LTX_SAMPLING = [
+    ("height", "INT", {"default": 512, "min": 256, "max": 1280, "step": 32}),
+    ("width", "INT", {"default": 704, "min": 256, "max": 1280, "step": 32}),
+    ("num_frames", "INT", {"default": 161, "min": 17, "max": 257, "step": 8}),
+    SAMPLING[3],
+    ("guidance_scale", "FLOAT", {"default": 3.0, "min": 0, "max": 20, "step": 0.1}),
+    SAMPLING[5],
+    ("flow_shift", "FLOAT", {"default": 1.0, "min": 1, "max": 10, "step": 0.1}),
+]
+LTX_MODEL = ("model_id", "COMBO", {"default": "Lightricks/LTX-Video", "options": ["Lightricks/LTX-Video"]})
+LTX_FPS = ("fps", "INT", {"default": 25, "min": 1, "max": 240})
 BOTH = [("prompt_embeds", "CONDITIONING"), ("negative_prompt_embeds", "CONDITIONING")]
 
 # id: shown as, category, inputs, outputs
@@ -203,6 +214,31 @@ SPECIFIED = {
         [*PROMPTS, *HUNYUAN_SAMPLING, HUNYUAN_FPS, HUNYUAN_MODEL, EULER, LORA, PICTURES[0]],
         FRAMES,
     ),
+    "LTXVideoTextEncoder": ("LTX-Video Text Encoder (TPU)", "TPU/LTX-Video", [*PROMPTS, LTX_MODEL], BOTH),
+    "LTXVideoImageEncoder": (
+        "LTX-Video Image Encoder (TPU)",
+        "TPU/LTX-Video",
+        [("image", "IMAGE", {}), *LTX_SAMPLING[:3], LTX_MODEL],
+        [("image_embeds", "TPU_IMAGE_EMBEDS")],
+    ),
+    "LTXVideoTPUSampler": (
+        "LTX-Video TPU Sampler",
+        "TPU/LTX-Video",
+        [*EMBEDS, *LTX_SAMPLING, LTX_FPS, LTX_MODEL, EULER, LORA, EMBEDDED],
+        [("latents", "LATENT"), ("num_frames", "INT")],
+    ),
+    "LTXVideoTPUVAEDecoder": (
+        "LTX-Video TPU VAE Decoder",
+        "TPU/LTX-Video",
+        [("latents", "LATENT", {}), LTX_FPS, LTX_MODEL],
+        FRAMES,
+    ),
+    "LTXVideoTPUPipeline": (
+        "LTX-Video TPU Full Pipeline",
+        "TPU/LTX-Video",
+        [*PROMPTS, *LTX_SAMPLING, LTX_FPS, LTX_MODEL, EULER, LORA, PICTURES[0]],
+        FRAMES,
+    ),
     "TPULoraLoader": (
         "TPU Load LoRA",
         "TPU",
@@ -261,11 +297,25 @@ def test_comfyui_accepts_the_ids(node_id, nodes):
     assert len(ids) == len(set(ids))
 
 
-def test_frames_that_are_not_4n_plus_1_are_refused_before_running(pack):
-    accepted = [count for count, answer in pack["frames"].items() if answer is True]
-    assert accepted == ["17", "81", "121"]
-    assert pack["frames"]["80"] == "num_frames=80 is not 4n+1; use 77 or 81"
-    assert pack["frames"]["125"] == "num_frames=125 is outside 17 to 121"
+@pytest.mark.parametrize(
+    ("node", "accepted", "refused"),
+    [
+        (
+            "Wan21TPUSampler",
+            ["17", "21", "81", "121"],
+            {"80": "num_frames=80 is not 4n+1; use 77 or 81", "125": "num_frames=125 is outside 17 to 121"},
+        ),
+        (
+            "LTXVideoTPUSampler",
+            ["17", "81", "121", "257"],
+            {"21": "num_frames=21 is not 8n+1; use 17 or 25", "265": "num_frames=265 is outside 17 to 257"},
+        ),
+    ],
+)
+def test_frames_that_a_latent_does_not_hold_are_refused_before_running(node, accepted, refused, pack):
+    answers = pack["frames"][node]
+    assert [count for count, answer in answers.items() if answer is True] == accepted
+    assert {count: answers[count] for count in refused} == refused
 
 
 def test_one_route_that_only_answers(pack):

@@ -17,7 +17,7 @@ from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.pictures import decoded_video
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
-from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, wan_pipelines
+from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx, wan_pipelines
 from tests.families.wan_pipelines import picture
 from tools.demo_model import evaluate_image
 from tools.demo_model.score import see
@@ -35,6 +35,8 @@ RUNS = (
     ("flux2_tpu_basic.json", "small/klein-base"),
     ("hunyuanvideo15_tpu_basic.json", "small/hunyuan"),
     ("hunyuanvideo15_tpu_image_to_video.json", "small/hunyuan-from-pictures"),
+    ("ltxv_tpu_basic.json", "small/ltx"),
+    ("ltxv_tpu_image_to_video.json", "small/ltx"),
 )
 """Every family's example workflow, and a model that is small."""
 DIRECTORIES: dict[str, Callable[[], Path]] = {
@@ -46,6 +48,7 @@ DIRECTORIES: dict[str, Callable[[], Path]] = {
     "small/klein": lambda: small_flux2.directory("klein"),
     "small/hunyuan": small_hunyuan.directory,
     "small/hunyuan-from-pictures": small_hunyuan_image.directory,
+    "small/ltx": small_ltx.directory,
 }
 SIZE = {"height": 64, "width": 96}
 

@@ -115,13 +115,13 @@ class ImageEncoder(FamilyNode):
 
     @classmethod
     def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
-        return _check_frames(num_frames)
+        return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
     def execute(cls, model_id: str, **chosen: Any) -> io.NodeOutput:
         given = _pictures(chosen)
         inputs.check_whole(**_counted(chosen))
-        count = _latent_frames(chosen) if "num_frames" in chosen else len(given)
+        count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
             settings = _settings(pipeline, **chosen) if chosen else pipeline.settings()
             return io.NodeOutput(pipeline.encode_images(given, settings))
@@ -138,6 +138,7 @@ class Sampler(FamilyNode):
             inputs.prompt_embeds(family),
             *negative,
             *inputs.sampling(family),
+            *([inputs.fps(family)] if family.reads_fps else []),
             inputs.model_id(family),
             inputs.scheduler(family),
             inputs.lora(),
@@ -155,7 +156,7 @@ class Sampler(FamilyNode):
 
     @classmethod
     def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
-        return _check_frames(num_frames)
+        return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
     def execute(
@@ -234,7 +235,7 @@ class Pipeline(FamilyNode):
 
     @classmethod
     def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
-        return _check_frames(num_frames)
+        return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
     def execute(
@@ -248,7 +249,7 @@ class Pipeline(FamilyNode):
     ) -> io.NodeOutput:
         inputs.check_whole(**_counted(chosen), **({} if fps is None else {"fps": fps}))
         given = _pictures(chosen)
-        stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(chosen)}
+        stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
@@ -277,9 +278,9 @@ def _frames(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
     return io.NodeOutput(images) if fps is None else io.NodeOutput(images, float(fps), to_video(images, fps))
 
 
-def _check_frames(num_frames: int | None) -> bool | str:
+def _check_frames(family: NodeFamily, num_frames: int | None) -> bool | str:
     """None: it comes over a link, and is checked when it is there."""
-    return True if num_frames is None else inputs.frames_problem(num_frames) or True
+    return True if num_frames is None else inputs.frames_problem(family, num_frames) or True
 
 
 def _pictures(chosen: dict[str, Any]) -> list[Any]:
@@ -290,8 +291,8 @@ def _pictures(chosen: dict[str, Any]) -> list[Any]:
     return [from_images(name, images) for name, images in given.items() if images is not None]
 
 
-def _latent_frames(chosen: Mapping[str, Any]) -> int:
-    return int(chosen.get("num_frames", 1) - 1) // inputs.FRAMES_STEP + 1
+def _latent_frames(family: NodeFamily, chosen: Mapping[str, Any]) -> int:
+    return int(chosen.get("num_frames", 1) - 1) // family.frames_step + 1
 
 
 def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:

@@ -14,8 +14,7 @@ from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
 
-SIZE_MIN, SIZE_STEP = 256, 16
-FRAMES_MIN, FRAMES_MAX, FRAMES_STEP = 17, 121, 4
+SIZE_MIN, FRAMES_MIN = 256, 17
 
 LORA_TYPE = io.Custom("TPU_LORA")
 """A tuple of `Lora`."""
@@ -64,7 +63,7 @@ def size(family: NodeFamily) -> list[io.Input]:
             default=getattr(family.defaults, side),
             min=SIZE_MIN,
             max=family.size_max,
-            step=SIZE_STEP,
+            step=family.size_step,
             tooltip=_size_tooltip(family, side.capitalize()),
         )
         for side in ("height", "width")
@@ -75,9 +74,9 @@ def size(family: NodeFamily) -> list[io.Input]:
         "num_frames",
         default=family.defaults.num_frames,
         min=FRAMES_MIN,
-        max=FRAMES_MAX,
-        step=FRAMES_STEP,
-        tooltip="Frames of the video: 4n+1. 81 frames at 16 frames a second are 5 seconds.",
+        max=family.frames_max,
+        step=family.frames_step,
+        tooltip=f"Frames of the video: {family.frames_step}n+1. {family.frames_help}",
     )
     return [*sides, frames]
 
@@ -192,12 +191,13 @@ def latents(family: NodeFamily) -> io.Input:
 
 
 def fps(family: NodeFamily) -> io.Input:
+    read = " The model reads it: the same in sampler and decoder." if family.reads_fps else ""
     return io.Int.Input(
         "fps",
         default=family.defaults.fps,
         min=1,
         max=240,
-        tooltip=f"Frames a second of the video. {family.name} was trained at {family.trained_fps}.",
+        tooltip=f"Frames a second of the video. {family.name} was trained at {family.trained_fps}.{read}",
     )
 
 
@@ -241,13 +241,14 @@ def frame_outputs(family: NodeFamily) -> list[io.Output]:
     ]
 
 
-def frames_problem(num_frames: Any) -> str | None:
+def frames_problem(family: NodeFamily, num_frames: Any) -> str | None:
     """What is wrong with a typed num_frames, in a sentence. ComfyUI checks ranges itself, but knows no 4n+1."""
-    if not FRAMES_MIN <= num_frames <= FRAMES_MAX:
-        return f"num_frames={num_frames} is outside {FRAMES_MIN} to {FRAMES_MAX}"
-    if (num_frames - 1) % FRAMES_STEP:
-        below = (num_frames - 1) // FRAMES_STEP * FRAMES_STEP + 1
-        return f"num_frames={num_frames} is not {FRAMES_STEP}n+1; use {below} or {below + FRAMES_STEP}"
+    step, most = family.frames_step, family.frames_max
+    if not FRAMES_MIN <= num_frames <= most:
+        return f"num_frames={num_frames} is outside {FRAMES_MIN} to {most}"
+    if (num_frames - 1) % step:
+        below = (num_frames - 1) // step * step + 1
+        return f"num_frames={num_frames} is not {step}n+1; use {below} or {below + step}"
     return None
 
 
@@ -269,4 +270,4 @@ def check_loras(given: Any) -> tuple[Lora, ...]:
 
 def _size_tooltip(family: NodeFamily, side: str) -> str:
     demo = " demo and demo-image always draw 64×64." if family.has_demo else ""
-    return f"{side} in pixels, a multiple of {SIZE_STEP}. {family.sizes_help}{demo}"
+    return f"{side} in pixels, a multiple of {family.size_step}. {family.sizes_help}{demo}"

@@ -40,6 +40,11 @@ class NodeFamily:
     """Some of its models have a branch for a negative prompt."""
     negative_help: str = "Has an effect where guidance_scale is over 1."
     size_max: int = 1280
+    size_step: int = 16
+    frames_step: int = 4
+    """Frames are this many times n, plus one: as many as a latent holds."""
+    frames_max: int = 121
+    frames_help: str = "81 frames at 16 frames a second are 5 seconds."
     schedulers: tuple[str, ...] = ("unipc", "euler", "dpm++")
     scheduler_help: str = "unipc is Wan's own; euler is the plainest; dpm++ is the multistep one"
     guidance_help: str = (
@@ -58,6 +63,8 @@ class NodeFamily:
     shift_max: float = 10.0
     shift_help: str = "5.0 for 720P, 3.0 for 480P"
     trained_fps: str = "16"
+    reads_fps: bool = False
+    """Its models are told how fast the video is: the sampler asks for it too."""
 
     @property
     def text_encoder_name(self) -> str:
@@ -199,4 +206,39 @@ HUNYUAN = NodeFamily(
     trained_fps="24",
 )
 
-NODE_FAMILIES: tuple[NodeFamily, ...] = (WAN21, WAN22, FLUX, FLUX2, HUNYUAN)
+LTX = NodeFamily(
+    key="LTXVideo",
+    name="LTX-Video",
+    category="TPU/LTX-Video",
+    hub_models=("Lightricks/LTX-Video",),
+    accepts=lambda index: index.get("_class_name") in ("LTXPipeline", "LTXImageToVideoPipeline"),
+    defaults=GenerationSettings(
+        height=512,
+        width=704,
+        num_frames=161,
+        guidance_scale=3.0,
+        flow_shift=1.0,
+        scheduler="euler",
+        fps=25,
+        max_sequence_length=128,
+    ),
+    latent_format="LTXV",
+    encoder="LTX-Video's T5 encoder",
+    native_encoder="",
+    languages="in English",
+    extras={"text_mask": "tpu_text_mask"},
+    size_step=32,
+    frames_step=8,
+    frames_max=257,
+    frames_help="161 frames at 25 frames a second are 6 seconds.",
+    sizes_help="704×512 is the model's own size.",
+    schedulers=("euler", "unipc", "dpm++"),
+    scheduler_help="euler is LTX-Video's own; unipc and dpm++ are multistep ones",
+    shift_help="a factor on the model's own, which grows with size and length",
+    images="frame",
+    last_image=False,
+    trained_fps="25",
+    reads_fps=True,
+)
+
+NODE_FAMILIES: tuple[NodeFamily, ...] = (WAN21, WAN22, FLUX, FLUX2, HUNYUAN, LTX)
