@@ -21,7 +21,7 @@ from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.families.registry import FAMILIES
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.bridge import test_operators, test_views
-from tests.families import small_flux, small_flux2, small_hunyuan, test_hunyuan_image, wan_pipelines
+from tests.families import small_flux, small_flux2, small_hunyuan, small_ltx, test_hunyuan_image, wan_pipelines
 from tests.pipeline import small_pipeline
 
 
@@ -61,6 +61,10 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
     "HunyuanVideo-1.5": (
         SmallFamily(small_hunyuan.directory, changes=_HUNYUAN),
         SmallFamily(test_hunyuan_image.directory, None, 1, _HUNYUAN),
+    ),
+    "LTX-Video": (
+        SmallFamily(small_ltx.directory, changes=_VIDEO),
+        SmallFamily(small_ltx.directory, None, 1, _VIDEO),
     ),
 }
 """By the column that tells of them."""

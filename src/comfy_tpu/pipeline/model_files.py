@@ -124,10 +124,11 @@ class ModelFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when a configuration, the tokenizer or a tensor does, as far as three samples of each tensor tell."""
+        """Changes when a configuration (also the scheduler's), the tokenizer or a tensor does, as far as three samples of
+        each tensor tell."""
         digest = hashlib.sha256()
         tokenizers = (encoder.tokenizer for encoder in self.family.text_encoders)
-        for folder in (*(spec.name for spec in self.family.components), *tokenizers):
+        for folder in (*(spec.name for spec in self.family.components), *tokenizers, "scheduler"):
             for path in sorted((self.directory / folder).glob("*")):
                 digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
                 if path.suffix == ".safetensors":
