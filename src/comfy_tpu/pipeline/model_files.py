@@ -124,7 +124,7 @@ class ModelFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when a configuration (also the scheduler's), the tokenizer or a tensor does, as far as three samples of
+        """Changes when a configuration, the tokenizer, the scheduler or a tensor does, as far as three samples of
         each tensor tell."""
         digest = hashlib.sha256()
         tokenizers = (encoder.tokenizer for encoder in self.family.text_encoders)
