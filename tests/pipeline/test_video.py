@@ -12,6 +12,7 @@ from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import GenerationSettings, ResidencyConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
+from comfy_tpu.families.family import Tiles
 from comfy_tpu.families.wan import WAN21
 from comfy_tpu.pipeline import decode
 from comfy_tpu.pipeline.progress import Progress
@@ -206,9 +207,10 @@ def test_a_negative_prompt_over_the_limit_is_warned_of(caplog: pytest.LogCapture
     assert "negative_prompt is too long; this was cut: left" in caplog.text
 
 
-def test_a_picture_that_does_not_fit_is_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "TILE", 6)
-    monkeypatch.setattr(decode, "OVERLAP", 2)
+SMALL_TILES = Tiles(side=6, overlap=2)
+
+
+def test_a_picture_that_does_not_fit_is_decoded_in_tiles() -> None:
     pipeline = opened("single")
     settings = pipeline.settings(**(CHOSEN | {"width": 160, "num_frames": 5}))
     latents = torch.randn(1, 4, 2, 6, 20, generator=torch.Generator().manual_seed(0))
@@ -222,21 +224,19 @@ def test_a_picture_that_does_not_fit_is_decoded_in_tiles(monkeypatch: pytest.Mon
     program = pipeline._programs["vae.decode_frame"]
     with pipeline._weights(WAN21.vae) as weights:
         real = lambda latent, cache: program(weights, latent=latent, cache=cache)  # noqa: E731
-        tiled = torch.cat(list(decode.decode_frames(decode_frame, latents)), dim=1)
+        tiled = torch.cat(list(decode.decode_frames(decode_frame, latents, tiles=SMALL_TILES)), dim=1)
 
     def never_fits(latent: torch.Tensor, cache: Any) -> Any:
         raise DeviceMemoryError("simulated")
 
     with pytest.raises(DeviceMemoryError):
-        list(decode.decode_frames(never_fits, latents[..., :6]))
+        list(decode.decode_frames(never_fits, latents[..., :6], tiles=SMALL_TILES))
     # A tile cannot see beyond its edge, and this VAE attends over the whole picture: close, not equal.
     assert psnr(tiled, whole) >= 20
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["at once", "in tiles"])
-def test_a_video_that_is_decoded_whole(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
-    monkeypatch.setattr(decode, "TILE", 6)
-    monkeypatch.setattr(decode, "OVERLAP", 2)
+def test_a_video_that_is_decoded_whole(fits: bool) -> None:
     latents = torch.rand(1, 3, 4, 6, 20, generator=torch.Generator().manual_seed(0))
     seen = []
 
@@ -247,18 +247,19 @@ def test_a_video_that_is_decoded_whole(monkeypatch: pytest.MonkeyPatch, fits: bo
         # Every frame needs the last one.
         return to_device((latent + latent[:, :, -1:]).permute(0, 2, 3, 4, 1)), []
 
-    (made,) = decode.decode_frames(decode_frame, latents, whole=True)
+    (made,) = decode.decode_frames(decode_frame, latents, whole=True, tiles=SMALL_TILES)
     torch.testing.assert_close(made, (latents + latents[:, :, -1:]).permute(0, 2, 3, 4, 1))
     assert set(seen) == {(4, 6, 20 if fits else 6)}
 
 
-def test_tiles_cover_everything_and_overlap() -> None:
-    for length in (1, 32, 33, 56, 57, 106, 160):
-        starts = decode.tile_starts(length)
-        covered = sorted({place for start in starts for place in range(start, min(start + decode.TILE, length))})
+@pytest.mark.parametrize("tiles", [Tiles(), Tiles(side=16, overlap=4)], ids=str)
+def test_tiles_cover_everything_and_overlap(tiles: Tiles) -> None:
+    for length in (1, 16, 17, 32, 33, 56, 57, 106, 160):
+        starts = decode.tile_starts(length, tiles)
+        covered = sorted({place for start in starts for place in range(start, min(start + tiles.side, length))})
         assert covered == list(range(length))
         for before, after in itertools.pairwise(starts):
-            assert before + decode.TILE - after >= decode.OVERLAP
+            assert before + tiles.side - after >= tiles.overlap
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,16 @@ class ImageInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tiles:
+    """In latents: pieces of pictures that are too large to be decoded at once."""
+
+    side: int = 32
+    """256 pixels where a latent has 8, as diffusers tiles the Wan VAE."""
+    overlap: int = 8
+    """What neighbours share, and blend over."""
+
+
+@dataclasses.dataclass(frozen=True)
 class VideoFamily:
     """Everything the pipeline needs to know. The functions run inside a trace; `module` is the component's skeleton."""
 
@@ -163,6 +173,7 @@ class VideoFamily:
     """(latent frames) -> the cache that comes with the first one: for a VAE that must know how many there will be."""
     whole: bool = False
     """The VAE looks at frames to come: `decode_frame` is given all latent frames of a video together."""
+    tiles: Tiles = Tiles()
     own_settings: Callable[[Callable[[str], Config]], Mapping[str, Any]] = lambda read: {}
     """(reads a JSON file of the model directory, empty where there is none) -> settings that the model brings along."""
     own_schedulers: Callable[[Callable[[str], Config]], Mapping[str, SchedulerFactory]] = lambda read: {}

@@ -15,7 +15,7 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
-from comfy_tpu.families.family import Config, ImageInput, Limits, SchedulerFactory, TextEncoder, VideoFamily
+from comfy_tpu.families.family import Config, ImageInput, Limits, SchedulerFactory, TextEncoder, Tiles, VideoFamily
 from comfy_tpu.families.lora_names import ALL, Rows, renamed
 from comfy_tpu.families.ltx_vae import (
     SPATIAL_SCALE,
@@ -410,6 +410,7 @@ LTX_VIDEO = VideoFamily(
     predict=predict,
     decode_frame=decode_frame,
     whole=True,
+    tiles=Tiles(side=16, overlap=4),  # 512 pixels
     workload=workload,
     published={"Lightricks/LTX-Video": _PUBLISHED},
     image=ImageInput(encode_frames, condition, optional=("condition",), first_only=True, finish=with_first_frame),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,16 +10,12 @@ import torch
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.errors import DeviceMemoryError
+from comfy_tpu.families.family import Tiles
 
 logger = logging.getLogger(__name__)
 
 DecodeFrame = Callable[[torch.Tensor, object], tuple[object, object]]
 """(latent frames, cache or None) -> (frames, cache), arrays still on the devices."""
-
-TILE = 32
-"""Side of a tile in latents: 256 pixels, as diffusers tiles the Wan VAE."""
-OVERLAP = 8
-"""What neighbouring tiles share, and blend over."""
 
 
 def _no_cache(frames: int) -> object:
@@ -31,6 +28,7 @@ def decode_frames(
     first_cache: Callable[[int], object] = _no_cache,
     *,
     whole: bool = False,
+    tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
     """[batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width]; of all
     of them at once if `whole`.
@@ -51,11 +49,11 @@ def decode_frames(
                 ahead.clear()
         yield from ahead
     except DeviceMemoryError as error:
-        if max(latents.shape[3:]) <= TILE or begun:
+        if max(latents.shape[3:]) <= tiles.side or begun:
             raise
         logger.warning("decoding whole frames did not fit in device memory; decoding in tiles instead (%s)", error)
         del cache
-        yield from decode_tiles(decode_frame, latents, first_cache, whole=whole)
+        yield from decode_tiles(decode_frame, latents, first_cache, whole=whole, tiles=tiles)
 
 
 def decode_tiles(
@@ -64,24 +62,25 @@ def decode_tiles(
     first_cache: Callable[[int], object] = _no_cache,
     *,
     whole: bool = False,
+    tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
     """The same in overlapping tiles of one size, which is one program; neighbours are blended over their overlap."""
     height, width = latents.shape[3:]
-    rows, columns = tile_starts(height), tile_starts(width)
-    tiles = [(row, column) for row in rows for column in columns]
-    caches = {tile: first_cache(latents.shape[2]) for tile in tiles}
+    corners = list(itertools.product(tile_starts(height, tiles), tile_starts(width, tiles)))
+    caches = {corner: first_cache(latents.shape[2]) for corner in corners}
     for latent in _parts(latents, whole):
         total: torch.Tensor | None = None
         weight: torch.Tensor | None = None
-        for row, column in tiles:
-            part = latent[..., row : row + TILE, column : column + TILE]
+        for row, column in corners:
+            part = latent[..., row : row + tiles.side, column : column + tiles.side]
             array, caches[row, column] = decode_frame(part, caches[row, column])
             frames = to_host(array, consume=True)
             scale = frames.shape[2] // part.shape[3]
             if total is None or weight is None:
                 total = torch.zeros(*frames.shape[:2], height * scale, width * scale, 3)
                 weight = torch.zeros(height * scale, width * scale, 1)
-            ramp = _ramp(row, part.shape[3], height, scale)[:, None] * _ramp(column, part.shape[4], width, scale)[None]
+            down = _ramp(row, part.shape[3], height, tiles.overlap, scale)
+            ramp = down[:, None] * _ramp(column, part.shape[4], width, tiles.overlap, scale)[None]
             place = (
                 slice(row * scale, row * scale + ramp.shape[0]),
                 slice(column * scale, column * scale + ramp.shape[1]),
@@ -97,17 +96,17 @@ def _parts(latents: torch.Tensor, whole: bool) -> Sequence[torch.Tensor]:
     return (latents,) if whole else latents.split(1, dim=2)
 
 
-def tile_starts(length: int) -> list[int]:
-    """Tiles of TILE that cover a side; the last one ends with it and overlaps more."""
-    if length <= TILE:
+def tile_starts(length: int, tiles: Tiles) -> list[int]:
+    """Tiles that cover a side; the last one ends with it and overlaps more."""
+    if length <= tiles.side:
         return [0]
-    return [*range(0, length - TILE, TILE - OVERLAP), length - TILE]
+    return [*range(0, length - tiles.side, tiles.side - tiles.overlap), length - tiles.side]
 
 
-def _ramp(start: int, length: int, whole: int, scale: int) -> torch.Tensor:
+def _ramp(start: int, length: int, whole: int, overlap: int, scale: int) -> torch.Tensor:
     """Weight of a tile along one side: rises over its overlap with the tile before, falls over that with the next."""
     weight = torch.ones(length * scale)
-    rise = (torch.arange(OVERLAP * scale) + 0.5) / (OVERLAP * scale)
+    rise = (torch.arange(overlap * scale) + 0.5) / (overlap * scale)
     if start > 0:
         weight[: len(rise)] *= rise
     if start + length < whole:

@@ -234,6 +234,7 @@ class VideoPipeline(RunningModel):
                 latents,
                 self.family.first_cache,
                 whole=self.family.whole,
+                tiles=self.family.tiles,
             )
             for index, part in enumerate(frames):
                 self._tell("decoding", self._size, index + 1, total)
