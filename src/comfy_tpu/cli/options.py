@@ -31,7 +31,7 @@ SETTINGS = (
     Option("negative_prompt", ("--negative-prompt",), "what the video should not show"),
     Option("height", ("--height",), "pixels"),
     Option("width", ("--width",), "pixels"),
-    Option("num_frames", ("--num-frames",), "frames: 4n+1"),
+    Option("num_frames", ("--num-frames",), "frames: 4n+1, of LTX-Video 8n+1"),
     Option("num_inference_steps", ("--steps", "--num-inference-steps"), "denoising steps"),
     Option("guidance_scale", ("--guidance-scale",), "how closely to follow the prompt; up to 1: no negative prompt"),
     Option("guidance_scale_2", ("--guidance-scale-2",), "of the second transformer, where there are two; 0: the same"),
