@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families import first_frame
 from comfy_tpu.families.building import check_whole_numbers, refuse_unknown_keys
 from comfy_tpu.families.family import Config, ImageInput, Limits, SchedulerFactory, TextEncoder, Tiles, VideoFamily
+from comfy_tpu.families.first_frame import with_first
 from comfy_tpu.families.lora_names import ALL, Rows, renamed
 from comfy_tpu.families.ltx_vae import (
     SPATIAL_SCALE,
@@ -189,7 +191,7 @@ def predict(
     """
     dtype, (batch, _, frames, height, width) = module.proj_in.weight.dtype, latents.shape
     if condition is not None:
-        latents = torch.cat((condition.to(latents.dtype), latents[:, :, 1:]), dim=2)
+        latents = with_first(latents, condition)
         timestep = torch.cat((torch.zeros_like(timestep), timestep))
     hidden = module.proj_in(latents.flatten(2).transpose(1, 2).to(dtype))
     # Of one timestep or two, whatever the number of tokens: [timesteps, 6 · features] and [timesteps, features].
@@ -247,16 +249,6 @@ def rope_tables(
         return padded.unflatten(2, (heads, -1))
 
     return table(torch.cos, 1.0), table(torch.sin, 0.0)
-
-
-def condition(frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    return {"condition": frames[0]}
-
-
-def with_first_frame(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The first frame is the picture's own, whatever the model said about it."""
-    first = embeddings["condition"].expand(latents.shape[0], *embeddings["condition"].shape[1:])
-    return torch.cat((first.to(latents.dtype), latents[:, :, 1:]), dim=2)
 
 
 _ORIGINAL_NAMES = (
@@ -413,6 +405,8 @@ LTX_VIDEO = VideoFamily(
     tiles=Tiles(side=16, overlap=4),  # 512 pixels
     workload=workload,
     published={"Lightricks/LTX-Video": _PUBLISHED},
-    image=ImageInput(encode_frames, condition, optional=("condition",), first_only=True, finish=with_first_frame),
+    image=ImageInput(
+        encode_frames, first_frame.condition, optional=("condition",), first_only=True, finish=first_frame.finish
+    ),
     lora_names=lora_names,
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families import wan, wan_image
+from comfy_tpu.families import first_frame, wan, wan_image
 from comfy_tpu.families.family import Config, ImageInput
 from comfy_tpu.families.schedulers import own_shift
 
@@ -133,24 +132,12 @@ def predict_5b(
     """With a picture, the first latent frame is its own and has no noise: tokens of it are told timestep 0."""
     if condition is None:
         return wan.predict(module, latents, timestep, guidance_scale)
-    latents = torch.cat((condition.to(latents.dtype), latents[:, :, 1:]), dim=2)
+    latents = first_frame.with_first(latents, condition)
     _, height, width = module.config.patch_size
     of_a_frame = (latents.shape[3] // height) * (latents.shape[4] // width)
     noisy = torch.ones(latents.shape[2] * of_a_frame, device=latents.device)
     noisy[:of_a_frame] = 0
     return wan.predict(module, latents, noisy * timestep, guidance_scale)
-
-
-def condition_5b(
-    frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings
-) -> dict[str, torch.Tensor]:
-    return {"condition": frames[0]}
-
-
-def finish_5b(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The first frame is the picture's own, whatever the model said about it."""
-    first = embeddings["condition"].expand(latents.shape[0], *embeddings["condition"].shape[1:])
-    return torch.cat((first.to(latents.dtype), latents[:, :, 1:]), dim=2)
 
 
 WAN22_5B = dataclasses.replace(
@@ -170,7 +157,13 @@ WAN22_5B = dataclasses.replace(
     predict=predict_5b,
     own_settings=own_shift,
     workload=functools.partial(wan.workload, spatial_scale=16),
-    image=ImageInput(wan_image.encode_frames, condition_5b, optional=("condition",), first_only=True, finish=finish_5b),
+    image=ImageInput(
+        wan_image.encode_frames,
+        first_frame.condition,
+        optional=("condition",),
+        first_only=True,
+        finish=first_frame.finish,
+    ),
     published={
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
             **_A14B,
