@@ -125,8 +125,14 @@ class Index:
         value = value.reshape(box)
         if box == parent.shape or value.size == 0:
             return value if value.size else parent
-        if all(places.step == 1 or len(places) == 1 for places in self._ranges):
-            return lax.dynamic_update_slice(parent, value, [places.start for places in self._ranges])
+        partial = [dim for dim, size in enumerate(parent.shape) if box[dim] != size]
+        places = self._ranges[partial[0]]
+        if len(partial) == 1 and (places.step == 1 or len(places) == 1):
+            # Not dynamic_update_slice: XLA's CPU compiler (jax 0.10.2) may write such a slice in place while it still
+            # reads it. A RoPE written over its own input was 0.8 off, once a reshape dropped a batch of one.
+            before = lax.slice_in_dim(parent, 0, places.start, axis=partial[0])
+            after = lax.slice_in_dim(parent, places[-1] + 1, None, axis=partial[0])
+            return lax.concatenate([before, value, after], partial[0])
         # Of strided writes `.at[].set` would make a scatter.
         holes = [
             (places[0], size - 1 - places[-1], places.step - 1 if len(places) > 1 else 0)

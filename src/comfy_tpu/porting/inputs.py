@@ -130,7 +130,9 @@ def _text(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) ->
 
 
 def _timestep(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor:
-    return torch.tensor([500]) if "Long" in annotation else torch.tensor([0.5])
+    # 1 is a step of a thousand, and the end of 0 to 1 for a model that multiplies by a thousand itself, whatever it is
+    # annotated with. 500 there is the sine of 500,000, where float32 is 0.03 apart: AuraFlow was 3e-4 from PyTorch.
+    return torch.tensor([1]) if "Long" in annotation else torch.tensor([0.5])
 
 
 def _pooled(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
