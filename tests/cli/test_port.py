@@ -95,7 +95,7 @@ def test_a_class_is_chosen_if_only_one_can_be_meant(capsys, file):
     path = file(f"{MODEL}\n{inner}")
     status, _, err = run(capsys, "check", "--static", path)
     assert status == 1
-    assert "has 2 classes that no other is made of (Model, Inner); say which" in err
+    assert "has 2 models that are no part of another (Model, Inner); say which" in err
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,28 @@ def test_bad_options_are_explained(capsys, file, option, value, said):
     status, _, err = run(capsys, "check", file(MODEL), option, value)
     assert status == 1
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--inputs", '{"x": "abc"}'], "PyTorch itself does not run it here (TypeError: "),
+        (["--inputs", '{"x": [-1]}'], "Model cannot be built (RuntimeError: "),
+        ([*INPUTS, "--config", '{"depth": 1}'], "Model cannot be built (TypeError: "),
+    ],
+)
+def test_operators_of_what_does_not_run_are_not_listed(capsys, file, options, said):
+    status, out, err = run(capsys, "ops", file(MODEL.replace("x * 2", "torch.sin(x)")), *options)
+    assert (status, out) == (1, "")
+    assert said in err
+    assert "give --config and --inputs that it accepts" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_file_without_a_model(capsys, file):
+    status, _, err = run(capsys, "check", file("x = 1\n"))
+    assert status == 1
+    assert "model.py has no model, which is a class that extends nn.Module; give the file of one" in err
 
 
 def test_what_pytorch_does_not_run_is_not_said_to_be_ours(capsys, file):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.porting.shrinking import make_small
 from comfy_tpu.porting.targets import Target
 from comfy_tpu.porting.trial import Trial, try_operators
@@ -27,7 +28,10 @@ def operators_of(
 ) -> list[Operator]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return operators_in(try_operators(make_small(target, config=config, inputs=inputs)))
+        trial = try_operators(make_small(target, config=config, inputs=inputs))
+    if trial.refusal is not None:
+        raise UnsupportedError(f"{trial.refusal}; give --config and --inputs that it accepts")
+    return operators_in(trial)
 
 
 def operators_in(trial: Trial) -> list[Operator]:

@@ -74,7 +74,9 @@ def make_small(
         except Exception as error:
             errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
             if config is not None or not target.is_of_diffusers:
-                raise
+                raise UnsupportedError(
+                    f"{target.name} cannot be built ({errors[0]}); give --config and --inputs that it accepts"
+                ) from error
             continue
         return SmallModel(model, build_skeleton(functools.partial(cls, **candidate)), method, values, candidate)
     raise UnsupportedError(

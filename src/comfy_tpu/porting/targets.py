@@ -83,17 +83,17 @@ def _of_file(path: Path, name: str) -> Target:
         for each, definition in module.definitions.items()
         if definition.is_class and is_module_class(definition)
     }
+    if not classes:
+        raise InvalidValueError(f"{path} has no model, which is a class that extends nn.Module; give the file of one")
     if name:
         if name not in classes:
-            raise InvalidValueError(
-                f"{path} has no model class {name}; it has {listed(classes) or 'none: a model is an nn.Module'}"
-            )
+            raise InvalidValueError(f"{path} has no model class {name}; it has {listed(classes)}")
         return Target(name, classes[name])
     roots = [each for each in classes if not _is_used(each, classes)]
     if len(roots) != 1:
         raise InvalidValueError(
-            f"{path} has {len(roots)} classes that no other is made of ({listed(roots) or 'none is an nn.Module'}); "
-            f"say which: {path}:{roots[0] if roots else 'Class'}"
+            f"{path} has {len(roots)} models that are no part of another ({listed(roots or classes)}); say which: "
+            f"{path}:{[*roots, *classes][0]}"
         )
     return Target(roots[0], classes[roots[0]])
 
