@@ -1,6 +1,43 @@
 """Every exception a user can meet. Messages say what happened, what was got, what was expected, what to do."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Literal, get_args
+
+GUIDE = "docs/porting.md"
+
+Section = Literal[
+    "tensor-condition",
+    "tensor-assert",
+    "tensor-to-number",
+    "mask-indexing",
+    "data-dependent-shape",
+    "cuda",
+    "distributed",
+    "gpu-only-import",
+    "host-tensor-written",
+    "random-in-forward",
+    "python-random",
+    "kept-tensor",
+    "large-constant",
+    "meta-tensor",
+    "results",
+    "float64",
+    "complex",
+    "strided-write",
+    "square-mask",
+    "dtype-drift",
+    "missing-operator",
+    "shared-memory",
+    "uneven-blocks",
+    "no-sharding-rule",
+    "trace",
+    "lowering",
+    "parity",
+    "out-of-memory",
+]
+"""Of the porting guide: what a model does that a compiled program cannot, or pays for. Each is an anchor there."""
+SECTIONS: tuple[str, ...] = get_args(Section)
 
 
 class ComfyTpuError(Exception):
@@ -45,6 +82,30 @@ class EscapeError(ComfyTpuError):
 
 class DeviceMemoryError(ComfyTpuError, MemoryError):
     """The device has no room for what was asked, even after evicting everything that is not in use."""
+
+
+def see(section: Section) -> str:
+    """Where the guide explains an error; its message ends with this."""
+    return f"; see {GUIDE}#{section}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is XLA's way of saying that a device is full."""
+    return isinstance(error, RuntimeError | ValueError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+@contextlib.contextmanager
+def device_errors(what: str) -> Iterator[None]:
+    """Turns the runtime's out-of-memory error into ours."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(
+            f"{what} does not fit in device memory ({str(error).splitlines()[0]}); use a smaller size, fewer frames, "
+            f"or a mesh with more devices{see('out-of-memory')}"
+        ) from error
 
 
 def listed(names: Iterable[str], most: int = 5, separator: str = ", ", before_rest: str = " ") -> str:

@@ -33,11 +33,62 @@ def asserts(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("model", [branches, asks_for_a_number, indexes_by_mask, asserts])
-def test_needing_a_value_names_the_line(model: object) -> None:
+def makes_a_size(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.sum().long())  # type: ignore[arg-type]
+
+
+def writes_a_number_into_a_text(x: torch.Tensor) -> torch.Tensor:
+    return x if f"{x.sum():.2f}" else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "section"),
+    [
+        (branches, "tensor-condition"),
+        (asserts, "tensor-condition"),
+        (asks_for_a_number, "tensor-to-number"),
+        (makes_a_size, "tensor-to-number"),
+        (writes_a_number_into_a_text, "tensor-to-number"),
+        (indexes_by_mask, "mask-indexing"),
+    ],
+)
+def test_needing_a_value_names_the_line_and_the_section(model: object, section: str) -> None:
     with pytest.raises(TraceError, match="known only while running.*static argument, or use torch.where") as caught:
         run_traced(model, x)  # type: ignore[arg-type]
     assert line_of(model, 1) in str(caught.value)
+    assert str(caught.value).endswith(f"; see docs/porting.md#{section}")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x.nonzero(),
+        lambda x: torch.unique(x),
+        lambda x: torch.masked_select(x, x > 1),
+        lambda x: x.repeat_interleave(x[0].long(), dim=1),
+        lambda x: torch.bincount(x[0].long()),
+    ],
+)
+def test_shapes_that_depend_on_values_are_told_apart(model: object) -> None:
+    with pytest.raises(TraceError, match="shapes must be known when compiling.*porting.md#data-dependent-shape"):
+        run_traced(model, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "section"),
+    [
+        (lambda x: torch.cuda.synchronize() or x, "torch.cuda was started", "cuda"),
+        (lambda x: torch.distributed.all_reduce(x) or x, "torch.distributed was used", "distributed"),
+    ],
+)
+def test_what_only_gpus_have_is_explained(model: object, said: str, section: str) -> None:
+    with pytest.raises(TraceError, match=rf"{said} at .*test_trace_errors.py.*porting.md#{section}"):
+        run_traced(model, x)  # type: ignore[arg-type]
+
+
+def test_what_is_not_known_stays_what_it_is() -> None:
+    with pytest.raises(KeyError, match="absent"):
+        run_traced(lambda x: {}["absent"], x)
 
 
 def test_a_missing_operator_names_itself_its_caller_and_the_line_to_write() -> None:
@@ -51,6 +102,7 @@ def test_a_missing_operator_names_itself_its_caller_and_the_line_to_write() -> N
     assert line_of(model, 1) in text
     assert "`@operator(torch.ops.aten.special_airy_ai.default)`" in text
     assert "comfy_tpu/bridge/operators/" in text
+    assert text.endswith("; see docs/porting.md#missing-operator")
 
 
 @pytest.mark.parametrize(

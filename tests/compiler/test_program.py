@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from comfy_tpu.bridge import TraceContext, build_skeleton, to_device, to_host
+from comfy_tpu.bridge import TraceContext, boundary, build_skeleton, to_device, to_host
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.compiler.program import Program, ProgramEvent, device_errors
-from comfy_tpu.errors import DeviceMemoryError, InvalidValueError, TraceError
+from comfy_tpu.compiler.program import Program, ProgramEvent
+from comfy_tpu.errors import DeviceMemoryError, InvalidValueError, TraceError, UnsupportedError, device_errors
 from comfy_tpu.parallel.mesh import make_placement
 
 
@@ -213,3 +213,35 @@ def test_the_runtime_out_of_memory_error_becomes_ours() -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.\nmore")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), device_errors("vae"):
         raise jax.errors.JaxRuntimeError("INTERNAL: other")
+
+
+def test_a_tensor_that_an_earlier_trace_left_behind_is_explained() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Keeping(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(x.cos())
+            return x + kept[0]
+
+    keeping = Program(Keeping(), context=TraceContext())
+    keeping({}, x=torch.ones(3))
+    with pytest.raises(TraceError, match="an earlier trace left behind.*buffer of the module.*porting.md#kept-tensor"):
+        keeping({}, x=torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_what_a_platform_cannot_do_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, **options: object) -> None:
+        raise NotImplementedError("MLIR translation rule for primitive 'eig' not found for platform tpu\nmore")
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", refuse)
+    with pytest.raises(UnsupportedError, match=r"cannot be lowered \(MLIR.*for platform tpu\).*porting.md#lowering"):
+        program()(weights, x=x)
+
+
+def test_running_out_of_memory_is_ours_also_where_a_result_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(array: np.ndarray) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    monkeypatch.setattr(boundary, "as_tensor", full)
+    with pytest.raises(DeviceMemoryError, match="does not fit in device memory.*porting.md#out-of-memory"):
+        to_host(weights)

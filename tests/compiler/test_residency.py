@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from comfy_tpu.compiler.residency import Residency, ResidencyEvent, is_out_of_memory
+from comfy_tpu.compiler.residency import Residency, ResidencyEvent
 from comfy_tpu.config import ResidencyConfig
-from comfy_tpu.errors import DeviceMemoryError
+from comfy_tpu.errors import DeviceMemoryError, is_out_of_memory
 from comfy_tpu.parallel.mesh import make_placement
 
 KB = 1024

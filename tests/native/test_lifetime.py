@@ -226,7 +226,8 @@ def test_too_little_memory_on_the_devices(architecture, watch, monkeypatch):
     """ComfyUI's own out-of-memory error comes out, and the next run works."""
     import comfy.model_management
 
-    from comfy_tpu.compiler.program import Program, device_errors
+    from comfy_tpu.compiler.program import Program
+    from comfy_tpu.errors import device_errors
     from tests.native.sampling import relative_error, sample
 
     both = models(architecture)

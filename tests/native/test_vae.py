@@ -217,7 +217,8 @@ def test_out_of_memory_reaches_comfyuis_tiles(small, run, watch, monkeypatch, ca
     """What does not fit whole is decoded in tiles, by ComfyUI's own doing."""
     import comfy.model_management
 
-    from comfy_tpu.compiler.program import Program, device_errors
+    from comfy_tpu.compiler.program import Program
+    from comfy_tpu.errors import device_errors
     from tests.native.sampling import relative_error
 
     cell.at(TABLE, small.name, "out of memory")

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from comfy_tpu.bridge.dtypes import as_numpy, as_tensor, check_integer_range
 from comfy_tpu.bridge.environment import DeviceTensor
-from comfy_tpu.errors import EscapeError
+from comfy_tpu.errors import EscapeError, device_errors
 
 
 def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
@@ -53,7 +53,8 @@ def to_host(tree: Any, *, consume: bool = False) -> Any:
             return as_tensor(np.array(leaf))
         return from_dlpack(jax.device_put(leaf, host))
 
-    return jax.tree.map(fetch, tree)
+    with device_errors("what was to be computed"):  # programs run on after they were called, and may fail only here
+        return jax.tree.map(fetch, tree)
 
 
 def _is_tensor(leaf: Any) -> bool:

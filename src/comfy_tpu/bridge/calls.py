@@ -12,18 +12,11 @@ import jax
 import torch
 import torch.nn.utils.stateless
 
-from comfy_tpu.bridge.model_source import raising_line
+from comfy_tpu.bridge.failures import explained
 from comfy_tpu.bridge.scope import TraceContext, trace_scope
-from comfy_tpu.errors import TraceError
+from comfy_tpu.errors import TraceError, see
 
 Weights = Mapping[str, jax.Array]
-
-_NEEDS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 @contextlib.contextmanager
@@ -89,36 +82,22 @@ def call_function(
     weights: Weights | None = None,
 ) -> Any:
     """The same for any torch function, with a module whose weights it uses, or without one."""
-    with trace_scope(context) as environment:
-        try:
-            inputs = environment.as_torch((tuple(args), dict(kwargs or {})))
-            if module is None:
-                return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
-            arrays = {
-                name: array if is_stacked(name) else context.for_compute(name, array)
-                for name, array in (weights or {}).items()
-            }
-            # Computed buffers go in as traced constants: left on the host, everything derived from them (a RoPE table
-            # of 75,600 rows) would be worked out on the host and become a constant of its own.
-            parameters = environment.as_torch(environment.t2j_copy(_computed_buffers(module)) | arrays)
-            with (
-                _attributes_kept(module),
-                torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True),
-            ):
-                return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
-        except AttributeError as error:
-            if error.name not in ("_elem", "_env"):
-                raise
-            raise TraceError(
-                f"a host tensor was written with a traced value{raising_line(error)}; make it where the input is: "
-                "torch.zeros(..., device=x.device)"
-            ) from error
-        except _NEEDS_A_VALUE as error:
-            raise TraceError(
-                f"the value of a tensor was needed{raising_line(error)} (an `if` on a tensor, `.item()`, an assert, "
-                "or indexing by a mask): in a compiled program it is known only while running; "
-                "decide it outside and pass it as a static argument, or use torch.where"
-            ) from error
+    with trace_scope(context) as environment, explained():
+        inputs = environment.as_torch((tuple(args), dict(kwargs or {})))
+        if module is None:
+            return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
+        arrays = {
+            name: array if is_stacked(name) else context.for_compute(name, array)
+            for name, array in (weights or {}).items()
+        }
+        # Computed buffers go in as traced constants: left on the host, everything derived from them (a RoPE table
+        # of 75,600 rows) would be worked out on the host and become a constant of its own.
+        parameters = environment.as_torch(environment.t2j_copy(_computed_buffers(module)) | arrays)
+        with (
+            _attributes_kept(module),
+            torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True),
+        ):
+            return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
 
 
 def _results(results: Any) -> Any:
@@ -126,6 +105,6 @@ def _results(results: Any) -> Any:
         if not isinstance(leaf, (jax.Array, int, float, bool)):
             raise TraceError(
                 f"the model returned a {type(leaf).__name__}, expected tensors in tuples, lists or dicts; "
-                "pass return_dict=False if it has that"
+                f"pass return_dict=False if it has that{see('results')}"
             )
     return results

@@ -18,7 +18,7 @@ from comfy_tpu.bridge.memory import adopt, get_item, may_share, set_item, share_
 from comfy_tpu.bridge.model_source import calling_line
 from comfy_tpu.bridge.operators import OPERATORS, Operator, load_operators
 from comfy_tpu.bridge.recipes import Reshape, Selection
-from comfy_tpu.errors import MissingOperatorError, TraceError
+from comfy_tpu.errors import MissingOperatorError, TraceError, see
 
 torchax = load_torchax()
 share_memory(torchax.tensor)
@@ -103,12 +103,13 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
             raise TraceError(
                 f"a meta tensor of shape {tuple(tensor.shape)} has no data but was used{calling_line()}: it is neither "
                 "a weight nor a buffer that was loaded; register it as a buffer, or pass it as an input"
+                f"{see('meta-tensor')}"
             )
         if tensor.nbytes > CONSTANT_BYTES_MAX:
             raise TraceError(
                 f"a host tensor of {tensor.nbytes / 2**20:.0f} MiB, shape {tuple(tensor.shape)}, was used"
                 f"{calling_line()}; constants of a program may have {CONSTANT_BYTES_MAX / 2**20:.0f} MiB: pass it "
-                "as an input"
+                f"as an input{see('large-constant')}"
             )
         array = as_numpy(tensor)
         check_integer_range(array)
@@ -174,9 +175,15 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
             return result  # made of operators that saw to it
         operator = self._get_op_or_decomp(func)
         if func is torch.ops.aten.as_strided.default and (parent._recipes or parent._layout != ROW_MAJOR):
-            raise TraceError(f"as_strided of a view{calling_line()}: a trace knows no strides; use views and slices")
+            raise TraceError(
+                f"as_strided of a view{calling_line()}: a trace knows no strides; use views and slices"
+                f"{see('shared-memory')}"
+            )
         if returns_several(func) or not operator.is_jax_function or result.dtype != parent.dtype:
-            raise TraceError(f"a trace does not know what {func} is a view of{calling_line()}; use views and slices")
+            raise TraceError(
+                f"a trace does not know what {func} is a view of{calling_line()}; use views and slices"
+                f"{see('shared-memory')}"
+            )
         return view_of(parent, Selection(lambda array: operator.func(array, *args[1:], **kwargs)), result)
 
     def _in_same_order(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -294,7 +301,7 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
     def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> jax.Array:
         raise TraceError(
             f"random numbers were drawn{calling_line()}: in a compiled program they would be the same in every run; "
-            "draw them outside and pass them as an input"
+            f"draw them outside and pass them as an input{see('random-in-forward')}"
         )
 
     def _get_op_or_decomp(self, func: Any) -> Any:
@@ -310,6 +317,7 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
             raise _MissingOperatorError(
                 f"operator {name} is not implemented by torchax or comfy-tpu; it was called{calling_line()}; "
                 f"add `@operator({target})` over a function on jax arrays in comfy_tpu/bridge/operators/"
+                f"{see('missing-operator')}"
             ) from None
 
 

@@ -13,7 +13,7 @@ import torch.nn.utils.stateless
 from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.bridge.skeleton import weight_shapes
-from comfy_tpu.errors import StackingError
+from comfy_tpu.errors import StackingError, see
 from comfy_tpu.parallel.constraints import constrain, even_batch
 
 
@@ -72,6 +72,7 @@ def run_layers(
                 raise StackingError(
                     f"a block of {path} turns {name} from {before.dtype}{list(before.shape)} into "
                     f"{after.dtype}{list(after.shape)}; a scan needs the same in and out: cast before the first block"
+                    f"{see('uneven-blocks')}"
                 )
         return tuple(map(place, results)), None
 

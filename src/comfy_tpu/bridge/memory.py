@@ -19,7 +19,7 @@ from comfy_tpu.bridge.compat import load_torchax
 from comfy_tpu.bridge.layouts import ROW_MAJOR, Layout, Shape
 from comfy_tpu.bridge.model_source import calling_line
 from comfy_tpu.bridge.recipes import Index, IndexAtRunTime, Recipe, is_basic, writable
-from comfy_tpu.errors import TraceError
+from comfy_tpu.errors import TraceError, see
 
 
 class Memory:
@@ -48,7 +48,7 @@ class Doubt:
             raise TraceError(
                 f"{self.reason} gives a view or a copy depending on strides, which a trace does not know here; one of "
                 f"the two was written to, and the other is read{calling_line()}; write .clone() if it is to be a "
-                "copy, .view() if it is not"
+                f"copy, .view() if it is not{see('shared-memory')}"
             )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from comfy_tpu.bridge.layouts import Layout, Shape, strides_of, viewed
-from comfy_tpu.errors import TraceError
+from comfy_tpu.errors import TraceError, see
 
 
 class Recipe(Protocol):
@@ -71,7 +71,7 @@ class Expand:
         if math.prod(self.shape) != parent.size:
             raise TraceError(
                 f"a tensor of shape {parent.shape}, expanded to {self.shape}, was written to: several of its elements "
-                "are one in memory; write into .clone() of it"
+                f"are one in memory; write into .clone() of it{see('shared-memory')}"
             )
         return value.reshape(parent.shape)
 
@@ -190,7 +190,7 @@ class Selection:
         if value.size > parent.size:
             raise TraceError(
                 f"a view of shape {value.shape} of {parent.size} elements was written to: several of its elements are "
-                "one in memory; write into .clone() of it"
+                f"one in memory; write into .clone() of it{see('shared-memory')}"
             )
         places = self.read(jnp.arange(parent.size, dtype=jnp.int32).reshape(parent.shape))
         return parent.reshape(-1).at[places.reshape(-1)].set(value.reshape(-1)).reshape(parent.shape)

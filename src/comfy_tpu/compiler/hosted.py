@@ -23,6 +23,7 @@ import jax
 import torch
 
 from comfy_tpu.bridge import to_host, weight_shapes
+from comfy_tpu.bridge.failures import explained
 from comfy_tpu.bridge.model_source import raising_line
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch, held_as
@@ -31,7 +32,15 @@ from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import run_watched, stack_uniform
 from comfy_tpu.compiler.weights import update_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
-from comfy_tpu.errors import ComfyTpuError, InvalidValueError, MeshError, StackingError, TraceError, UnsupportedError
+from comfy_tpu.errors import (
+    ComfyTpuError,
+    InvalidValueError,
+    MeshError,
+    StackingError,
+    TraceError,
+    UnsupportedError,
+    see,
+)
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, column, covers, gather, replicate, row
@@ -195,19 +204,18 @@ class HostedModule:
 def _somebody_elses_code(name: str) -> Iterator[None]:
     """Runs only while it is traced: whatever it raises then, it may be right where its inputs have values."""
     try:
-        yield
+        with explained():
+            yield
     except MeshError:
         raise  # what a user chose
     except InvalidValueError as error:  # of an operator, about what the module gave it
         raise TraceError(f"{name} gives an operator what it does not take{raising_line(error)}: {error}") from error
-    except (ComfyTpuError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        raise  # known, or known to whoever traces
+    except ComfyTpuError:
+        raise
     except Exception as error:
-        if isinstance(error, AttributeError) and error.name in ("_elem", "_env"):
-            raise  # the same
         raise TraceError(
             f"{name} failed while it was traced{raising_line(error)}: {type(error).__name__}: {error}; it may need "
-            "something that a compiled program does not have"
+            f"something that a compiled program does not have{see('trace')}"
         ) from error
 
 

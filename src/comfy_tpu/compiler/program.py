@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.bridge.failures import check_constants
 from comfy_tpu.compiler.cache import count_compilations, enable_cache
-from comfy_tpu.compiler.residency import is_out_of_memory
 from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
-from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
+from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
 from comfy_tpu.parallel.constraints import Axes, constrain, even_batch, evenly
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.quiet import quiet
@@ -110,7 +110,9 @@ class DeviceProgram(abc.ABC):
 
     def __call__(self, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
         """The outputs, as jax arrays still on the devices."""
-        static, kept, donated = self._split({name: self._place(name, value) for name, value in inputs.items()})
+        with device_errors(self.name):
+            placed = {name: self._place(name, value) for name, value in inputs.items()}
+        static, kept, donated = self._split(placed)
         executable = self._executable(static, dict(weights), kept, donated)
         with device_errors(self.name):
             return executable(dict(weights), kept, donated)
@@ -264,8 +266,9 @@ class DeviceProgram(abc.ABC):
 
         enter("tracing")
         traced = self._jitted(static).trace(*arguments)
+        check_constants(traced)
         enter("lowering")
-        with quiet():
+        with quiet(), _lowering_errors(self.name):
             lowered = traced.lower()
         enter("compiling")
         with count_compilations() as count, quiet(), device_errors(self.name):
@@ -303,14 +306,12 @@ class Program(DeviceProgram):
 
 
 @contextlib.contextmanager
-def device_errors(what: str) -> Iterator[None]:
-    """Turns the runtime's out-of-memory error into ours."""
+def _lowering_errors(what: str) -> Iterator[None]:
+    """Turns JAX's word that a platform has no form of an operation into ours."""
     try:
         yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DeviceMemoryError(
-            f"{what} does not fit in device memory ({str(error).splitlines()[0]}); use a smaller size, fewer frames, "
-            "or a mesh with more devices"
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"{what} cannot be lowered ({str(error).splitlines()[0]}); write that part with other operators"
+            f"{see('lowering')}"
         ) from error

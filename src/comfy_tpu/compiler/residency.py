@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 
 from comfy_tpu.config import ResidencyConfig
-from comfy_tpu.errors import DeviceMemoryError
+from comfy_tpu.errors import DeviceMemoryError, is_out_of_memory, see
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Residency:
                         raise DeviceMemoryError(
                             f"{label} needs {_gb(nbytes)} on each device beside what is in use: {self._inventory()}; "
                             f"weights may take {_gb(self.budget_bytes)}. Use one model after the other, or split over "
-                            "more devices"
+                            f"more devices{see('out-of-memory')}"
                         )
                 elif entry.loader is None:
                     self._pin(entry, thread)
@@ -195,7 +195,7 @@ class Residency:
             raise DeviceMemoryError(
                 f"{entry.label} needs {_gb(entry.reserved)} on each device and the devices have no room, even after "
                 f"evicting what was not in use. Now there: {self._inventory()}. Close other programs on these devices, "
-                f"split over more devices, or lower ResidencyConfig.weights_fraction ({failure})"
+                f"split over more devices, or lower ResidencyConfig.weights_fraction ({failure}){see('out-of-memory')}"
             )
         held = _bytes_by_device(arrays)
         largest = max(held.values(), default=0)
@@ -269,7 +269,7 @@ class Residency:
         return (
             f"{label} needs {_gb(nbytes)} on each device but weights may take {_gb(self.budget_bytes)}; split it over "
             "more devices (a larger mesh, or sp and tp instead of dp), use a smaller dtype, or raise "
-            "ResidencyConfig.weights_fraction"
+            f"ResidencyConfig.weights_fraction{see('out-of-memory')}"
         )
 
     def _inventory(self) -> str:
@@ -280,11 +280,6 @@ class Residency:
                 if entry.loader is None
             ]
         return ", ".join(parts) or "nothing"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is XLA's way of saying that a device is full."""
-    return isinstance(error, RuntimeError | ValueError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _attempt(load: Callable[[], Arrays]) -> tuple[Arrays, str]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from comfy_tpu.bridge import map_layers, run_layers, weight_shapes
-from comfy_tpu.errors import InvalidValueError, StackingError
+from comfy_tpu.errors import InvalidValueError, StackingError, see
 
 INDEX = "*"
 """Stands for the layer's number in the names of stacked weights: `blocks.*.attn1.to_q.weight`."""
@@ -75,7 +75,7 @@ class ScannedLayers(StackedBlocks):
                 return self
             raise StackingError(
                 f"the model takes {self.stack.path}[{index.start}:{index.stop}:{index.step}] of {self.count} scanned "
-                "layers; only the whole list runs as a scan: leave it out of the family's stacks"
+                f"layers; only the whole list runs as a scan: leave it out of the family's stacks{see('uneven-blocks')}"
             )
         range(self.count)[index]  # IndexError as a list would raise it
         return _OneLayer(self)
@@ -96,7 +96,7 @@ class ScannedLayers(StackedBlocks):
         if missing:
             raise StackingError(
                 f"{self.stack.path} is said to carry {missing[0]!r}, but its blocks were called with "
-                f"{', '.join(bound.arguments)}; correct the carry of its LayerStack"
+                f"{', '.join(bound.arguments)}; correct the carry of its LayerStack{see('uneven-blocks')}"
             )
         stack = self.stack
         return run_layers(
@@ -116,7 +116,7 @@ class _OneLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise StackingError(
             f"the model calls a single layer of {self._layers.stack.path}, which runs as a scan; only a loop over the "
-            "whole list does: leave it out of the family's stacks"
+            f"whole list does: leave it out of the family's stacks{see('uneven-blocks')}"
         )
 
 
@@ -138,6 +138,7 @@ def stack_layers(module: torch.nn.Module, stacks: tuple[LayerStack, ...]) -> tor
                 raise StackingError(
                     f"{stack.path}[{index}] differs from {stack.path}[0] in {difference}; a scan needs equal blocks: "
                     "leave the list out of the family's stacks, or name the attribute in `varying` if it is not read"
+                    f"{see('uneven-blocks')}"
                 )
         parent._modules[name] = ScannedLayers(stack, blocks)
     return module

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from comfy_tpu.config import MeshSizes, ShardingConfig
-from comfy_tpu.errors import ShardingError, listed
+from comfy_tpu.errors import ShardingError, listed, see
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport, make_report
 
@@ -185,7 +185,7 @@ def _match(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
             f"rules that match no weight: {_listed(idle)}; correct or remove them. Weights are {_listed(names)}"
         )
     if problems:
-        raise ShardingError("\n".join(problems))
+        raise ShardingError("\n".join(problems) + see("no-sharding-rule"))
     return {name: found[0] for name, found in matches.items()}
 
 

@@ -6,8 +6,8 @@ The JSON has one object for every model that was checked. Its keys stay; new one
     file            where it is defined
     verdict         "will run", "may run" (only read), "will not run" or "not tried"
     why             one sentence
-    findings        trap, severity ("stops", "changes", "costs"), file, line, code, reason, fix, reached (whether the
-                    trial ran the line; null: nothing was tried)
+    findings        trap, severity ("stops", "changes", "costs"), file, line, code, reason, fix, guide (where the trap
+                    is explained), reached (whether the trial ran the line; null: nothing was tried)
     before, after   the two checklists: text, status ("pass", "fail", "not applicable"), note
     operators       name, by ("torchax", "comfy-tpu", "missing"), how; null if nothing was tried
     error           of the small compiled model against PyTorch, or null
@@ -47,7 +47,7 @@ def _document(check: Check) -> dict[str, Any]:
         "file": str(check.target.definition.module.path),
         "verdict": check.verdict,
         "why": check.why,
-        "findings": [dataclasses.asdict(finding) for finding in check.findings],
+        "findings": [{**dataclasses.asdict(finding), "guide": finding.guide} for finding in check.findings],
         "before": [dataclasses.asdict(item) for item in check.before],
         "after": [dataclasses.asdict(item) for item in check.after],
         "operators": None if trial is None else [dataclasses.asdict(each) for each in operators_in(trial)],
@@ -83,7 +83,7 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
         lines.append(f"  {finding.place}  {finding.trap}" if finding.file else f"  {finding.trap}")
         if finding.code:
             lines.append(f"      {finding.code}")
-        lines += [f"      {finding.reason}", f"      fix: {finding.fix}"]
+        lines += [f"      {finding.reason}", f"      fix: {finding.fix}", f"      see: {finding.guide}"]
     return lines
 
 

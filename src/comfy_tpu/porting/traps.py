@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from comfy_tpu.errors import GUIDE, Section
+
 Severity = Literal["stops", "changes", "costs"]
 
 SEVERITIES: dict[Severity, str] = {
@@ -20,7 +22,7 @@ SEVERITIES: dict[Severity, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Trap:
-    name: str
+    name: Section
     severity: Severity
     reason: str
     fix: str
@@ -179,6 +181,11 @@ class Finding:
     @property
     def place(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def guide(self) -> str:
+        """Where the trap is explained."""
+        return f"{GUIDE}#{self.trap}"
 
 
 def finding(
