@@ -100,6 +100,6 @@ def explained() -> Iterator[None]:
 
 
 def check_constants(traced: jax.stages.Traced) -> None:
-    """JAX takes what another trace left behind for a constant, and fails, in words of its own, when the program runs."""
+    """JAX takes what another trace left behind for a constant, and fails when the program runs, in its own words."""
     if any(isinstance(constant, jax.core.Tracer) for constant in getattr(traced, "_consts", ())):
         raise TraceError(f"{_LEFT_BEHIND}: {_KEEP}{see('kept-tensor')}")
