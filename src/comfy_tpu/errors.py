@@ -89,6 +89,12 @@ def see(section: Section) -> str:
     return f"; see {GUIDE}#{section}"
 
 
+def section_of(error: BaseException) -> tuple[str, str | None]:
+    """The message without its pointer, and the section that it points to."""
+    message, _, section = str(error).partition(f"; see {GUIDE}#")
+    return message, section or None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is XLA's way of saying that a device is full."""
     return isinstance(error, RuntimeError | ValueError) and "RESOURCE_EXHAUSTED" in str(error)

@@ -64,7 +64,9 @@ def test_json_has_the_keys_that_it_promises(capsys):
         "aten.special_airy_ai.default",
         "aten.special_scaled_modified_bessel_k0.default",
     ]
-    assert set(check["findings"][0]) == {*("trap", "severity", "file", "line", "code", "reason", "fix", "reached")}
+    assert set(check["findings"][0]) == {
+        *("trap", "severity", "file", "line", "code", "reason", "fix", "guide", "reached")
+    }
 
 
 def test_operators_are_listed_with_who_implements_them(capsys):

@@ -131,7 +131,7 @@ def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
     known = {(each.file, each.line) for each in kept}
     traps = {each.trap for each in kept if each.reached}
     for each in trial.findings:
-        explained = each.trap == "trace" and (each.file, each.line) in known
+        explained = each.trap in (*DISPROVED_BY_A_TRACE, "trace") and (each.file, each.line) in known
         if not explained and not (each.trap == "square-mask" and "square-mask" in traps):
             kept.append(dataclasses.replace(each, reached=True))
     return kept

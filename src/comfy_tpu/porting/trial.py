@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from comfy_tpu.bridge import TraceContext, call_module, to_device, to_host, weight_shapes
 from comfy_tpu.bridge.catalogue import Row
 from comfy_tpu.bridge.model_source import raising_place
-from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.errors import ComfyTpuError, section_of
 from comfy_tpu.porting.recording import AttentionMasks, Place, Record, dispatched, lines_reached
 from comfy_tpu.porting.shrinking import SmallModel
-from comfy_tpu.porting.traps import Finding, finding
+from comfy_tpu.porting.traps import TRAPS, Finding, finding
 from comfy_tpu.quiet import quiet
 
 ERROR_MAX = 1e-3
@@ -133,7 +133,8 @@ def _trace(call: _Call, trial: Trial) -> bool:
         except Exception as error:  # noqa: BLE001 it is the model's
             failed = error
     if failed is not None:
-        _located(trial, "trace", failed, _first_line(failed))
+        _, section = section_of(failed)
+        _located(trial, section if section in TRAPS else "trace", failed, _first_line(failed))
         record = _operators_with_values(call, record)
     trial.rows, trial.missing = record.rows, record.missing
     for name, place in record.missing.items():
@@ -258,7 +259,7 @@ def _located(trial: Trial, trap: str, error: BaseException, reason: str) -> None
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
+    text = section_of(error)[0].strip().splitlines()
     first = text[0] if text else ""
     return first if isinstance(error, ComfyTpuError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
