@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from comfy_tpu.errors import GUIDE, SECTIONS
+from comfy_tpu.porting.traps import TRAPS
+
 ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),
+    ("docs/porting.md", "docs/porting.zh-CN.md"),
     ("docs/torchax-vs-flax.md", "docs/torchax-vs-flax.zh-CN.md"),
 ]
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
@@ -58,6 +62,19 @@ def test_links_lead_to_pages(name):
     for link in links(name):
         if not link.endswith(".png"):
             assert (ROOT / name).parent.joinpath(link.partition("#")[0]).is_file(), link
+
+
+def anchors(name):
+    return re.findall(r'<a id="([^"]+)"></a>', read(name))
+
+
+@pytest.mark.parametrize("name", [GUIDE, GUIDE.replace(".md", ".zh-CN.md")])
+def test_the_porting_guide_has_a_section_for_every_error_and_trap(name):
+    assert set(TRAPS) <= set(SECTIONS) <= set(anchors(name))
+    assert len(anchors(name)) == len(set(anchors(name)))
+    within = re.findall(r"\]\(#([^)]+)\)", read(name))
+    assert set(within) <= set(anchors(name))
+    assert anchors(name) == anchors(GUIDE), "in the same order"
 
 
 @pytest.mark.parametrize("name", ["docs/comfyui.md", "docs/comfyui.zh-CN.md"])

@@ -155,7 +155,7 @@ def _expected(argument: ast.arg, default: ast.expr | None) -> Value:
 
 
 _NUMBERS = re.compile(
-    r"^(num|n|is|use|max|min)_|_?(size|sizes|dim|dims|dtype|device|height|width|shape|length|config)$"
+    r"^(num|n|is|use|max|min)_|_?(size|sizes|dim|dims|dtype|device|height|width|shape|length|config|cfg|partition)$"
 )
 """Names of arguments that are hardly tensors, where nothing says what they are."""
 
