@@ -14,7 +14,7 @@ from typing import Any
 from tools.versions import installed
 
 PACKAGES = ("torch", "jax", "torchax", "diffusers")
-SECONDS_MAX = 300
+SECONDS_MAX = 900
 
 TRANSFORMERS = (
     *("WanTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel", "CogVideoXTransformer3DModel"),
