@@ -61,6 +61,12 @@ def test_what_a_call_leaves_out_is_its_default(found):
     assert found(text.format(body="turned(x, table=x)"), other=other) == [("tensor-to-number", "other.py", 7)]
 
 
+@pytest.mark.parametrize(("name", "is_trap"), [("frames", True), ("num_frames", False), ("chunk_partition", False)])
+def test_arguments_that_nothing_describes_are_tensors_unless_their_names_say_otherwise(found, name, is_trap):
+    text = "import torch\n" + MODEL.replace("x: torch.Tensor", f"x, {name}").format(body=f"x.view({name}, 2)")
+    assert bool(found(text)) is is_trap
+
+
 def test_a_function_that_nobody_calls_is_not_read(found):
     text = "import torch\n\ndef unused(x: torch.Tensor):\n    return x.item()\n" + MODEL.format(body="x")
     assert found(text) == []
