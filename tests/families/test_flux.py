@@ -25,6 +25,7 @@ from comfy_tpu.pipeline.images import as_frame, read_image
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux
+from tests.families.meshes import on_every_mesh
 from tests.families.pieces import component
 from tests.lowering import lowered
 from tests.tracing import relative_error
@@ -86,8 +87,7 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(-10 * torch.log10(((one - other) ** 2).mean().clamp_min(1e-20)))
 
 
-@pytest.mark.parametrize(("height", "width"), SIZES)
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
+@on_every_mesh("height,width", SIZES)
 def test_the_picture_of_dev_is_that_of_diffusers_on_every_mesh(mesh: str, height: int, width: int) -> None:
     reference = expected("dev", height=height, width=width)
     assert reference.std() > 0.05, "the reference shows something"

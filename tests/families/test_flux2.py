@@ -18,6 +18,7 @@ from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux2
+from tests.families.meshes import on_every_mesh
 from tests.families.pieces import component
 from tests.lowering import lowered
 from tests.tracing import relative_error
@@ -27,7 +28,6 @@ PROMPT = "a red circle moving left"
 SIZES = [(48, 80), (64, 64)]
 SAME = 100
 """dB, where 130 are found. Guidance changes a picture of these small models by 46 dB, and 8 bits by 82."""
-MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
 CHOSEN: dict[str, Any] = {
     "height": 48,
     "width": 80,
@@ -67,8 +67,7 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @every_variant
-@pytest.mark.parametrize(("height", "width"), SIZES)
-@pytest.mark.parametrize("mesh", MESHES)
+@on_every_mesh("height,width", SIZES)
 def test_the_picture_is_that_of_diffusers(variant: str, mesh: str, height: int, width: int) -> None:
     reference = expected(variant, height=height, width=width)
     assert reference.std() > 0.05, "the reference shows something"

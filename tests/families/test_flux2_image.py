@@ -13,7 +13,8 @@ from comfy_tpu.families.flux2_image import fit
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux2
-from tests.families.test_flux2 import CHOSEN, MESHES, PROMPT, SAME, opened, psnr
+from tests.families.meshes import on_every_mesh
+from tests.families.test_flux2 import CHOSEN, PROMPT, SAME, opened, psnr
 from tests.families.test_flux2 import picture as drawn
 from tests.families.wan_pipelines import picture
 
@@ -39,9 +40,8 @@ def expected(variant: str, images: list[Image.Image], **changed: Any) -> torch.T
     return given.permute(0, 2, 3, 1)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("variant", ["klein", "base", "dev"])
-def test_one_picture(variant: str, mesh: str) -> None:
+@on_every_mesh("variant", ["base", "klein", "dev"])
+def test_one_picture(mesh: str, variant: str) -> None:
     pipeline = opened(variant, mesh)
     without = drawn(pipeline)
     actual = made(pipeline, ONE)

@@ -20,6 +20,7 @@ from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan
+from tests.families.meshes import MESHES, on_every_mesh
 from tests.lowering import lowered
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
@@ -27,7 +28,6 @@ from tests.tracing import relative_error
 QUOTED = 'a red circle says "left" and “to the right” on a black background'
 PLAIN = "a blue square"
 SIZES = {"80x48x9": (QUOTED, 80, 48, 9), "48x32x5": (PLAIN, 48, 32, 5)}
-MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
 NEGATIVE = "left"
 
 
@@ -69,8 +69,7 @@ def expected(size: str) -> torch.Tensor:
     return made.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mesh", MESHES)
+@on_every_mesh("size", SIZES)
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, size: str) -> None:
     assert expected(size).std() > 0.05, "the reference shows something"
     assert psnr(video(opened(mesh), size), expected(size)) >= 40
@@ -248,7 +247,9 @@ def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str, sid
     assert relative_error(torch.cat(frames, dim=1), wanted.permute(0, 2, 3, 4, 1)) <= 1e-4
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 720), (848, 480)], ids=["720P", "480P"])
+@pytest.mark.parametrize(
+    ("width", "height"), [(1280, 720), pytest.param(848, 480, marks=pytest.mark.slow)], ids=["720P", "480P"]
+)
 def test_full_size_lowers_for_eight_chips(
     width: int, height: int, record_property: pytest.FixtureRequest | Any
 ) -> None:

@@ -25,12 +25,12 @@ from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_ltx
+from tests.families.meshes import on_every_mesh
 from tests.lowering import lowered
 from tests.tracing import relative_error
 
 LONG, SHORT = "a red circle moving left on a black background", "blue"
 SIZES = {"96x64x17": (LONG, 96, 64, 17), "64x32x9": (SHORT, 64, 32, 9)}
-MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
 NEGATIVE = "left"
 
 
@@ -78,8 +78,7 @@ def by_diffusers(size: str, pipeline: Any = None, **changed: Any) -> torch.Tenso
 expected = functools.cache(by_diffusers)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mesh", MESHES)
+@on_every_mesh("size", SIZES)
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, size: str) -> None:
     assert expected(size).std() > 0.05, "the reference shows something"
     assert psnr(video(opened(mesh), size), expected(size)) >= 40

@@ -26,12 +26,15 @@ def every_length(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> pytes
     for scanned, unrolled in pairs:
         of = "torchax" if scanned.__module__ == whole_videos.__name__ else "flax"
         cases += [
-            pytest.param(frames, function, id=f"{of}-{function.__name__}-{frames}")
-            for frames in (1, 5, 17)
+            pytest.param(
+                frames,
+                function,
+                marks=[pytest.mark.slow] if function is unrolled and frames > 5 else [],
+                id=f"{of}-{function.__name__}-{frames}",
+            )
+            for frames in (1, 5, 17, 81)
             for function in (scanned, unrolled)
         ]
-        cases.append(pytest.param(81, scanned, id=f"{of}-{scanned.__name__}-81"))
-        cases.append(pytest.param(81, unrolled, marks=pytest.mark.slow, id=f"{of}-{unrolled.__name__}-81"))
     return pytest.mark.parametrize(("frames", "function"), cases)
 
 
@@ -65,7 +68,10 @@ def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     assert relative_error(actual, expected) <= 1e-4
 
 
-@pytest.mark.parametrize(("columns", "mesh"), [(7, "single"), (7, "dp=2,sp=2,tp=2"), (16, "dp=2,sp=2,tp=2")])
+@pytest.mark.parametrize(
+    ("columns", "mesh"),
+    [(7, "single"), pytest.param(7, "dp=2,sp=2,tp=2", marks=pytest.mark.slow), (16, "dp=2,sp=2,tp=2")],
+)
 def test_published_depth(columns: int, mesh: str) -> None:
     """Four levels, as the published models have, with 8 × 8 pixels for a latent."""
     latents, pixels = decoded(four_levels, 3, 5, columns)
