@@ -1,4 +1,4 @@
-"""Text encoders that several families read prompts with: CLIP and T5."""
+"""Text encoders that several families read prompts with: CLIP, T5 and UMT5."""
 
 from __future__ import annotations
 
@@ -46,14 +46,35 @@ def t5_component(name: str) -> ComponentSpec:
     )
 
 
+def umt5_component(name: str) -> ComponentSpec:
+    return ComponentSpec(
+        name=name,
+        classes=("UMT5EncoderModel",),
+        heads="num_heads",
+        build=_build_umt5,
+        stacks=(LayerStack("encoder.block"),),
+        rules=(
+            row("shared.weight"),  # features over tp: a lookup then needs no gathering of the 256,384 rows
+            column("encoder.block.*.SelfAttention.[qkv].weight"),
+            row("encoder.block.*.SelfAttention.o.weight"),
+            row("encoder.block.*.relative_attention_bias.weight"),  # (buckets, heads)
+            column("encoder.block.*.DenseReluDense.wi*.weight"),
+            row("encoder.block.*.DenseReluDense.wo.weight"),
+            replicate("encoder.block.*.layer_norm.weight"),
+            replicate("encoder.final_layer_norm.weight"),
+        ),
+    )
+
+
 def pooled_clip(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """[batch, features] of the token that ends the prompt. Without a mask, as diffusers' pipelines call it."""
     result: torch.Tensor = module(input_ids).pooler_output
     return result
 
 
-def encoded_t5(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """[batch, tokens, features], the filling included: diffusers' pipelines use no mask."""
+def encoded_t5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, tokens, features], of the filling too. Without a mask it is read as if it were text, as some of diffusers'
+    pipelines have it."""
     hidden = module.shared(input_ids)
     attention = module.encoder.block[0].layer[0].SelfAttention
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -64,10 +85,30 @@ def encoded_t5(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
         max_distance=attention.relative_attention_max_distance,
     )
     bias = module.position_bias(buckets).permute(2, 0, 1).unsqueeze(0)
+    if attention_mask is not None:
+        hidden_from = torch.finfo(bias.dtype).min
+        bias = bias + (1 - attention_mask[:, None, None].to(bias.dtype)) * hidden_from
     for block in module.encoder.block:
         hidden = block(hidden_states=hidden, position_bias=bias)[0]
     result: torch.Tensor = module.encoder.final_layer_norm(hidden)
     return result
+
+
+def encoded_umt5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, tokens, features], of the filling too."""
+    result: torch.Tensor = module(input_ids, attention_mask, return_dict=False)[0]
+    return result
+
+
+def without_filling(embeddings: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Zeros behind the text, which is what some models were trained on."""
+    return embeddings * attention_mask.unsqueeze(-1).to(embeddings.dtype)
+
+
+def _build_umt5(config: Mapping[str, Any]) -> torch.nn.Module:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**config))
 
 
 def _build_clip(config: Mapping[str, Any]) -> torch.nn.Module:

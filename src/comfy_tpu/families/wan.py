@@ -20,6 +20,7 @@ from comfy_tpu.families.family import Cache, Config, Limits, TextEncoder, VideoF
 from comfy_tpu.families.lora_names import ALL, Rows, renamed
 from comfy_tpu.families.rope import rotate_pairs
 from comfy_tpu.families.schedulers import FLOW_SCHEDULERS
+from comfy_tpu.families.text_encoders import encoded_umt5, umt5_component, without_filling
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
@@ -87,12 +88,6 @@ def _build_text_only(config: Mapping[str, Any]) -> torch.nn.Module:
     return build_transformer(config)
 
 
-def _build_text_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(UMT5Config(**config))
-
-
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLWan
 
@@ -146,23 +141,7 @@ TRANSFORMER = ComponentSpec(
     ),
 )
 
-TEXT_ENCODER = ComponentSpec(
-    name="text_encoder",
-    classes=("UMT5EncoderModel",),
-    heads="num_heads",
-    build=_build_text_encoder,
-    stacks=(LayerStack("encoder.block"),),
-    rules=(
-        row("shared.weight"),  # features over tp: a lookup then needs no gathering of the 256,384 rows
-        column("encoder.block.*.SelfAttention.[qkv].weight"),
-        row("encoder.block.*.SelfAttention.o.weight"),
-        row("encoder.block.*.relative_attention_bias.weight"),  # (buckets, heads)
-        column("encoder.block.*.DenseReluDense.wi*.weight"),
-        row("encoder.block.*.DenseReluDense.wo.weight"),
-        replicate("encoder.block.*.layer_norm.weight"),
-        replicate("encoder.final_layer_norm.weight"),
-    ),
-)
+TEXT_ENCODER = umt5_component("text_encoder")
 
 VAE = ComponentSpec(
     name="vae",
@@ -193,8 +172,7 @@ def clean_prompt(text: str) -> str:
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    hidden = module(input_ids, attention_mask, return_dict=False)[0]
-    return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)
+    return without_filling(encoded_umt5(module, input_ids, attention_mask), attention_mask)
 
 
 def encode_prompt(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:

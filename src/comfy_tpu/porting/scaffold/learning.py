@@ -1,0 +1,441 @@
+"""How a pipeline calls its parts, learned from two runs of a small one. What nothing explains is said in a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.ported import in_vae_scale
+from comfy_tpu.pipeline.denoise import initial_noise
+from comfy_tpu.porting.scaffold import hypotheses
+from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
+from comfy_tpu.porting.scaffold.pipelines import Source
+from comfy_tpu.porting.scaffold.small import TOKENS, spatial_scale
+from comfy_tpu.porting.scaffold.watching import Call, Watched, watch
+
+GUIDANCE = 4.0
+PROMPTS = (" a RED circle  and a blue", "A circle moving left &amp; a red")
+"""With what a pipeline may clean away: capitals, spaces, HTML."""
+NEGATIVE = ("black background", "blue")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Sizes in which nothing is as large as something else."""
+
+    height: int
+    width: int
+    frames: int
+    steps: int
+    prompt: str
+    negative: str
+    seed: int
+    watched: Watched
+    latents: torch.Tensor
+    """What it began with, [1, channels, frames, height, width]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding:
+    name: str
+    encoder: str
+    reading: Reading
+    argument: str
+    """Of the transformer's forward."""
+    cast: str
+    """What is written behind its name there."""
+
+
+@dataclasses.dataclass
+class Learned:
+    picture: bool
+    layout: Layout
+    """Of the latents between steps, in the pipeline."""
+    arguments: dict[str, str]
+    """Of the transformer's forward -> expressions."""
+    embeddings: list[Embedding]
+    clean: str
+    answer: str
+    statistics: str
+    vae_layout: Layout
+    spatial_scale: int
+    temporal_scale: int
+    frames_multiple: int
+    scheduler: str
+    """ "euler", "euler_from_one": of families/schedulers.py. "": the scheduler's own class, with its configuration."""
+    unexplained: list[str]
+    """One sentence each."""
+    lengths: dict[str, int | None]
+    """Tokens of each encoder; None: max_sequence_length."""
+
+
+class _Learner:
+    def __init__(self, source: Source, pipeline: Any) -> None:
+        self.source = source
+        self.pipeline = pipeline
+        self.parameters = inspect.signature(type(pipeline).__call__).parameters
+        self.unexplained: list[str] = []
+        self.channels = int(pipeline.vae.config.get("latent_channels") or pipeline.vae.config.get("z_dim"))
+        self.scale = spatial_scale(pipeline.vae)
+        self.picture = "num_frames" not in self.parameters
+        self.layouts = [each for each in LAYOUTS if self.picture or each.videos]
+
+    def learn(self) -> Learned:
+        layout, temporal = self._layout()
+        runs = [self._run(number, layout, temporal) for number in (0, 1)]
+        self._check_start(runs, layout)
+        clean = self._clean(runs)
+        rows = [self._tokens(run, clean) for run in runs]
+        arguments, embeddings = self._arguments(runs, rows, layout)
+        answer = self._answer(runs, layout)
+        statistics, vae_layout = self._vae(runs, layout)
+        return Learned(
+            picture=self.picture,
+            layout=layout,
+            arguments=arguments,
+            embeddings=embeddings,
+            clean=clean,
+            answer=answer,
+            statistics=statistics,
+            vae_layout=vae_layout,
+            spatial_scale=self.scale,
+            temporal_scale=temporal,
+            frames_multiple=self._frames_multiple(temporal),
+            scheduler=self._scheduler(runs),
+            unexplained=self.unexplained,
+            lengths=self._lengths(runs),
+        )
+
+    def _call(self, number: int, **more: Any) -> tuple[dict[str, int], Watched]:
+        sizes = {"height": (6, 8)[number] * self.scale, "width": (10, 6)[number] * self.scale}
+        if not self.picture:
+            sizes["num_frames"] = (9, 17)[number]
+        chosen: dict[str, Any] = {**sizes, "num_inference_steps": (3, 2)[number], "guidance_scale": GUIDANCE}
+        if "max_sequence_length" in self.parameters:
+            chosen["max_sequence_length"] = TOKENS
+        chosen |= {name: False for name in ("use_resolution_binning", "clean_caption") if name in self.parameters}
+        try:
+            watched = watch(
+                self.pipeline, prompt=PROMPTS[number], negative_prompt=NEGATIVE[number], **chosen, **more
+            )
+        except Exception as error:
+            raise UnsupportedError(
+                f"a small {self.source.name} does not run ({type(error).__name__}: {str(error).strip().splitlines()[0]}): "
+                "its sizes do not follow from names; write the family by hand, docs/porting.md says how"
+            ) from error
+        return sizes, watched
+
+    def _layout(self) -> tuple[Layout, int]:
+        """By the shape of what the first step is given."""
+        sizes, watched = self._call(0, generator=torch.Generator().manual_seed(0))
+        shape = tuple(watched.steps[0].given["sample"].shape[1:])
+        height, width = sizes["height"] // self.scale, sizes["width"] // self.scale
+        scales = (1,) if self.picture else (4, 8, 2, 1)
+        for temporal in scales:
+            frames = (sizes.get("num_frames", 1) - 1) // temporal + 1
+            for layout in self.layouts:
+                if shape == layout.shape(self.channels, frames, height, width):
+                    return layout, temporal
+        raise UnsupportedError(
+            f"the latents of {self.source.name} have shape {shape} at {sizes}, which is none of "
+            f"{', '.join(each.name for each in self.layouts)}; write the family by hand, docs/porting.md says how"
+        )
+
+    def _run(self, number: int, layout: Layout, temporal: int) -> Run:
+        height, width, frames = (6, 8)[number], (10, 6)[number], 1 if self.picture else ((9, 17)[number] - 1) // temporal + 1
+        noise = initial_noise((1, self.channels, frames, height, width), seed=number)
+        _, watched = self._call(number, latents=layout.to(noise))
+        return Run(height, width, frames, (3, 2)[number], PROMPTS[number], NEGATIVE[number], number, watched, noise)
+
+    def _check_start(self, runs: list[Run], layout: Layout) -> None:
+        for run in runs:
+            if not agrees(run.watched.steps[0].given["sample"], layout.to(run.latents)):
+                self._say("the first sample is not the noise that it was given: the scheduler or the pipeline scales it")
+                return
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self.unexplained:
+            self.unexplained.append(sentence)
+
+    # Prompts
+
+    def _clean(self, runs: list[Run]) -> str:
+        import html
+        import re
+
+        import ftfy
+
+        texts = [
+            _first_text(call.given["text"])
+            for run in runs
+            for calls in list(run.watched.texts.values())[:1]
+            for call in calls[:1]
+        ]
+        names = {"re": re, "html": html, "ftfy": ftfy}
+        cases = [({**names, "text": run.prompt}, text) for run, text in zip(runs, texts, strict=False)]
+        found = first_that_holds(hypotheses.CLEANED, cases) if len(cases) == len(runs) else None
+        if found is None:
+            self._say(f"the prompt {runs[0].prompt!r} becomes {texts[0] if texts else None!r} before it is tokenized")
+        return found or "text"
+
+    def _tokens(self, run: Run, clean: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Of every encoder: ids and masks of the prompt and of the negative one, as our own pipeline makes them."""
+        import html
+        import re
+
+        import ftfy
+
+        found = {}
+        for encoder in self.source.encoders:
+            tokenizer = getattr(self.pipeline, self.source.tokenizer(encoder))
+            names = {"re": re, "html": html, "ftfy": ftfy}
+            texts = [hypotheses.evaluated(clean, {**names, "text": text}) for text in (run.prompt, run.negative)]
+            calls = run.watched.encoders[encoder]
+            length = calls[0].given["input_ids"].shape[1]
+            tokens = tokenizer(
+                texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+            )
+            seen = torch.cat([call.given["input_ids"] for call in calls])
+            for row in tokens.input_ids:
+                if not bool((seen == row).all(dim=1).any()):
+                    self._say(f"the {encoder} reads other tokens than its tokenizer makes of the prompt alone")
+                    break
+            found[encoder] = (tokens.input_ids, tokens.attention_mask)
+        return found
+
+    def _lengths(self, runs: list[Run]) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        for encoder in self.source.encoders:
+            length = int(runs[0].watched.encoders[encoder][0].given["input_ids"].shape[1])
+            found[encoder] = None if "max_sequence_length" in self.parameters and length == TOKENS else length
+        return found
+
+    # The transformer
+
+    def _arguments(
+        self, runs: list[Run], tokens: list[dict[str, tuple[torch.Tensor, torch.Tensor]]], layout: Layout
+    ) -> tuple[dict[str, str], list[Embedding]]:
+        cases = [case for run in runs for case in self._cases(run, layout)]
+        arguments: dict[str, str] = {}
+        embeddings: list[Embedding] = []
+        for name in cases[0][1]:
+            wanted = [(names, given[name]) for names, given, _ in cases]
+            if name == "return_dict" or all(value is None for _, value in wanted):
+                continue
+            expression = self._expression(name, wanted)
+            if expression is None:
+                embedding = self._embedding(name, cases, runs, tokens, embeddings)
+                if embedding is not None:
+                    embeddings.append(embedding)
+                    expression = f"{embedding.name}{embedding.cast}"
+            if expression is None:
+                shapes = sorted({_described(value) for _, value in wanted})
+                self._say(f"the transformer is given {name}, {' or '.join(shapes)}, and nothing tried says what it is")
+                expression = f'unexplained("{name}")'
+            arguments[name] = expression
+        return arguments, embeddings
+
+    def _cases(self, run: Run, layout: Layout) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
+        """Of every call: names, what was given, the number of the branch (-1: both at once)."""
+        found = []
+        begin = 0
+        for step, end in zip(run.watched.steps, run.watched.calls_before_step, strict=True):
+            calls = run.watched.transformer[begin:end]
+            begin = end
+            sample = layout.of(step.given["sample"], run.height, run.width)
+            for number, call in enumerate(calls):
+                batch = _batch(call)
+                timestep = torch.as_tensor(step.given["timestep"]).reshape(1).float()
+                names = {"timestep": timestep, "batch": batch, "height": run.height, "width": run.width}
+                names["latents"] = sample.expand(batch, -1, -1, -1, -1)
+                found.append((names, call.given, -1 if len(calls) == 1 else number))
+        return found
+
+    def _expression(self, name: str, wanted: list[tuple[Mapping[str, Any], Any]]) -> str | None:
+        values = [value for _, value in wanted]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return first_that_holds((*(each.there for each in self.layouts), *hypotheses.TIMESTEPS), wanted)
+        if all(isinstance(value, (bool, str)) or value == values[0] for value in values):
+            return _literal(values[0])
+        return first_that_holds(hypotheses.SIZES, wanted)
+
+    def _embedding(
+        self,
+        name: str,
+        cases: list[tuple[dict[str, Any], dict[str, Any], int]],
+        runs: list[Run],
+        tokens: list[dict[str, tuple[torch.Tensor, torch.Tensor]]],
+        known: list[Embedding],
+    ) -> Embedding | None:
+        first = [next(case for case in cases if case[0]["height"] == run.height) for run in runs]
+        for encoder in self.source.encoders:
+            module = getattr(self.pipeline, encoder)
+            for reading in READINGS[self.source.parts[encoder].__name__]:
+                if all(
+                    self._reads(reading, module, token[encoder], case, name)
+                    for token, case in zip(tokens, first, strict=True)
+                ):
+                    value = first[0][1][name]
+                    label = _embedding_name(value, reading, known)
+                    return Embedding(label, encoder, reading, name, _cast(value, reading))
+        return None
+
+    def _reads(
+        self, reading: Reading, module: Any, tokens: tuple[torch.Tensor, torch.Tensor], case: Any, name: str
+    ) -> bool:
+        value = case[1][name]
+        if not isinstance(value, torch.Tensor) or value.shape[:1] not in ((1,), (2,)):
+            return False
+        with torch.no_grad():
+            rows = reading.compute(module, *tokens)
+        if value.shape[0] == 1:
+            return any(agrees(rows[at : at + 1], value) for at in (0, 1))
+        # Both orders: our own is the prompt first, whatever the pipeline's is.
+        return agrees(rows, value) or agrees(rows.flip(0), value)
+
+    def _answer(self, runs: list[Run], layout: Layout) -> str:
+        """The transformer's answer, brought to our latents: by the guided sum that the scheduler was given."""
+        forms = [(form, each) for form in hypotheses.ANSWERS for each in self.layouts]
+        for form, each in forms:
+            try:
+                if all(self._guided(run, form, each, layout) for run in runs):
+                    return each.back.format(form.format("answer")) if each.back != "{}" else form.format("answer")
+            except (RuntimeError, ValueError, IndexError):
+                continue
+        self._say(
+            f"the scheduler is given {_described(runs[0].watched.steps[0].given['model_output'])}, which is no guided sum "
+            f"of the transformer's answers {_described(_tensor(runs[0].watched.transformer[0].result))}"
+        )
+        return 'unexplained("answer")'
+
+    def _guided(self, run: Run, form: str, each: Layout, layout: Layout) -> bool:
+        begin = 0
+        for step, end in zip(run.watched.steps, run.watched.calls_before_step, strict=True):
+            answers = [_tensor(call.result) for call in run.watched.transformer[begin:end]]
+            begin = end
+            rows = torch.cat(answers).float()
+            found = hypotheses.evaluated(form.format("answer"), {"answer": rows})
+            latents = each.of(found, run.height, run.width)
+            wanted = layout.of(step.given["model_output"].float(), run.height, run.width)
+            if latents.shape[0] != 2:
+                return False
+            one, two = latents.split(1)
+            if not (agrees(one + GUIDANCE * (two - one), wanted) or agrees(two + GUIDANCE * (one - two), wanted)):
+                return False
+        return True
+
+    # The VAE
+
+    def _vae(self, runs: list[Run], layout: Layout) -> tuple[str, Layout]:
+        config = dict(self.pipeline.vae.config)
+        for layout_there in self.layouts:
+            for expression, keys in hypotheses.STATISTICS.items():
+                if any(config.get(key) is None for key in keys):
+                    continue
+                statistics = hypotheses.evaluated(expression, {"config": config, "channels": self.channels})
+                try:
+                    if all(self._decodes(run, layout, layout_there, statistics) for run in runs):
+                        return expression, layout_there
+                except (RuntimeError, ValueError, IndexError):
+                    continue
+        call = runs[0].watched.decodes[0]
+        self._say(f"the VAE is given {_described(next(iter(call.given.values())))}, and no scale of the last latents is that")
+        return '[unexplained("latent statistics")], []', self.layouts[0]
+
+    def _decodes(self, run: Run, layout: Layout, there: Layout, statistics: tuple[list[float], list[float]]) -> bool:
+        (call,) = run.watched.decodes
+        given = dict(call.given)
+        given.pop("return_dict", None)
+        if len(given) != 1:
+            return False
+        last = layout.of(_tensor(run.watched.steps[-1].result).float(), run.height, run.width)
+        return agrees(there.to(in_vae_scale(last, statistics)), next(iter(given.values())))
+
+    def _frames_multiple(self, temporal: int) -> int:
+        """How many frames a video may have, by what the VAE makes of a few latents."""
+        if self.picture:
+            return 1
+        vae, good = self.pipeline.vae, []
+        for count in range(1, 6):
+            with torch.no_grad():
+                made = vae.decode(torch.zeros(1, self.channels, count, 2, 2), return_dict=False)[0]
+            if made.shape[2] == (count - 1) * temporal + 1:
+                good.append(count)
+        if 1 not in good or len(good) < 2:
+            self._say("the VAE makes another number of frames of its latents than one, and a fixed number for each other")
+            return temporal
+        return temporal * (good[1] - 1)
+
+    # The scheduler
+
+    def _scheduler(self, runs: list[Run]) -> str:
+        from comfy_tpu.config import GenerationSettings
+        from comfy_tpu.families import schedulers
+
+        own = self.pipeline.scheduler
+        if type(own).__name__ != "FlowMatchEulerDiscreteScheduler":
+            for run in runs:
+                (call, *more) = run.watched.set_timesteps
+                if more or set(call.given) - {"num_inference_steps", "device"}:
+                    self._say(f"the scheduler's timesteps are set by {', '.join(call.given)}")
+            return ""
+        for name in ("euler", "euler_from_one"):
+            settings = [
+                GenerationSettings(num_inference_steps=run.steps, flow_shift=own.config["shift"]) for run in runs
+            ]
+            made = [getattr(schedulers, name)(each) for each in settings]
+            if all(agrees(each.sigmas, run.watched.sigmas) for each, run in zip(made, runs, strict=True)):
+                return name
+        self._say(f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?")
+        return "euler"
+
+
+def learn(source: Source, pipeline: Any) -> Learned:
+    return _Learner(source, pipeline).learn()
+
+
+def _first_text(text: Any) -> Any:
+    return text[0] if isinstance(text, (list, tuple)) else text
+
+
+def _tensor(result: Any) -> torch.Tensor:
+    if isinstance(result, torch.Tensor):
+        return result
+    first: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else next(iter(result.values()))
+    return first
+
+
+def _batch(call: Call) -> int:
+    return next(value.shape[0] for value in call.given.values() if isinstance(value, torch.Tensor) and value.ndim > 1)
+
+
+def _literal(value: Any) -> str | None:
+    text = repr(value)
+    simple = value is None or isinstance(value, (bool, int, float, str, dict, list, tuple))
+    return text if simple and "tensor(" not in text else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_described(each) for each in value)})"
+    return repr(value)
+
+
+def _embedding_name(value: torch.Tensor, reading: Reading, known: list[Embedding]) -> str:
+    base = "text_mask" if reading.written == "attention_mask" else "text" if value.ndim == 3 else "pooled"
+    taken = sum(each.name.startswith(base) and (each.name == base or each.name[len(base)] == "_") for each in known)
+    taken -= sum(each.name.startswith("text_mask") for each in known) if base == "text" else 0
+    return base if not taken else f"{base}_{taken + 1}"
+
+
+def _cast(value: torch.Tensor, reading: Reading) -> str:
+    if reading.written == "attention_mask":
+        return ".bool()" if value.dtype == torch.bool else ".int()" if not value.is_floating_point() else ".to(dtype)"
+    return ".to(dtype)"

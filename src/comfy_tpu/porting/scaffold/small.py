@@ -1,0 +1,213 @@
+"""A small random pipeline of any class: sizes that belong together, weights that do something, tokenizers of a few words."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.porting.scaffold.pipelines import Source
+from comfy_tpu.porting.small_models import SMALL_MODELS
+from comfy_tpu.quiet import quiet
+
+WORDS = ("a", "A", "red", "RED", "blue", "circle", "and", "moving", "left", "right", "on", "black", "background")
+WIDTH = 32
+"""Of text."""
+TOKENS = 12
+"""Of text, where a model is made for a number of them."""
+HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
+
+_LAYERS = re.compile(r"^(num|n)_.*layers$|^depth$|^(num_)?layers$|^num_blocks$")
+_HEADS = re.compile(r"^(num_attention_heads|num_heads|n_heads|num_cross_attention_heads)$")
+_HEAD_DIM = re.compile(r"^(attention_head_dim|cross_attention_head_dim|head_dim)$")
+_OUTSIDE = re.compile(
+    r"^(text_embed_dim|text_dim|joint_attention_dim|caption_channels|cap_feat_dim|pooled_projection_dim|"
+    r"cross_attention_input_dim|text_states_dim|context_dim|text_emb_dim)$"
+)
+_CHANNELS = re.compile(r"^(in|out)_channels$")
+_SIDES = re.compile(r"^sample_(size|height|width)$")
+_AXES = re.compile(r"^(axes_dims?_rope|rope_axes_dim)$")
+
+_ENCODERS: dict[str, dict[str, Any]] = {
+    "T5EncoderModel": {
+        **{"vocab_size": 96, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": 8},
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    },
+    "CLIPTextModel": {
+        **{"vocab_size": 32, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "max_position_embeddings": 77, "hidden_act": "quick_gelu"},
+        **{"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "projection_dim": WIDTH},
+    },
+}
+_ENCODERS["UMT5EncoderModel"] = _ENCODERS["T5EncoderModel"]
+_ENCODERS["CLIPTextModelWithProjection"] = _ENCODERS["CLIPTextModel"]
+
+_VAES: dict[str, dict[str, Any]] = {
+    "AutoencoderKL": {
+        **{"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4},
+        **{"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4},
+    },
+    "AutoencoderKLCogVideoX": {
+        **{"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2},
+    },
+}
+"""Sizes that names do not tell, or that the defaults of a class are no model's."""
+
+
+def small_configs(source: Source) -> dict[str, dict[str, Any]]:
+    """Of every part with a configuration: only what differs from the class's defaults."""
+    configs: dict[str, dict[str, Any]] = {}
+    for encoder in source.encoders:
+        configs[encoder] = dict(_ENCODERS[source.parts[encoder].__name__])
+    configs["vae"] = _small_vae(source)
+    configs["transformer"] = _small_transformer(source)
+    configs["scheduler"] = dict(source.configs.get("scheduler", {}))
+    return configs
+
+
+def _small_vae(source: Source) -> dict[str, Any]:
+    given, full = dict(source.configs.get("vae", {})), source.full_config("vae")
+    name = source.parts["vae"].__name__
+    small: dict[str, Any] = {"latent_channels": CHANNELS} if "latent_channels" in full else {}
+    small |= _VAES.get(name, {})
+    if name not in _VAES:
+        for key, value in full.items():
+            if key.endswith("block_out_channels") and isinstance(value, (tuple, list)):
+                small[key] = tuple(8 for _ in value)
+            elif key == "layers_per_block" and isinstance(value, int):
+                small[key] = 1
+            elif key == "norm_num_groups":
+                small[key] = 2
+    statistics = {key: value for key, value in given.items() if key in ("latents_mean", "latents_std") and value}
+    return {**given, **small, **{key: list(value)[:CHANNELS] for key, value in statistics.items()}}
+
+
+def _small_transformer(source: Source) -> dict[str, Any]:
+    given, full = dict(source.configs.get("transformer", {})), source.full_config("transformer")
+    heads = next((value for key, value in full.items() if _HEADS.match(key) and isinstance(value, int)), None)
+    head_dim = next((value for key, value in full.items() if _HEAD_DIM.match(key) and isinstance(value, int)), None)
+    hidden = heads * head_dim if heads and head_dim else None
+    latent = source.full_config("vae").get("latent_channels")
+    packed = 4 if full.get("in_channels") and latent and full["in_channels"] == 4 * latent else 1
+    small: dict[str, Any] = {}
+    known = SMALL_MODELS.get(source.parts["transformer"].__name__)
+    for key, value in full.items():
+        if value is None and known is not None and key in known.config and _OUTSIDE.match(key):
+            small[key] = WIDTH  # the class does without, its published models do not
+        if isinstance(value, bool) or value is None:
+            continue
+        if _AXES.match(key) and isinstance(value, (tuple, list)):
+            small[key] = (4, 6, 6)[: len(value)]
+        elif not isinstance(value, int):
+            continue
+        elif _LAYERS.match(key):
+            small[key] = min(value, LAYERS)
+        elif _HEADS.match(key):
+            small[key] = HEADS
+        elif _HEAD_DIM.match(key):
+            small[key] = HEAD_DIM
+        elif hidden is not None and value == hidden:
+            small[key] = HEADS * HEAD_DIM
+        elif _OUTSIDE.match(key):
+            small[key] = WIDTH
+        elif _CHANNELS.match(key):
+            small[key] = CHANNELS * packed * (value // full["in_channels"] if key == "out_channels" else 1)
+        elif _SIDES.match(key):
+            small[key] = 8
+        elif key == "max_text_seq_length":
+            small[key] = TOKENS
+        elif key in ("time_embed_dim", "ffn_dim"):
+            small[key] = 2 * WIDTH
+        elif key == "sample_frames":
+            small[key] = 9
+    return {**given, **small}
+
+
+def build_pipeline(
+    pipeline: str, classes: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], seed: int = 0
+) -> Any:
+    """With random weights that bfloat16 holds exactly. `classes`: of every part, by the name of its folder."""
+    with quiet():
+        import diffusers
+        import transformers
+
+    torch.manual_seed(seed)
+    parts: dict[str, Any] = {}
+    for name, class_name in classes.items():
+        config = dict(configs.get(name, {}))
+        if name.startswith("tokenizer"):
+            encoder = classes[name.replace("tokenizer", "text_encoder")]
+            parts[name] = _clip_tokenizer() if encoder.startswith("CLIP") else _t5_tokenizer()
+        elif name.startswith("text_encoder"):
+            cls: Any = getattr(transformers, class_name)
+            parts[name] = random_weights(cls(cls.config_class(**config)))
+        elif name == "scheduler":
+            parts[name] = getattr(diffusers, class_name)(**config)
+        else:
+            parts[name] = random_weights(getattr(diffusers, class_name)(**config))
+    with quiet():
+        made: Any = getattr(diffusers, pipeline)
+        accepted = inspect.signature(made).parameters
+        absent = {name: None for name in getattr(made, "_optional_components", ()) if name in accepted}
+        built: Any = made(**{**absent, **parts})
+    built.set_progress_bar_config(disable=True)
+    return built
+
+
+def small_pipeline(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> Any:
+    try:
+        return build_pipeline(source.name, class_names(source), configs)
+    except Exception as error:
+        raise UnsupportedError(
+            f"no small {source.name} could be made ({type(error).__name__}: {str(error).strip().splitlines()[0]}); "
+            "its sizes do not follow from names: write the family by hand, docs/porting.md says how"
+        ) from error
+
+
+def class_names(source: Source) -> dict[str, str]:
+    return {name: cls.__name__ for name, cls in source.parts.items()}
+
+
+def random_weights(module: torch.nn.Module) -> torch.nn.Module:
+    module.eval().requires_grad_(False)
+    for parameter in module.parameters():
+        if parameter.ndim == 1 or not parameter.any():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms that do something
+        parameter.copy_(parameter.bfloat16())
+    return module
+
+
+def _tokenizer(vocabulary: list[str], template: str, length: int, **special: str) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {word: index for index, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    used = [(word, numbers[word]) for word in template.split() if word != "$A"]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=length, **special)
+
+
+def _clip_tokenizer() -> Any:
+    words = ["<start>", "<unk>", *WORDS, "<more>", "<end>"]
+    return _tokenizer(words, "<start> $A <end>", 77, bos_token="<start>", eos_token="<end>", pad_token="<end>")
+
+
+def _t5_tokenizer() -> Any:
+    return _tokenizer(["<pad>", "</s>", "<unk>", *WORDS], "$A </s>", 512, eos_token="</s>", pad_token="<pad>")
+
+
+def spatial_scale(vae: Any) -> int:
+    """Pixels a latent has on a side, by what the decoder makes of one."""
+    blocks = vae.config.get("block_out_channels") or vae.config.get("decoder_block_out_channels")
+    return int(2 ** (len(blocks) - 1)) if blocks else 8
+
+
+def rounded_up(value: int, step: int) -> int:
+    return math.ceil(value / step) * step
