@@ -14,19 +14,30 @@ import torch
 from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.building import refuse_unknown_keys
 from comfy_tpu.families.family import Config, SchedulerFactory
 from comfy_tpu.parallel.workload import Matrix, Rows, Stack, Workload
 
 
-def module_of(class_name: str) -> Callable[[Config], torch.nn.Module]:
-    """Builds a model of diffusers from its configuration."""
+def module_of(class_name: str, known: Config | None = None) -> Callable[[Config], torch.nn.Module]:
+    """Builds a model of diffusers from its configuration.
+
+    `known`: switches of the configuration, as they were when the family was written. With others the pipeline may call
+    the model in another way, and that model is refused.
+    """
 
     def build(config: Config) -> torch.nn.Module:
         import diffusers
 
         model_class: Any = getattr(diffusers, class_name)
         refuse_unknown_keys(model_class, config)
+        for name, value in (known or {}).items():
+            if config.get(name, value) != value:
+                raise UnsupportedError(
+                    f"the configuration of {class_name} has {name}={config[name]}, and this family was written for "
+                    f"{value}; write one from that model: comfy-tpu port new NAME --from ITS_DIRECTORY"
+                )
         built: torch.nn.Module = model_class.from_config(dict(config))
         return built
 
@@ -68,6 +79,14 @@ def as_frames(pixels: torch.Tensor) -> torch.Tensor:
     """[batch, 3, height, width] or [batch, 3, frames, height, width] in -1..1 -> [batch, frames, height, width, 3] in 0..1."""
     pixels = pixels.unsqueeze(2) if pixels.ndim == 4 else pixels
     return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)
+
+
+def unexplained(what: str) -> Any:
+    """Stands where a pipeline was seen to do something that nothing explained."""
+    raise NotImplementedError(
+        f"{what}: diffusers' pipeline computes it in a way that `comfy-tpu port new` did not find; read that pipeline and "
+        "write it here"
+    )
 
 
 _LAYER = re.compile(r"\.\d+\.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -13,10 +14,15 @@ from typing import Any
 
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.porting.small_models import SMALL_MODELS
 from comfy_tpu.quiet import quiet
 
 ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection")
 """Text encoders that a family has components for."""
+
+TEXT_WIDTH = 4096
+"""Of T5-XXL, which is what models are published with that leave the width open."""
+_TEXT_WIDTHS = ("caption_channels", "text_embed_dim", "joint_attention_dim", "cross_attention_input_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,24 @@ class Source:
             for name, each in parameters.items()
             if each.default is not each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         }
+        known = SMALL_MODELS.get(self.parts[part].__name__)
+        for key, value in known.config.items() if known is not None else ():
+            # What every published model has, and the class does without.
+            if isinstance(value, bool):
+                defaults[key] = value
+            elif key in defaults and defaults[key] is None and key in _TEXT_WIDTHS:
+                defaults[key] = TEXT_WIDTH
         return {**defaults, **{key: value for key, value in self.configs.get(part, {}).items() if key in parameters}}
+
+    @property
+    def hub_model(self) -> str | None:
+        """The model of the hub that the pipeline's own example uses."""
+        try:
+            text = Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        found = re.search(r"""from_pretrained\(\s*["']([\w.-]+/[\w.-]+)["']""", text)
+        return found[1] if found else None
 
 
 def find_source(model: str) -> Source:

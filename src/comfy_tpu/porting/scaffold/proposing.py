@@ -26,6 +26,7 @@ _COLUMN = re.compile(
 _ROW = re.compile(r"(^|\.)(to_out\.0|to_out|to_add_out|o_proj|net\.2|fc2|down_proj|w2|linear_out|out_projection)$")
 _MODULATION = re.compile(r"norm[^.]*\.(linear|linear_1)$|(^|\.)(adaLN_modulation|modulation)(\.\d+)?(\.lin(ear)?)?$")
 _GATHER_MIN = 64 * 1024
+_TOKENS_ADDED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,10 @@ class _Seen:
     """Rows that every linear layer multiplied, for one sample; 0: one for each sample."""
 
 
-def propose(source: Source, transformer: torch.nn.Module, run: Callable[[], object], text_tokens: int) -> Proposal:
-    """`run`: calls the small transformer, as the pipeline does."""
+def propose(
+    source: Source, transformer: torch.nn.Module, run: Callable[[], object], tokens: tuple[int, int]
+) -> Proposal:
+    """`run`: calls the small transformer as the pipeline does, with that many tokens of the video and of the text."""
     seen = _watch_blocks(transformer, run)
     full = build_skeleton(lambda: source.parts["transformer"](**source.full_config("transformer")))
     stacks, left_out = _stacks(transformer, full, seen)
@@ -70,7 +73,7 @@ def propose(source: Source, transformer: torch.nn.Module, run: Callable[[], obje
     for name, weight in weight_shapes(full).items():
         pattern = next(rule.pattern for rule in patterns if fnmatch.fnmatchcase(_starred(name, stacks), rule.pattern))
         sizes[pattern] += math.prod(weight.shape) * torch.bfloat16.itemsize
-    joint, rows = _rows(seen, stacks, patterns, kinds, text_tokens)
+    joint, rows = _rows(seen, stacks, patterns, kinds, *tokens)
     heads = next((key for key in ("num_attention_heads", "num_heads", "n_heads") if key in inner), None)
     return Proposal(stacks, patterns, sizes, rows, joint, heads, left_out)
 
@@ -210,11 +213,7 @@ def _merged(kinds: Mapping[str, RuleKind]) -> tuple[Rule, ...]:
                 items = [(key, value) for key, value in patterns.items() if key not in members]
                 items.insert(position, (pattern, kind))
                 patterns = dict(items)
-    return tuple(Rule(kind, _escaped(pattern)) for pattern, kind in patterns.items())
-
-
-def _escaped(pattern: str) -> str:
-    return pattern
+    return tuple(Rule(kind, pattern) for pattern, kind in patterns.items())
 
 
 def _holds(
@@ -254,6 +253,7 @@ def _rows(
     stacks: Sequence[LayerStack],
     rules: Sequence[Rule],
     kinds: Mapping[str, RuleKind],
+    video_tokens: int,
     text_tokens: int,
 ) -> tuple[bool, dict[str, Rows]]:
     """Of every rule, what its weights multiplied in the small run: all of them the same, or nothing is said."""
@@ -261,14 +261,10 @@ def _rows(
     counted = collections.Counter(length for name, length in lengths.items() if length and "*" in name)
     if not counted:
         return False, {}
-    # The text may come with tokens that the model adds; the video's are the most multiplied of the others.
-    text = {length for length in counted if text_tokens <= length <= text_tokens + 16}
-    video = max((length for length in counted if length not in text), key=lambda each: (counted[each], each), default=0)
-    both = {length for length in counted if any(length == video + one for one in (*text, text_tokens))}
-    smaller = {length for length in counted if length not in text and any(length + one in counted for one in (*text, text_tokens))}
-    if smaller:
-        video = min(smaller)
-        both = {length for length in counted if length > video and length not in text}
+    # A model may add tokens of its own to the text.
+    longest = text_tokens + _TOKENS_ADDED
+    text = {length for length in counted if text_tokens <= length <= longest and length != video_tokens}
+    both = {length for length in counted if video_tokens + text_tokens <= length <= video_tokens + longest}
     carried = any("encoder_hidden_states" in stack.carry for stack in stacks)
     rows: dict[str, Rows] = {}
     for rule in rules:

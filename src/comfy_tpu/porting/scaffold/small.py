@@ -12,7 +12,6 @@ import torch
 
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.porting.scaffold.pipelines import Source
-from comfy_tpu.porting.small_models import SMALL_MODELS
 from comfy_tpu.quiet import quiet
 
 WORDS = ("a", "A", "red", "RED", "blue", "circle", "and", "moving", "left", "right", "on", "black", "background")
@@ -95,10 +94,9 @@ def _small_transformer(source: Source) -> dict[str, Any]:
     latent = source.full_config("vae").get("latent_channels")
     packed = 4 if full.get("in_channels") and latent and full["in_channels"] == 4 * latent else 1
     small: dict[str, Any] = {}
-    known = SMALL_MODELS.get(source.parts["transformer"].__name__)
+    defaults = {key: each.default for key, each in inspect.signature(source.parts["transformer"]).parameters.items()}
+    given |= {key: value for key, value in full.items() if isinstance(value, bool) and value != defaults[key]}
     for key, value in full.items():
-        if value is None and known is not None and key in known.config and _OUTSIDE.match(key):
-            small[key] = WIDTH  # the class does without, its published models do not
         if isinstance(value, bool) or value is None:
             continue
         if _AXES.match(key) and isinstance(value, (tuple, list)):
