@@ -1,6 +1,6 @@
 """The pictures that ComfyUI's template browser shows for example_workflows/: frames of the demo model over the nodes.
 
-python -m tools.thumbnails example_workflows
+python -m tools.thumbnails example_workflows [NAME…]
 """
 
 import sys
@@ -64,9 +64,12 @@ def _draw_nodes(draw: ImageDraw.ImageDraw, nodes: list[str], left: int) -> None:
             draw.polygon([(x - 4, middle), (x - 13, middle - 6), (x - 13, middle + 6)], fill=WORDS)
 
 
-def main(directory: str) -> None:
+def main(directory: str, *names: str) -> None:
+    """`names`: only these."""
     pipeline = VideoPipeline.open("demo")
     for name, (prompt, nodes) in PICTURES.items():
+        if names and name not in names:
+            continue
         frames = torch.cat(list(pipeline.generate(prompt, pipeline.settings(seed=7))), dim=1)[0]
         # .jpg, because that is the only name the frontend asks for (1.35.9).
         picture(frames, nodes).save(Path(directory) / f"{name}.jpg", quality=88, optimize=True)

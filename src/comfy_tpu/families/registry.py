@@ -12,12 +12,16 @@ from comfy_tpu.families.ltx import LTX_VIDEO
 from comfy_tpu.families.wan import WAN21
 from comfy_tpu.families.wan22 import WAN21_FIRST_LAST, WAN21_IMAGE, WAN22, WAN22_5B, WAN22_IMAGE
 
+PORTED: tuple[VideoFamily, ...] = ()
+"""Those that `comfy-tpu port new` wrote. docs/aten-operators.md tells of a family once it is in FAMILIES by name."""
+
 FAMILIES: tuple[VideoFamily, ...] = (
     *(WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B),
     *(FLUX_DEV, FLUX_SCHNELL),
     *(FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE),
     *(HUNYUAN15, HUNYUAN15_IMAGE),
     LTX_VIDEO,
+    *PORTED,
 )
 
 

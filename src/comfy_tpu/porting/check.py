@@ -101,7 +101,7 @@ def check(
         findings = corrected(findings, trial)
         findings = sorted([*findings, *structure], key=lambda each: (each.file, each.line, each.trap))
     left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
-    verdict, why = _verdict(findings, trial, why)
+    verdict, why = judged(findings, trial, why)
     return Check(
         target,
         verdict,
@@ -137,7 +137,7 @@ def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
     return kept
 
 
-def _verdict(findings: list[Finding], trial: Trial | None, why: str) -> tuple[Verdict, str]:
+def judged(findings: list[Finding], trial: Trial | None, why: str) -> tuple[Verdict, str]:
     stopping = [each for each in findings if each.severity == "stops" and each.reached is not False]
     if trial is None or trial.refusal is not None:
         why = why or f"{trial.refusal if trial else ''}; give --config and --inputs that it accepts"

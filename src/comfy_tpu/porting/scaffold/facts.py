@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
@@ -96,6 +97,15 @@ def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
     return int(config.get("patch_size_t") or 1), int(patch or 1), int(patch or 1)
 
 
+def _fps(source: Source) -> int:
+    """As the pipeline's own example saves its video."""
+    try:
+        found = re.search(r"fps=(\d+)", Path(inspect.getfile(source.pipeline)).read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return int(found[1]) if found else GenerationSettings.fps
+
+
 def default_settings(source: Source, learned: Learned) -> GenerationSettings:
     """What the pipeline does when nothing is said."""
     given = {name: each.default for name, each in inspect.signature(source.pipeline.__call__).parameters.items()}
@@ -115,6 +125,6 @@ def default_settings(source: Source, learned: Learned) -> GenerationSettings:
         guidance_scale=float(given.get("guidance_scale") or 5.0),
         flow_shift=float(scheduler.get("shift") or 1.0),
         scheduler=short,
-        fps=8 if not learned.picture else GenerationSettings.fps,
+        fps=GenerationSettings.fps if learned.picture else _fps(source),
         max_sequence_length=int(given.get("max_sequence_length") or 256),
     )

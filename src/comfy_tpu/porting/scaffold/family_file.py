@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ def family_file(facts: Facts) -> str:
 
 def _head(facts: Facts, body: str) -> str:
     def used(*names: str) -> str:
-        return ", ".join(name for name in sorted(names) if f"{name}(" in body or f"{name}\n" in body or f" {name}," in body)
+        return ", ".join(name for name in sorted(names) if re.search(rf'(?<!["\w]){name}(?!["\w])', body))
 
     lines = [
         f'"""{facts.title}: {facts.noun}s. Written by `comfy-tpu port new` from diffusers\' {facts.source.name}.',

@@ -74,7 +74,7 @@ class Learned:
     """Tokens of each encoder; None: max_sequence_length."""
 
 
-class _Learner:
+class Learner:
     def __init__(self, source: Source, pipeline: Any) -> None:
         self.source = source
         self.pipeline = pipeline
@@ -83,11 +83,17 @@ class _Learner:
         self.channels = int(pipeline.vae.config.get("latent_channels") or pipeline.vae.config.get("z_dim"))
         self.scale = spatial_scale(pipeline.vae)
         self.picture = "num_frames" not in self.parameters
+        self.calls: tuple[Call, Call]
+        """Of the transformer and of the VAE's decode, in the first run."""
+        self.sizes: tuple[int, int, int]
+        """Frames, height and width of the latents then."""
         self.layouts = [each for each in LAYOUTS if self.picture or each.videos]
 
     def learn(self) -> Learned:
         layout, temporal = self._layout()
         runs = [self._run(number, layout, temporal) for number in (0, 1)]
+        self.calls = runs[0].watched.transformer[0], runs[0].watched.decodes[0]
+        self.sizes = runs[0].frames, runs[0].height, runs[0].width
         self._check_start(runs, layout)
         clean = self._clean(runs)
         rows = [self._tokens(run, clean) for run in runs]
@@ -393,10 +399,6 @@ class _Learner:
                 return name
         self._say(f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?")
         return "euler"
-
-
-def learn(source: Source, pipeline: Any) -> Learned:
-    return _Learner(source, pipeline).learn()
 
 
 def _first_text(text: Any) -> Any:

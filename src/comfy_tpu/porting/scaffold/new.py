@@ -1,0 +1,101 @@
+"""From a model to a family: find it, run a small one, learn, check, write. Nothing is written before all of it is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.bridge import build_skeleton
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.porting.check import Check, corrected, judged, read_source
+from comfy_tpu.porting.scaffold.checkout import Files, check_name, find_checkout
+from comfy_tpu.porting.scaffold.facts import Facts, default_settings, patch_of
+from comfy_tpu.porting.scaffold.learning import Learner
+from comfy_tpu.porting.scaffold.pipelines import Source, check_supported, find_source
+from comfy_tpu.porting.scaffold.proposing import propose
+from comfy_tpu.porting.scaffold.small import TOKENS, small_configs, small_pipeline
+from comfy_tpu.porting.scaffold.watching import Call
+from comfy_tpu.porting.scaffold.writing import all_files
+from comfy_tpu.porting.shrinking import SmallModel
+from comfy_tpu.porting.targets import find_targets
+from comfy_tpu.porting.trial import try_small
+
+Tell = Callable[[str], None]
+"""What is being done, for whoever waits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaffold:
+    checkout: Path
+    facts: Facts
+    checks: tuple[Check, ...]
+    """Of the transformer and of the VAE."""
+    files: Files
+    """None of them is written if a check is blocked."""
+
+    @property
+    def blocked(self) -> bool:
+        return any(check.blocked for check in self.checks)
+
+    @property
+    def test(self) -> str:
+        return f"tests/families/test_{self.facts.name}.py"
+
+
+def make_scaffold(
+    name: str, model: str, *, into: str | None = None, model_id: str | None = None, tell: Tell = lambda text: None
+) -> Scaffold:
+    checkout = find_checkout(into)
+    check_name(name, checkout)
+    source = find_source(model)
+    check_supported(source)
+    hub = model_id or source.hub_model
+    if hub is None:
+        raise InvalidValueError(
+            f"diffusers' {source.name} does not say which model of the hub it is for; give it with --model-id owner/name"
+        )
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub):
+        raise InvalidValueError(f"--model-id={hub} is no id of the hub; give owner/name")
+    tell(f"a small {source.name}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model's own, and many
+        configs = small_configs(source)
+        pipeline = small_pipeline(source, configs)
+        tell("watching it run")
+        learner = Learner(source, pipeline)
+        learned = learner.learn()
+        transformer, decode = learner.calls
+        tell("trying its transformer and its VAE")
+        checks = (
+            _checked(source, "transformer", pipeline, "forward", transformer),
+            _checked(source, "vae", pipeline, "decode", decode),
+        )
+        patch = patch_of(dict(pipeline.transformer.config))
+        frames, height, width = learner.sizes
+        tokens = (max(frames // patch[0], 1) * (height // patch[1]) * (width // patch[2]), TOKENS)
+        proposal = propose(source, pipeline.transformer, lambda: pipeline.transformer(**transformer.given), tokens)
+    facts = Facts(name, source, learned, proposal, configs, hub, default_settings(source, learned))
+    files: Files = {}
+    if not any(check.blocked for check in checks):
+        tell("writing its files")
+        files = all_files(facts, checkout)
+    return Scaffold(checkout, facts, checks, files)
+
+
+def _checked(source: Source, part: str, pipeline: Any, method: str, call: Call) -> Check:
+    """As `port check` does, on what the pipeline itself gave it."""
+    cls, model = source.parts[part], getattr(pipeline, part)
+    (target,) = find_targets(cls.__name__)
+    config = {key: value for key, value in dict(model.config).items() if key in inspect.signature(cls).parameters}
+    given = {**call.given, "return_dict": False}
+    small = SmallModel(model, build_skeleton(lambda: cls(**config)), method, given, config)
+    findings = read_source(target)
+    trial = try_small(small, {each.file for each in findings})
+    findings = corrected(findings, trial)
+    verdict, why = judged(findings, trial, "")
+    return Check(target, verdict, why, tuple(findings), (), (), trial, config)

@@ -1,0 +1,321 @@
+"""The nodes of a new family: their entry, their example workflow, their names and help pages in two languages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.porting.scaffold.facts import Facts
+
+KINDS = ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
+WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
+_ENCODERS = {"T5EncoderModel": "T5", "UMT5EncoderModel": "UMT5", "CLIPTextModel": "CLIP"}
+Schema = Mapping[str, Any]
+"""Of a node, as tests/comfy_pack/stand_in.py records it."""
+
+
+def node_entry(facts: Facts, known: str) -> str:
+    """`known`: the text of node_families.py, for what it has fields for."""
+    readers = " and ".join(dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders))
+    plural = "s" if len(facts.source.encoders) > 1 else ""
+    chosen = {
+        field.name: getattr(facts.defaults, field.name)
+        for field in dataclasses.fields(GenerationSettings)
+        if getattr(facts.defaults, field.name) != field.default
+    }
+    defaults = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    own, *others = facts.schedulers
+    multistep = f"; {' and '.join(others)} are multistep ones" if others else ""
+    lines = [
+        f"{facts.constant} = NodeFamily(",
+        f'key="{facts.key}",',
+        f'name="{facts.title}",',
+        f'category="TPU/{facts.title}",',
+        f'hub_models=("{facts.model_id}",),',
+        f'accepts=lambda index: index.get("_class_name") == "{facts.source.name}",',
+        f"defaults=GenerationSettings({defaults}),",
+        'latent_format="",  # of comfy.latent_formats, if that has one for this VAE',
+        f'encoder="{facts.title}\'s {readers} encoder{plural}",',
+        'native_encoder="",',
+        'languages="in English",',
+        f"extras={facts.extras!r},",
+        "filled=False,",
+    ]
+    if facts.picture:
+        lines += ["picture=True,", "size_max=2048,"]
+    else:
+        if "frames_step: int" in known:
+            seconds = facts.defaults.num_frames / facts.defaults.fps
+            lines.append(f"frames_step={facts.learned.frames_multiple},")
+            lines.append(
+                f'frames_help="{facts.defaults.num_frames} frames at {facts.defaults.fps} frames a second are {seconds:.0f} '
+                'seconds.",'
+            )
+        shift = "a factor on the model's own" if facts.learned.scheduler else "this model's scheduler has no use for it"
+        lines += [f'shift_help="{shift}",', f'trained_fps="{facts.defaults.fps}",']
+    if "size_step: int" in known and size_step(facts) != 16:
+        lines.append(f"size_step={size_step(facts)},")
+    lines += [
+        f'sizes_help="{facts.title} was made for {facts.defaults.width}×{facts.defaults.height}.",',
+        f"schedulers={facts.schedulers!r},",
+        f'scheduler_help="{own} is {facts.title}\'s own{multistep}",',
+        ")",
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def size_step(facts: Facts) -> int:
+    multiple = facts.learned.spatial_scale * facts.patch[1]
+    return multiple if multiple > 16 else 16
+
+
+def specified(facts: Facts, schemas: Mapping[str, Schema]) -> str:
+    """Entries of SPECIFIED in tests/comfy_pack/test_nodes.py."""
+    lines = []
+    for kind in KINDS:
+        node = schemas[f"{facts.key}{kind}"]
+        given = [(each["id"], each["type"], _pinned(each)) for each in node["inputs"]]
+        made = [(each["name"], each["type"]) for each in node["outputs"]]
+        lines.append(f'    "{node["id"]}": ("{node["display_name"]}", "{node["category"]}", {given!r}, {made!r}),\n')
+    return "".join(lines)
+
+
+def _pinned(given: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("default", "min", "max", "step", "options", "multiline", "control_after_generate")
+    pinned = {name: given[name] for name in names if name in given and given[name] is not None}
+    return pinned | ({"optional": True} if given["optional"] else {})
+
+
+# Workflow
+
+
+def workflow(facts: Facts, base: Mapping[str, Any], schemas: Mapping[str, Schema]) -> str:
+    """From the example of a family that makes the same: the same places and links, this family's nodes."""
+    made: Any = copy.deepcopy(base)
+    made["id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, facts.template))
+    for node in made["nodes"]:
+        kind = next((each for each in KINDS if node["type"].endswith(each)), None)
+        if kind is not None:
+            node["type"] = f"{facts.key}{kind}"
+            node["properties"]["Node name for S&R"] = node["type"]
+            _fill(node, schemas[node["type"]], facts)
+        elif node["type"] in ("SaveImage", "SaveVideo"):
+            values = node["widgets_values"]
+            values[0] = facts.template if facts.picture else f"video/{facts.template}"
+        elif node["type"] == "MarkdownNote":
+            node["widgets_values"] = [_note(facts)]
+    numbers = {node["id"]: node for node in made["nodes"]}
+    for link in made["links"]:  # sockets may stand elsewhere
+        _, _, _, destination, place, _ = link
+        entry = numbers[destination]["inputs"]
+        for index, socket in enumerate(entry):
+            if socket["link"] == link[0]:
+                link[4] = index
+        assert entry[link[4]]["link"] == link[0], place
+    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+
+
+def _fill(node: dict[str, Any], schema: Schema, facts: Facts) -> None:
+    linked = {socket["name"]: socket["link"] for socket in node["inputs"]}
+    widgets = [each for each in schema["inputs"] if each["type"] in WIDGETS]
+    node["inputs"] = []
+    for each in [*(each for each in schema["inputs"] if each["type"] not in WIDGETS), *widgets]:
+        socket: dict[str, Any] = {"name": each["id"]}
+        if each["optional"]:
+            socket["shape"] = 7
+        socket["type"] = each["type"]
+        if each["type"] in WIDGETS:
+            socket["widget"] = {"name": each["id"]}
+        socket["link"] = linked.get(each["id"])
+        node["inputs"].append(socket)
+    values: list[Any] = []
+    for each in widgets:
+        shown = "A paper boat on a quiet pond at dawn, mist over the water, soft light"
+        values.append(shown if each["id"] == "prompt" else each.get("default", ""))
+        if each.get("control_after_generate"):
+            values.append("fixed")
+    node["widgets_values"] = values
+
+
+def _note(facts: Facts) -> str:
+    size = f"{facts.defaults.width} × {facts.defaults.height}"
+    frames = "" if facts.picture else f", {facts.defaults.num_frames} frames"
+    frames_zh = "" if facts.picture else f"，{facts.defaults.num_frames} 帧"
+    return (
+        f"## {facts.title} on the TPU\n\n{size}{frames}, {facts.defaults.num_inference_steps} steps, `guidance_scale` "
+        f"{facts.defaults.guidance_scale}, scheduler {facts.defaults.scheduler}. The same model has to be chosen in all three "
+        "nodes. The first run downloads the model, loads and compiles; later runs do none of it. The nodes were written by "
+        "`comfy-tpu port new` and compared with diffusers on a small random model; no real weights have run yet.\n\n"
+        f"**中文**：{size}{frames_zh}，{facts.defaults.num_inference_steps} 步，`guidance_scale` "
+        f"{facts.defaults.guidance_scale}，调度器 {facts.defaults.scheduler}。三个节点须选择同一个模型。首次运行会下载、加载并编译，"
+        "之后直接复用。这些节点由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过，尚未用真实权重运行。"
+    )
+
+
+# Names and help pages
+
+
+_ZH_KINDS = {
+    "TextEncoder": "{} 文本编码器（TPU）",
+    "TPUSampler": "{} TPU 采样器",
+    "TPUVAEDecoder": "{} TPU VAE 解码器",
+    "TPUPipeline": "{} TPU 完整流程",
+}
+
+
+def english(schema: Schema) -> dict[str, Any]:
+    """An entry of locales/en: what the node says itself."""
+    given: dict[str, Any] = {}
+    for each in schema["inputs"]:
+        given[each["id"]] = {"name": each["id"], "tooltip": each["tooltip"]}
+        if each["id"] == "seed":
+            given["control_after_generate"] = {"name": "control after generate"}
+    made = {
+        str(number): {"name": each["name"], "tooltip": each["tooltip"]} for number, each in enumerate(schema["outputs"])
+    }
+    return {
+        "display_name": schema["display_name"],
+        "description": schema["description"],
+        "inputs": given,
+        "outputs": made,
+    }
+
+
+def chinese(facts: Facts, kind: str, schema: Schema, base: Mapping[str, Any]) -> dict[str, Any]:
+    """`base`: the entry of the same node of a family that makes the same, for the names that all nodes share."""
+    own = _own_chinese(facts)
+    given: dict[str, Any] = {}
+    for each in schema["inputs"]:
+        name = base["inputs"][each["id"]]["name"]
+        given[each["id"]] = {"name": name, "tooltip": own.get(each["id"], base["inputs"][each["id"]]["tooltip"])}
+        if each["id"] == "seed":
+            given["control_after_generate"] = dict(base["inputs"]["control_after_generate"])
+    made = {number: dict(entry) for number, entry in base["outputs"].items()}
+    if kind == "TPUSampler":
+        made["0"]["tooltip"] = f"供 {facts.title} TPU VAE 解码器或 ComfyUI 自带的 VAE 解码使用。"
+    description = base["description"]
+    if kind == "TextEncoder":
+        description = f"在设备上用 {facts.title} 的文本编码器读取提示词和负面提示词。"
+    return {
+        "display_name": _ZH_KINDS[kind].format(facts.title),
+        "description": description,
+        "inputs": given,
+        "outputs": made,
+    }
+
+
+def _own_chinese(facts: Facts) -> dict[str, str]:
+    noun, title, defaults = "画面" if facts.picture else "视频", facts.title, facts.defaults
+    size = f"{title} 的训练尺寸为 {defaults.width}×{defaults.height}。"
+    own, *others = facts.schedulers
+    multistep = f"，{' 和 '.join(others)} 为多步法" if others else ""
+    return {
+        "prompt": f"描述{noun}内容，用英文。",
+        "negative_prompt": f"描述{noun}中不应出现的内容。仅当 guidance_scale 大于 1 时生效。",
+        "prompt_embeds": f"来自 {title} 文本编码器（TPU）。",
+        "negative_prompt_embeds": "负面提示词的编码结果。guidance_scale 不大于 1 时不使用。",
+        "height": f"画面高度（像素），须为 {size_step(facts)} 的倍数。{size}",
+        "width": f"画面宽度（像素），须为 {size_step(facts)} 的倍数。{size}",
+        "num_frames": f"视频的总帧数，须为 {facts.learned.frames_multiple}n+1。",
+        "guidance_scale": "对提示词的遵循程度。不大于 1 时不使用负面提示词，计算量减半。",
+        "flow_shift": "在高噪声阶段停留多久。" if facts.learned.scheduler else "该模型的调度器不使用它。",
+        "fps": f"视频每秒的帧数。{title} 以 {defaults.fps} 帧/秒训练。",
+        "scheduler": f"求解器。{own} 是 {title} 的默认选择{multistep}。",
+        "latents": f"来自 {title} TPU 采样器，或任意适用于 {title} 的 ComfyUI 采样器或 VAE 编码。",
+    }
+
+
+def help_page(facts: Facts, schema: Schema, names: Mapping[str, Any], language: str) -> str:
+    """`names`: the node's entry in that language's locale."""
+    zh = language == "zh"
+    lines = [f"# {names['display_name']}", "", names["description"], "", "## 输入" if zh else "## Inputs", ""]
+    for each in schema["inputs"]:
+        entry = names["inputs"][each["id"]]
+        label = f"`{each['id']}` {entry['name']}" if zh else f"`{each['id']}`"
+        lines.append(f"* {label} — {_kind(each, zh)}{'' if zh else ' '}{_explained(facts, each, entry['tooltip'], zh)}")
+    lines += ["", "## 输出" if zh else "## Outputs", ""]
+    for number, each in enumerate(schema["outputs"]):
+        entry = names["outputs"][str(number)]
+        label = f"`{each['name']}` {entry['name']}" if zh else f"`{each['name']}`"
+        lines.append(f"* {label} — {each['type']}{'：' if zh else ': '}{entry['tooltip']}")
+    lines += ["", *(_END_ZH if zh else _END_EN)]
+    return "\n".join(lines).replace("TEMPLATE", facts.template) + "\n"
+
+
+def _kind(given: Mapping[str, Any], zh: bool) -> str:
+    stop, opening, closing, default = ("。", "（", "）", "默认") if zh else (".", " (", ")", "default")
+    if given["type"] in ("INT", "FLOAT"):
+        upper = "2⁶⁴−1" if given["max"] == 2**64 - 1 else f"{given['max']:g}"
+        return f"{given['min']:g}–{upper}{opening}{default} {given['default']}{closing}{stop}"
+    if given["id"] == "scheduler":
+        options = ("、" if zh else ", ").join(given["options"])
+        return f"{options}{opening}{default} {given['default']}{closing}{stop}"
+    if given["type"] == "STRING":
+        return ("文本" if zh else "text") + stop
+    if given["type"] == "COMBO":
+        return ""
+    optional = ("，可选" if zh else ", optional") if given["optional"] else ""
+    return f"{given['type']}{optional}{stop}"
+
+
+def _explained(facts: Facts, given: Mapping[str, Any], tooltip: str, zh: bool) -> str:
+    if given["id"] == "num_frames" and not zh and f"{facts.learned.frames_multiple}n+1" not in tooltip:
+        return f"{facts.learned.frames_multiple}n+1 of them."
+    return tooltip
+
+
+_END_EN = (
+    "## Example",
+    "",
+    "Template **TEMPLATE**.",
+    "",
+    "## What errors mean",
+    "",
+    "* **Value not in list: model_id** — the model is not here; choose another, or put it into `models/diffusers`.",
+    "* **could not be had from the hub** — no network, a wrong name, or a model whose licence has to be accepted on its page "
+    "first.",
+    "* **… does not fit in device memory** — not on these chips at this size. There is nothing to free by hand.",
+)
+_END_ZH = (
+    "## 示例",
+    "",
+    "模板 **TEMPLATE**。",
+    "",
+    "## 常见错误",
+    "",
+    "* **Value not in list: model_id** —— 本机没有该模型，请另选一个，或将其放入 `models/diffusers`。",
+    "* **could not be had from the hub** —— 没有网络、名称有误，或需要先在模型页面接受许可。",
+    "* **… does not fit in device memory** —— 这些芯片放不下当前尺寸，无需也无法手动释放。",
+)
+
+
+# The guide
+
+
+def guide_row(facts: Facts, *, zh: bool) -> str:
+    size = f"{facts.defaults.width}{'×' if zh else ' × '}{facts.defaults.height}"
+    return f"| `{facts.template}` | {facts.title}{'，' if zh else ', '}{size} |\n"
+
+
+def guide_section(facts: Facts, *, zh: bool) -> str:
+    ids = ("、" if zh else ", ").join(f"`{facts.key}{kind}`" for kind in KINDS)
+    defaults = facts.defaults
+    if zh:
+        what = "图像" if facts.picture else f"视频：{defaults.num_frames} 帧"
+        text = (
+            f"{what}；`height` {defaults.height}，`width` {defaults.width}，{defaults.num_inference_steps} 步，`guidance_scale` "
+            f"{defaults.guidance_scale}，调度器 {defaults.scheduler}。由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过。"
+        )
+    else:
+        what = "Pictures" if facts.picture else f"Videos of {defaults.num_frames} frames"
+        text = (
+            f"{what}: `height` {defaults.height}, `width` {defaults.width}, {defaults.num_inference_steps} steps, "
+            f"`guidance_scale` {defaults.guidance_scale}, scheduler {defaults.scheduler}. Written by `comfy-tpu port new`, and "
+            "compared with diffusers on a small random model only."
+        )
+    return f"### {facts.title} · {ids} · TPU/{facts.title}\n\n{text}\n\n"
