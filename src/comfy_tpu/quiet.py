@@ -16,7 +16,7 @@ from typing import Any
 _IGNORED = (
     # torch indexes with int64 everywhere; JAX narrows to int32 and says so at each one. Values are checked on entry.
     "Explicitly requested dtype.*int64",
-    # diffusers works out positions in float64, which a TPU does not have. Whether float32 does is seen by a family's tests.
+    # diffusers works out positions in float64, which a TPU does not have. A family's tests see whether float32 does.
     "Explicitly requested dtype.*float64",
     # To donate is to say "may be taken over": a VAE's cache that grows after its first frame cannot be.
     "Some donated buffers were not usable",

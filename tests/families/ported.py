@@ -1,4 +1,4 @@
-"""What the tests of families that `comfy-tpu port new` wrote have in common: a picture or video of ours and of diffusers'."""
+"""What the tests of families that `comfy-tpu port new` wrote have in common: a video of ours and of diffusers'."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `check` exits with 0 if the model will run (with --static: if nothing was found that stops it) and with 1 if it will
 not, or could not be tried. `ops` exits with 1 if an operator is missing. The keys of --json are described in
-src/comfy_tpu/porting/report.py.
+src/comfy_tpu/porting/report.py. `new` is in port_new.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 from typing import Any
 
+from comfy_tpu.cli import port_new
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.errors import InvalidValueError
 
@@ -33,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Builds a small model and traces it: this imports and runs the model's code.",
     )
     ops.set_defaults(port=_ops)
+    new = commands.add_parser(
+        "new",
+        help="write a family for a pipeline of diffusers: nodes, example, help pages and a parity test",
+        description="Builds a small random pipeline, watches how it calls its parts, and writes a family that does the "
+        "same, into a checkout of comfy-tpu. Nothing that is there is overwritten.",
+    )
+    port_new.add_arguments(new)
+    new.set_defaults(port=port_new.run)
     for command in (check, ops):
         command.add_argument(
             "target", metavar="TARGET", help="a class of diffusers, a model directory, model.py[:Class] or module:Class"

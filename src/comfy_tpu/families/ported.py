@@ -76,7 +76,7 @@ def in_vae_scale(latents: torch.Tensor, statistics: tuple[list[float], list[floa
 
 
 def as_frames(pixels: torch.Tensor) -> torch.Tensor:
-    """[batch, 3, height, width] or [batch, 3, frames, height, width] in -1..1 -> [batch, frames, height, width, 3] in 0..1."""
+    """[batch, 3, (frames,) height, width] in -1..1 -> [batch, frames, height, width, 3] in 0..1."""
     pixels = pixels.unsqueeze(2) if pixels.ndim == 4 else pixels
     return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)
 
@@ -84,8 +84,8 @@ def as_frames(pixels: torch.Tensor) -> torch.Tensor:
 def unexplained(what: str) -> Any:
     """Stands where a pipeline was seen to do something that nothing explained."""
     raise NotImplementedError(
-        f"{what}: diffusers' pipeline computes it in a way that `comfy-tpu port new` did not find; read that pipeline and "
-        "write it here"
+        f"{what}: diffusers' pipeline computes it in a way that `comfy-tpu port new` did not find; read that pipeline "
+        "and write it here"
     )
 
 
@@ -116,7 +116,9 @@ def workload_of(
     height, width = (side // spatial_scale for side in (settings.height, settings.width))
     stacks, outer, small = _matrices(spec, json.dumps(dict(config), sort_keys=True, default=str))
     given = tuple(rows.items())
-    widest = max((matrix.shape[0] for _, found in stacks for name, matrix in found if matrix.kind == "column"), default=0)
+    widest = max(
+        (matrix.shape[0] for _, found in stacks for name, matrix in found if matrix.kind == "column"), default=0
+    )
     return Workload(
         batch=settings.num_videos * (2 if guided and settings.guidance_scale > 1 else 1),
         tokens=max(frames // patch[0], 1) * (height // patch[1]) * (width // patch[2]),
@@ -125,7 +127,9 @@ def workload_of(
         heads=heads,
         head_dim=head_dim,
         ffn=widest or 4 * heads * head_dim,
-        stacks=tuple(Stack(layers, tuple(_placed(matrix, name, given) for name, matrix in found)) for layers, found in stacks),
+        stacks=tuple(
+            Stack(layers, tuple(_placed(matrix, name, given) for name, matrix in found)) for layers, found in stacks
+        ),
         outer=tuple(_placed(matrix, name, given) for name, matrix in outer),
         small_bytes=small,
         output_features=channels * patch[0] * patch[1] * patch[2],

@@ -73,8 +73,8 @@ def pooled_clip(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def encoded_t5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """[batch, tokens, features], of the filling too. Without a mask it is read as if it were text, as some of diffusers'
-    pipelines have it."""
+    """[batch, tokens, features], of the filling too. Without a mask it is read as if it were text: some of diffusers'
+    pipelines do that."""
     hidden = module.shared(input_ids)
     attention = module.encoder.block[0].layer[0].SelfAttention
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)

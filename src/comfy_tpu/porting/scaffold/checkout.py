@@ -19,7 +19,12 @@ from typing import Any
 import comfy_tpu
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 
-_MARKS = ("pyproject.toml", "src/comfy_tpu/families/ported.py", "tests/comfy_pack/stand_in.py", "tests/families/ported.py")
+_MARKS = (
+    "pyproject.toml",
+    "src/comfy_tpu/families/ported.py",
+    "tests/comfy_pack/stand_in.py",
+    "tests/families/ported.py",
+)
 _STAGED = ("src", "tests", "tools", "__init__.py", "pyproject.toml")
 
 
@@ -40,18 +45,22 @@ def find_checkout(into: str | None) -> Path:
         if all((place / mark).is_file() for mark in _MARKS):
             return place.resolve()
     raise InvalidValueError(
-        f"{into or 'here'} is no checkout of comfy-tpu, and a family is written into one (its nodes, pages and tests are "
-        "files there); git clone it and `pip install -e .[dev]`, or give its directory with --into"
+        f"{into or 'here'} is no checkout of comfy-tpu, and a family is written into one (its nodes, pages and tests "
+        "are files there); git clone it and `pip install -e .[dev]`, or give its directory with --into"
     )
 
 
 def check_name(name: str, checkout: Path) -> None:
     usable = name.isidentifier() and name == name.lower() and name.isascii() and not keyword.iskeyword(name)
     if not usable or name.startswith("_"):
-        raise InvalidValueError(f"NAME={name!r} is no name for a module; use small letters, digits and _ such as pixart_sigma")
+        raise InvalidValueError(
+            f"NAME={name!r} is no name for a module; use small letters, digits and _ such as pixart_sigma"
+        )
     for file in (f"src/comfy_tpu/families/{name}.py", f"tests/families/test_{name}.py"):
         if (checkout / file).exists():
-            raise InvalidValueError(f"NAME={name} is taken: {file} is there, and nothing is overwritten; choose another name")
+            raise InvalidValueError(
+                f"NAME={name} is taken: {file} is there, and nothing is overwritten; choose another name"
+            )
 
 
 def tool(name: str) -> Path:
@@ -71,7 +80,9 @@ def formatted(text: str, file: str, checkout: Path) -> str:
     for command in (["check", "--quiet", "--fix", "--select", "I"], ["format", "--quiet"]):
         done = subprocess.run([ruff, *command, *where], input=text, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UnsupportedError(f"{file} as it would be written is no Python that ruff can read: {done.stderr.strip()}")
+            raise UnsupportedError(
+                f"{file} as it would be written is no Python that ruff can read: {done.stderr.strip()}"
+            )
         text = done.stdout
     return text
 
@@ -99,7 +110,9 @@ def node_schemas(root: Path) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(root / "src")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=models)
     if done.returncode:
-        raise UnsupportedError(f"the pack with the new nodes cannot be loaded; nothing was written:\n{done.stderr[-2000:]}")
+        raise UnsupportedError(
+            f"the pack with the new nodes cannot be loaded; nothing was written:\n{done.stderr[-2000:]}"
+        )
     nodes: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["nodes"]
     return nodes
 
@@ -119,9 +132,9 @@ def write(root: Path, files: Mapping[str, str | bytes | Link]) -> None:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             temporary.replace(path)
     except BaseException:
-        for path, content in reversed(before):
-            if content is not None:
-                path.write_bytes(content)
+        for path, old in reversed(before):
+            if old is not None:
+                path.write_bytes(old)
             else:
                 path.unlink(missing_ok=True)
         raise

@@ -23,7 +23,13 @@ def inserted_before(text: str, anchor: str, addition: str, *, where: str) -> str
 def appended_to_tuple(text: str, name: str, item: str, *, where: str) -> str:
     """To the tuple or list that a module gives this name."""
     for node in ast.parse(text).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        target = (
+            node.target
+            if isinstance(node, ast.AnnAssign)
+            else node.targets[0]
+            if isinstance(node, ast.Assign)
+            else None
+        )
         if isinstance(target, ast.Name) and target.id == name and isinstance(node, (ast.Assign, ast.AnnAssign)):
             value = node.value
             if isinstance(value, (ast.Tuple, ast.List)) and value.end_lineno is not None:
@@ -36,7 +42,9 @@ def appended_to_tuple(text: str, name: str, item: str, *, where: str) -> str:
                 end = "," if isinstance(value, ast.Tuple) else ""
                 lines[last] = f"{lines[last][:column]}{comma}{item}{end}{lines[last][column:]}"
                 return "".join(lines)
-    raise UnsupportedError(f"{where} has no tuple {name} to add to; is this checkout another version? Nothing was written")
+    raise UnsupportedError(
+        f"{where} has no tuple {name} to add to; is this checkout another version? Nothing was written"
+    )
 
 
 def sorted_into_list(text: str, name: str, item: str, *, where: str) -> str:
@@ -49,4 +57,6 @@ def sorted_into_list(text: str, name: str, item: str, *, where: str) -> str:
             ordered = sorted([*values, item])
             written = "[\n" + "".join(f'    "{each}",\n' for each in ordered) + "]"
             return text.replace(source, written, 1)
-    raise UnsupportedError(f"{where} has no list {name} to add to; is this checkout another version? Nothing was written")
+    raise UnsupportedError(
+        f"{where} has no list {name} to add to; is this checkout another version? Nothing was written"
+    )

@@ -111,12 +111,13 @@ def default_settings(source: Source, learned: Learned) -> GenerationSettings:
     given = {name: each.default for name, each in inspect.signature(source.pipeline.__call__).parameters.items()}
     config = source.full_config("transformer")
     sides = {
-        side: given.get(side) or (config.get(f"sample_{side}") or config.get("sample_size") or 64) * learned.spatial_scale
+        side: given.get(side)
+        or (config.get(f"sample_{side}") or config.get("sample_size") or 64) * learned.spatial_scale
         for side in ("height", "width")
     }
     scheduler = source.full_config("scheduler") if learned.scheduler else {}
     frames = 1 if learned.picture else given.get("num_frames") or config.get("sample_frames") or 49
-    short = ("euler" if learned.scheduler else own_scheduler(source.parts["scheduler"].__name__))
+    short = "euler" if learned.scheduler else own_scheduler(source.parts["scheduler"].__name__)
     return GenerationSettings(
         height=int(sides["height"]),
         width=int(sides["width"]),

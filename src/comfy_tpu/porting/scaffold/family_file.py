@@ -12,9 +12,16 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.hypotheses import STATISTICS
 
-_COMPONENTS = {"T5EncoderModel": "t5_component", "UMT5EncoderModel": "umt5_component", "CLIPTextModel": "clip_component"}
-_FEATURES = ("caption_channels", "text_embed_dim", "joint_attention_dim", "cap_feat_dim", "text_dim", "context_dim")
-_FEATURES += ("cross_attention_input_dim", "cross_attention_dim")
+_COMPONENTS = {
+    "T5EncoderModel": "t5_component",
+    "UMT5EncoderModel": "umt5_component",
+    "CLIPTextModel": "clip_component",
+}
+_FEATURES = (
+    *("caption_channels", "text_embed_dim", "joint_attention_dim", "cap_feat_dim", "text_dim", "context_dim"),
+    *("cross_attention_input_dim", "cross_attention_dim"),
+)
+"""What configurations call the width of a text's embeddings."""
 
 
 def family_file(facts: Facts) -> str:
@@ -42,8 +49,8 @@ def _head(facts: Facts, body: str) -> str:
     lines = [
         f'"""{facts.title}: {facts.noun}s. Written by `comfy-tpu port new` from diffusers\' {facts.source.name}.',
         "",
-        f'It calls diffusers\' own modules as that pipeline was seen to call them; tests/families/test_{facts.name}.py compares',
-        'the two."""',
+        "It calls diffusers' own modules as that pipeline was seen to call them.",
+        f'tests/families/test_{facts.name}.py compares the two."""',
         "",
         "from __future__ import annotations",
         "",
@@ -59,7 +66,9 @@ def _head(facts: Facts, body: str) -> str:
         f"from comfy_tpu.families.ported import {used(*_PORTED)}",
     ]
     if facts.learned.scheduler:
-        lines.append(f"from comfy_tpu.families.schedulers import {used('dpm', 'euler', 'euler_from_one', 'own_shift', 'unipc')}")
+        lines.append(
+            f"from comfy_tpu.families.schedulers import {used('dpm', 'euler', 'euler_from_one', 'own_shift', 'unipc')}"
+        )
     lines.append(f"from comfy_tpu.families.text_encoders import {used(*_TEXT)}")
     kinds = sorted({rule.kind for rule in facts.proposal.rules} | {"replicate"})
     lines.append(f"from comfy_tpu.parallel.rules import {', '.join(kinds)}")
@@ -67,8 +76,25 @@ def _head(facts: Facts, body: str) -> str:
     return "\n".join(lines)
 
 
-_PORTED = ("as_frames", "as_latents", "as_tokens", "in_vae_scale", "module_of", "scheduler_of", "unexplained", "workload_of")
-_TEXT = ("clip_component", "encoded_t5", "encoded_umt5", "pooled_clip", "t5_component", "umt5_component", "without_filling")
+_PORTED = (
+    "as_frames",
+    "as_latents",
+    "as_tokens",
+    "in_vae_scale",
+    "module_of",
+    "scheduler_of",
+    "unexplained",
+    "workload_of",
+)
+_TEXT = (
+    "clip_component",
+    "encoded_t5",
+    "encoded_umt5",
+    "pooled_clip",
+    "t5_component",
+    "umt5_component",
+    "without_filling",
+)
 
 
 def _components(facts: Facts) -> str:
@@ -156,10 +182,10 @@ def _encoders(facts: Facts) -> Iterator[str]:
     for encoder in facts.source.encoders:
         found = [each for each in facts.learned.embeddings if each.encoder == encoder]
         entries = ", ".join(f'"{each.name}": {each.reading.written}' for each in found)
-        yield f'''def {_encode(encoder)}(
+        yield f"""def {_encode(encoder)}(
     module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    return {{{entries}}}'''
+    return {{{entries}}}"""
 
 
 def _encode(encoder: str) -> str:
@@ -184,8 +210,8 @@ def _shapes(facts: Facts) -> str:
             entries.append(f'"{each.name}": ({_features(facts, each)},)')
         else:
             entries.append(f'"{each.name}": ({tokens}, {_features(facts, each)})')
-    return f'''def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
-    return {{{", ".join(entries)}}}'''
+    return f"""def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
+    return {{{", ".join(entries)}}}"""
 
 
 def _prepare(facts: Facts) -> str:
@@ -218,13 +244,13 @@ def _predict(facts: Facts) -> str:
     names = ", ".join(name for name, _ in facts_needed)
     values = ", ".join(value for _, value in facts_needed)
     first = f"    {names} = {values}\n" if facts_needed else ""
-    return f'''def predict(
+    return f"""def predict(
     module: Any,
     latents: torch.Tensor,
     timestep: torch.Tensor,
     guidance_scale: torch.Tensor,
 {given}) -> torch.Tensor:
-{first}{sizes}{body}'''
+{first}{sizes}{body}"""
 
 
 def _layouts() -> Any:
@@ -281,13 +307,15 @@ def _family(facts: Facts) -> str:
         }
         lines.append(f"SCHEDULER: Config = {config!r}")
         if not config:
-            lines.append('"""Nothing but diffusers\' defaults: no scheduler_config.json was at hand. Write the model\'s here."""')
+            lines.append(
+                '"""Nothing but diffusers\' defaults: no scheduler_config.json was at hand. Write the model\'s here."""'
+            )
         lines.append("")
         schedulers = f'{{"{facts.schedulers[0]}": scheduler_of("{source.parts["scheduler"].__name__}", SCHEDULER)}}'
     lines.append(f"SCHEDULERS = {schedulers}")
     published = ""
     if source.model_id:
-        config = {key: value for key, value in source.configs.get("transformer", {}).items()}
+        config = dict(source.configs.get("transformer", {}))
         lines += ["", f"PUBLISHED: Config = {config!r}"]
         published = f'"{facts.model_id}": PUBLISHED'
     encoders = "".join(_text_encoder(facts, encoder) for encoder in source.encoders)
@@ -297,11 +325,17 @@ def _family(facts: Facts) -> str:
         if getattr(facts.defaults, field.name) != field.default
     }
     defaults = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    height, width = facts.defaults.height, facts.defaults.width
+    presets = {f"{width}×{height}": {"height": height, "width": width}}
     multiple = learned.spatial_scale * facts.patch[1]
     frames = 1 if facts.picture else 1025
     own = "    own_settings=own_shift,\n" if learned.scheduler else ""
     whole = "" if facts.picture else "    whole=True,\n"
-    tokens = f"        tokens_max={facts.defaults.max_sequence_length},\n" if facts.defaults.max_sequence_length > 512 else ""
+    tokens = (
+        f"        tokens_max={facts.defaults.max_sequence_length},\n"
+        if facts.defaults.max_sequence_length > 512
+        else ""
+    )
     lines.append(f'''
 
 {facts.constant} = VideoFamily(
@@ -320,7 +354,7 @@ def _family(facts: Facts) -> str:
         schedulers=tuple(SCHEDULERS),
 {tokens}    ),
     defaults=GenerationSettings({defaults}),
-    presets={{"{facts.defaults.width}×{facts.defaults.height}": {{"height": {facts.defaults.height}, "width": {facts.defaults.width}}}}},
+    presets={presets!r},
     schedulers=SCHEDULERS,
     spatial_scale={learned.spatial_scale},
     temporal_scale={learned.temporal_scale},

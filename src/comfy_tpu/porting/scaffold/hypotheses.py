@@ -88,13 +88,13 @@ CLEANED = {
 }
 
 STATISTICS = {
-    "[0.0] * channels, [1 / config[\"scaling_factor\"]] * channels": ("scaling_factor",),
-    "[config[\"shift_factor\"]] * channels, [1 / config[\"scaling_factor\"]] * channels": (
+    '[0.0] * channels, [1 / config["scaling_factor"]] * channels': ("scaling_factor",),
+    '[config["shift_factor"]] * channels, [1 / config["scaling_factor"]] * channels': (
         "scaling_factor",
         "shift_factor",
     ),
-    "list(config[\"latents_mean\"]), list(config[\"latents_std\"])": ("latents_mean", "latents_std"),
-    "list(config[\"latents_mean\"]), [each / config[\"scaling_factor\"] for each in config[\"latents_std\"]]": (
+    'list(config["latents_mean"]), list(config["latents_std"])': ("latents_mean", "latents_std"),
+    'list(config["latents_mean"]), [each / config["scaling_factor"] for each in config["latents_std"]]': (
         "latents_mean",
         "latents_std",
         "scaling_factor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,12 +126,10 @@ class Learner:
             chosen["max_sequence_length"] = TOKENS
         chosen |= {name: False for name in ("use_resolution_binning", "clean_caption") if name in self.parameters}
         try:
-            watched = watch(
-                self.pipeline, prompt=PROMPTS[number], negative_prompt=NEGATIVE[number], **chosen, **more
-            )
+            watched = watch(self.pipeline, prompt=PROMPTS[number], negative_prompt=NEGATIVE[number], **chosen, **more)
         except Exception as error:
             raise UnsupportedError(
-                f"a small {self.source.name} does not run ({type(error).__name__}: {str(error).strip().splitlines()[0]}): "
+                f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}): "
                 "its sizes do not follow from names; write the family by hand, docs/porting.md says how"
             ) from error
         return sizes, watched
@@ -153,7 +151,11 @@ class Learner:
         )
 
     def _run(self, number: int, layout: Layout, temporal: int) -> Run:
-        height, width, frames = (6, 8)[number], (10, 6)[number], 1 if self.picture else ((9, 17)[number] - 1) // temporal + 1
+        height, width, frames = (
+            (6, 8)[number],
+            (10, 6)[number],
+            1 if self.picture else ((9, 17)[number] - 1) // temporal + 1,
+        )
         noise = initial_noise((1, self.channels, frames, height, width), seed=number)
         _, watched = self._call(number, latents=layout.to(noise))
         return Run(height, width, frames, (3, 2)[number], PROMPTS[number], NEGATIVE[number], number, watched, noise)
@@ -161,7 +163,9 @@ class Learner:
     def _check_start(self, runs: list[Run], layout: Layout) -> None:
         for run in runs:
             if not agrees(run.watched.steps[0].given["sample"], layout.to(run.latents)):
-                self._say("the first sample is not the noise that it was given: the scheduler or the pipeline scales it")
+                self._say(
+                    "the first sample is not the noise that it was given: the scheduler or the pipeline scales it"
+                )
                 return
 
     def _say(self, sentence: str) -> None:
@@ -203,9 +207,7 @@ class Learner:
             texts = [hypotheses.evaluated(clean, {**names, "text": text}) for text in (run.prompt, run.negative)]
             calls = run.watched.encoders[encoder]
             length = calls[0].given["input_ids"].shape[1]
-            tokens = tokenizer(
-                texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-            )
+            tokens = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
             seen = torch.cat([call.given["input_ids"] for call in calls])
             for row in tokens.input_ids:
                 if not bool((seen == row).all(dim=1).any()):
@@ -233,7 +235,7 @@ class Learner:
             wanted = [(names, given[name]) for names, given, _ in cases]
             if name == "return_dict" or all(value is None for _, value in wanted):
                 continue
-            expression = self._expression(name, wanted)
+            expression = self._expression(wanted)
             if expression is None:
                 embedding = self._embedding(name, cases, runs, tokens, embeddings)
                 if embedding is not None:
@@ -262,7 +264,7 @@ class Learner:
                 found.append((names, call.given, -1 if len(calls) == 1 else number))
         return found
 
-    def _expression(self, name: str, wanted: list[tuple[Mapping[str, Any], Any]]) -> str | None:
+    def _expression(self, wanted: Sequence[tuple[Mapping[str, Any], Any]]) -> str | None:
         values = [value for _, value in wanted]
         if all(isinstance(value, torch.Tensor) for value in values):
             return first_that_holds((*(each.there for each in self.layouts), *hypotheses.TIMESTEPS), wanted)
@@ -314,8 +316,8 @@ class Learner:
             except (RuntimeError, ValueError, IndexError):
                 continue
         self._say(
-            f"the scheduler is given {_described(runs[0].watched.steps[0].given['model_output'])}, which is no guided sum "
-            f"of the transformer's answers {_described(_tensor(runs[0].watched.transformer[0].result))}"
+            f"the scheduler is given {_described(runs[0].watched.steps[0].given['model_output'])}, which is no guided "
+            f"sum of the transformer's answers {_described(_tensor(runs[0].watched.transformer[0].result))}"
         )
         return 'unexplained("answer")'
 
@@ -350,7 +352,9 @@ class Learner:
                 except (RuntimeError, ValueError, IndexError):
                     continue
         call = runs[0].watched.decodes[0]
-        self._say(f"the VAE is given {_described(next(iter(call.given.values())))}, and no scale of the last latents is that")
+        self._say(
+            f"the VAE is given {_described(next(iter(call.given.values())))}, and no scale of the last latents is that"
+        )
         return '[unexplained("latent statistics")], []', self.layouts[0]
 
     def _decodes(self, run: Run, layout: Layout, there: Layout, statistics: tuple[list[float], list[float]]) -> bool:
@@ -373,7 +377,9 @@ class Learner:
             if made.shape[2] == (count - 1) * temporal + 1:
                 good.append(count)
         if 1 not in good or len(good) < 2:
-            self._say("the VAE makes another number of frames of its latents than one, and a fixed number for each other")
+            self._say(
+                "the VAE makes another number of frames of its latents than one, and a fixed number for each other"
+            )
             return temporal
         return temporal * (good[1] - 1)
 
@@ -397,8 +403,14 @@ class Learner:
             made = [getattr(schedulers, name)(each) for each in settings]
             if all(agrees(each.sigmas, run.watched.sigmas) for each, run in zip(made, runs, strict=True)):
                 return name
-        self._say(f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?")
+        self._say(
+            f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?"
+        )
         return "euler"
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _first_text(text: Any) -> Any:

@@ -21,7 +21,9 @@ Schema = Mapping[str, Any]
 
 def node_entry(facts: Facts, known: str) -> str:
     """`known`: the text of node_families.py, for what it has fields for."""
-    readers = " and ".join(dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders))
+    readers = " and ".join(
+        dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders)
+    )
     plural = "s" if len(facts.source.encoders) > 1 else ""
     chosen = {
         field.name: getattr(facts.defaults, field.name)
@@ -53,8 +55,8 @@ def node_entry(facts: Facts, known: str) -> str:
             seconds = facts.defaults.num_frames / facts.defaults.fps
             lines.append(f"frames_step={facts.learned.frames_multiple},")
             lines.append(
-                f'frames_help="{facts.defaults.num_frames} frames at {facts.defaults.fps} frames a second are {seconds:.0f} '
-                'seconds.",'
+                f'frames_help="{facts.defaults.num_frames} frames at {facts.defaults.fps} frames a second are '
+                f'{seconds:.0f} seconds.",'
             )
         shift = "a factor on the model's own" if facts.learned.scheduler else "this model's scheduler has no use for it"
         lines += [f'shift_help="{shift}",', f'trained_fps="{facts.defaults.fps}",']
@@ -143,17 +145,20 @@ def _fill(node: dict[str, Any], schema: Schema, facts: Facts) -> None:
 
 
 def _note(facts: Facts) -> str:
-    size = f"{facts.defaults.width} × {facts.defaults.height}"
-    frames = "" if facts.picture else f", {facts.defaults.num_frames} frames"
-    frames_zh = "" if facts.picture else f"，{facts.defaults.num_frames} 帧"
+    defaults = facts.defaults
+    size = f"{defaults.width} × {defaults.height}"
+    frames = "" if facts.picture else f", {defaults.num_frames} frames"
+    frames_zh = "" if facts.picture else f"，{defaults.num_frames} 帧"
     return (
-        f"## {facts.title} on the TPU\n\n{size}{frames}, {facts.defaults.num_inference_steps} steps, `guidance_scale` "
-        f"{facts.defaults.guidance_scale}, scheduler {facts.defaults.scheduler}. The same model has to be chosen in all three "
-        "nodes. The first run downloads the model, loads and compiles; later runs do none of it. The nodes were written by "
-        "`comfy-tpu port new` and compared with diffusers on a small random model; no real weights have run yet.\n\n"
-        f"**中文**：{size}{frames_zh}，{facts.defaults.num_inference_steps} 步，`guidance_scale` "
-        f"{facts.defaults.guidance_scale}，调度器 {facts.defaults.scheduler}。三个节点须选择同一个模型。首次运行会下载、加载并编译，"
-        "之后直接复用。这些节点由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过，尚未用真实权重运行。"
+        f"## {facts.title} on the TPU\n\n{size}{frames}, {defaults.num_inference_steps} steps, `guidance_scale` "
+        f"{defaults.guidance_scale}, scheduler {defaults.scheduler}. The same model has to be chosen in all "
+        "three nodes. The first run downloads the model, loads and compiles; later runs do none of it. The nodes were "
+        "written by `comfy-tpu port new` and compared with diffusers on a small random model; no real weights have "
+        "run yet.\n\n"
+        f"**中文**：{size}{frames_zh}，{defaults.num_inference_steps} 步，`guidance_scale` "
+        f"{defaults.guidance_scale}，调度器 {defaults.scheduler}。三个节点须选择同一个模型。"
+        "首次运行会下载、加载并编译，之后直接复用。"
+        "这些节点由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过，尚未用真实权重运行。"
     )
 
 
@@ -277,8 +282,8 @@ _END_EN = (
     "## What errors mean",
     "",
     "* **Value not in list: model_id** — the model is not here; choose another, or put it into `models/diffusers`.",
-    "* **could not be had from the hub** — no network, a wrong name, or a model whose licence has to be accepted on its page "
-    "first.",
+    "* **could not be had from the hub** — no network, a wrong name, or a model whose licence has to be accepted on "
+    "its page first.",
     "* **… does not fit in device memory** — not on these chips at this size. There is nothing to free by hand.",
 )
 _END_ZH = (
@@ -308,14 +313,15 @@ def guide_section(facts: Facts, *, zh: bool) -> str:
     if zh:
         what = "图像" if facts.picture else f"视频：{defaults.num_frames} 帧"
         text = (
-            f"{what}；`height` {defaults.height}，`width` {defaults.width}，{defaults.num_inference_steps} 步，`guidance_scale` "
-            f"{defaults.guidance_scale}，调度器 {defaults.scheduler}。由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过。"
+            f"{what}；`height` {defaults.height}，`width` {defaults.width}，{defaults.num_inference_steps} 步，"
+            f"`guidance_scale` {defaults.guidance_scale}，调度器 {defaults.scheduler}。"
+            "由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过。"
         )
     else:
         what = "Pictures" if facts.picture else f"Videos of {defaults.num_frames} frames"
         text = (
             f"{what}: `height` {defaults.height}, `width` {defaults.width}, {defaults.num_inference_steps} steps, "
-            f"`guidance_scale` {defaults.guidance_scale}, scheduler {defaults.scheduler}. Written by `comfy-tpu port new`, and "
-            "compared with diffusers on a small random model only."
+            f"`guidance_scale` {defaults.guidance_scale}, scheduler {defaults.scheduler}. Written by `comfy-tpu port "
+            "new`, and compared with diffusers on a small random model only."
         )
     return f"### {facts.title} · {ids} · TPU/{facts.title}\n\n{text}\n\n"

@@ -96,8 +96,8 @@ def check_supported(source: Source) -> None:
     for part in ("transformer", "vae", "scheduler"):
         if part not in source.parts:
             raise UnsupportedError(
-                f"{source.name} has no {part} (it has {', '.join(source.parts)}); a family wants a transformer, a VAE, a "
-                "scheduler and text encoders: write it by hand, docs/porting.md says how"
+                f"{source.name} has no {part} (it has {', '.join(source.parts)}); a family wants a transformer, a VAE, "
+                "a scheduler and text encoders: write it by hand, docs/porting.md says how"
             )
     if not source.encoders:
         raise UnsupportedError(f"{source.name} has no text encoder; a family reads a prompt: write it by hand")
@@ -117,8 +117,8 @@ def _of_class(name: str, configs: Mapping[str, Mapping[str, Any]] | None = None,
         pipeline = getattr(diffusers, name, None)
     if not isinstance(pipeline, type) or not issubclass(pipeline, diffusers.DiffusionPipeline):
         raise InvalidValueError(
-            f"diffusers {diffusers.__version__} has no pipeline {name}; give one such as PixArtSigmaPipeline, or a model "
-            "directory"
+            f"diffusers {diffusers.__version__} has no pipeline {name}; give one such as PixArtSigmaPipeline, or a "
+            "model directory"
         )
     return Source(pipeline, _annotated(pipeline), configs or {}, model_id)
 

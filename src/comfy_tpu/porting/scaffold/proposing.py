@@ -65,7 +65,7 @@ def propose(
     full = build_skeleton(lambda: source.parts["transformer"](**source.full_config("transformer")))
     stacks, left_out = _stacks(transformer, full, seen)
     weights = {_starred(name, stacks): weight for name, weight in weight_shapes(full).items()}
-    inner = dict(transformer.config)  # type: ignore[call-overload]
+    inner = source.full_config("transformer")
     hidden = _hidden(source.full_config("transformer"))
     kinds = {name: _kind(name, weight, weights, stacks, hidden, seen) for name, weight in weights.items()}
     patterns = _merged(kinds)
@@ -117,11 +117,16 @@ def _measuring(seen: _Seen, path: str) -> Any:
 def _stacks(
     small: torch.nn.Module, full: torch.nn.Module, seen: _Seen
 ) -> tuple[tuple[LayerStack, ...], tuple[str, ...]]:
-    found, left_out = [], []
+    found: list[LayerStack] = []
+    left_out: list[str] = []
     for path, calls in seen.calls.items():
         blocks = full.get_submodule(path)
         assert isinstance(blocks, torch.nn.ModuleList)
-        if len(blocks) < 2 or len({type(block) for block in blocks}) > 1 or any(path.startswith(f"{s.path}.") for s in found):
+        if (
+            len(blocks) < 2
+            or len({type(block) for block in blocks}) > 1
+            or any(path.startswith(f"{s.path}.") for s in found)
+        ):
             continue
         difference = next(
             (text for block in blocks if (text := block_difference(blocks[0], block, LayerStack.varying))), None
@@ -141,7 +146,7 @@ def _stacks(
 
 
 def _carry(calls: Sequence[tuple[dict[str, Any], list[Any]]]) -> tuple[str, ...] | None:
-    """The arguments of the next block that are this one's outputs, in their order: by identity, so nothing is guessed."""
+    """The arguments of the next block that are this one's outputs, in their order: by identity, nothing is guessed."""
     if len(calls) < 2:
         return None
     (_, outputs), (following, _) = calls[0], calls[1]

@@ -1,4 +1,4 @@
-"""A small random pipeline of any class: sizes that belong together, weights that do something, tokenizers of a few words."""
+"""A small random pipeline of any class: sizes that belong together, weights that do something, a few words."""
 
 from __future__ import annotations
 
@@ -34,13 +34,27 @@ _AXES = re.compile(r"^(axes_dims?_rope|rope_axes_dim)$")
 
 _ENCODERS: dict[str, dict[str, Any]] = {
     "T5EncoderModel": {
-        **{"vocab_size": 96, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": 8},
-        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "vocab_size": 96,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": LAYERS,
+        "num_heads": 8,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
     },
     "CLIPTextModel": {
-        **{"vocab_size": 32, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 3},
-        **{"num_attention_heads": 4, "max_position_embeddings": 77, "hidden_act": "quick_gelu"},
-        **{"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "projection_dim": WIDTH},
+        "vocab_size": 32,
+        "hidden_size": WIDTH,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu",
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "projection_dim": WIDTH,
     },
 }
 _ENCODERS["UMT5EncoderModel"] = _ENCODERS["T5EncoderModel"]
@@ -48,11 +62,16 @@ _ENCODERS["CLIPTextModelWithProjection"] = _ENCODERS["CLIPTextModel"]
 
 _VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {
-        **{"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4},
-        **{"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4},
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (8, 8, 16, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
     },
     "AutoencoderKLCogVideoX": {
-        **{"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2},
+        "block_out_channels": (8, 8, 8, 8),
+        "layers_per_block": 1,
+        "norm_num_groups": 2,
     },
 }
 """Sizes that names do not tell, or that the defaults of a class are no model's."""

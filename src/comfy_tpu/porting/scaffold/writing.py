@@ -16,7 +16,7 @@ from comfy_tpu.porting.scaffold.checkout import Files, Link, formatted, node_sch
 from comfy_tpu.porting.scaffold.edits import appended_to_tuple, inserted_before, sorted_into_list
 from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.family_file import family_file
-from comfy_tpu.porting.scaffold.test_file import small_file, test_file
+from comfy_tpu.porting.scaffold.parity_file import parity_file, small_file
 
 _REGISTRY = "src/comfy_tpu/families/registry.py"
 _NODE_FAMILIES = "src/comfy_tpu/comfy/node_families.py"
@@ -32,7 +32,7 @@ def all_files(facts: Facts, checkout: Path) -> Files:
     files: Files = {
         f"src/comfy_tpu/families/{facts.name}.py": family_file(facts),
         f"tests/families/small_{facts.name}.py": small_file(facts),
-        f"tests/families/test_{facts.name}.py": test_file(facts),
+        f"tests/families/test_{facts.name}.py": parity_file(facts),
         _REGISTRY: _registry(facts, _read(checkout, _REGISTRY)),
         _NODE_FAMILIES: _node_families(facts, _read(checkout, _NODE_FAMILIES)),
         _THUMBNAILS: _thumbnails(facts, _read(checkout, _THUMBNAILS)),
@@ -49,7 +49,10 @@ def all_files(facts: Facts, checkout: Path) -> Files:
     files |= _pages(facts, checkout, schemas, base)
     specification = f"{_PACK_TESTS}test_nodes.py"
     text = inserted_before(
-        _read(checkout, specification), r'^    "TPULoraLoader": \(', nodes.specified(facts, schemas), where=specification
+        _read(checkout, specification),
+        r'^    "TPULoraLoader": \(',
+        nodes.specified(facts, schemas),
+        where=specification,
     )
     files[specification] = formatted(text, specification, checkout)
     _check_new(facts, files, checkout)
@@ -60,7 +63,9 @@ def _read(checkout: Path, name: str) -> str:
     try:
         return (checkout / name).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UnsupportedError(f"{checkout} has no {name}; is this checkout another version? Nothing was written") from None
+        raise UnsupportedError(
+            f"{checkout} has no {name}; is this checkout another version? Nothing was written"
+        ) from None
 
 
 def _check_new(facts: Facts, files: Files, checkout: Path) -> None:
@@ -68,7 +73,9 @@ def _check_new(facts: Facts, files: Files, checkout: Path) -> None:
     changed |= {"locales/en/nodeDefs.json", "locales/zh/nodeDefs.json", "docs/comfyui.md", "docs/comfyui.zh-CN.md"}
     there = [name for name in files if name not in changed and (checkout / name).exists()]
     if there:
-        raise InvalidValueError(f"{there[0]} is there already, and nothing is overwritten; choose another NAME than {facts.name}")
+        raise InvalidValueError(
+            f"{there[0]} is there already, and nothing is overwritten; choose another NAME than {facts.name}"
+        )
 
 
 _TESTS = ("test_nodes.py", "test_locales.py", "test_examples.py")
@@ -89,7 +96,9 @@ def _imports_first(text: str, line: str) -> str:
 
 def _node_families(facts: Facts, text: str) -> str:
     if f'key="{facts.key}"' in text:
-        raise InvalidValueError(f"there are nodes called {facts.key} already; {facts.source.name} has been ported before")
+        raise InvalidValueError(
+            f"there are nodes called {facts.key} already; {facts.source.name} has been ported before"
+        )
     text = inserted_before(text, r"^NODE_FAMILIES: ", nodes.node_entry(facts, text), where=_NODE_FAMILIES)
     return appended_to_tuple(text, "NODE_FAMILIES", facts.constant, where=_NODE_FAMILIES)
 
@@ -97,9 +106,8 @@ def _node_families(facts: Facts, text: str) -> str:
 def _thumbnails(facts: Facts, text: str) -> str:
     last = "Picture" if facts.picture else "Video"
     label = facts.title if len(facts.title) <= 10 else facts.title[:9] + "."
-    entry = (
-        f'    "{facts.template}": ("a purple star growing on a black background", "{label}* Sampler* Decoder* {last}"),\n'
-    )
+    shown, drawn = "a purple star growing on a black background", f"{label}* Sampler* Decoder* {last}"
+    entry = f'    "{facts.template}": ("{shown}", "{drawn}"),\n'
     return inserted_before(text, r"^\}\nWIDTH, HEIGHT", entry, where=_THUMBNAILS)
 
 

@@ -44,12 +44,15 @@ def chosen_settings(facts: Facts) -> dict[str, Any]:
     return chosen
 
 
-def test_file(facts: Facts) -> str:
+def parity_file(facts: Facts) -> str:
     parameters = inspect.signature(facts.source.pipeline.__call__).parameters
     binning = ', "use_resolution_binning": False' if "use_resolution_binning" in parameters else ""
     layout = facts.learned.layout.there
     imports = "from comfy_tpu.families.ported import as_tokens\n" if "as_tokens" in layout else ""
-    return f'''"""{facts.title} against diffusers' own pipeline, on one device and over meshes. Written by `comfy-tpu port new`."""
+    return f'''"""{facts.title} against diffusers' own pipeline, on one device and over meshes.
+
+Written by `comfy-tpu port new`.
+"""
 
 import functools
 from typing import Any
@@ -78,6 +81,7 @@ def pipeline(mesh: str = "single") -> VideoPipeline:
 
 OWN: dict[str, Any] = {{{binning.removeprefix(", ")}}}
 """What only diffusers' pipeline is told."""
+CHANGES = ({{"prompt": "a blue circle"}}, {{"guidance_scale": 2.0}}, {{"negative_prompt": "red"}}, {{"seed": 8}})
 
 
 @pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
@@ -88,7 +92,7 @@ def test_the_{facts.noun}_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
 
 def test_prompt_guidance_and_seed_count() -> None:
     first = made(pipeline(), CHOSEN)
-    for changed in ({{"prompt": "a blue circle"}}, {{"guidance_scale": 2.0}}, {{"negative_prompt": "red"}}, {{"seed": 8}}):
+    for changed in CHANGES:
         assert psnr(made(pipeline(), CHOSEN, **changed), first) < SAME, changed
 
 

@@ -1,0 +1,144 @@
+"""comfy-tpu port new: a family for a pipeline of diffusers, from its class or a model directory.
+
+Exits with 0 if the family is written and its parity test passes, or with --no-test or --dry-run if nothing of the
+pipeline was left unexplained; with 1 otherwise. The keys of --json are described in
+src/comfy_tpu/porting/scaffold/report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comfy_tpu.cli.findings import printable
+
+if TYPE_CHECKING:
+    from comfy_tpu.porting.scaffold.new import Scaffold
+
+_FIRST_FRAME = "[single] PASSED"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the family's file: small letters, digits and _")
+    parser.add_argument(
+        "--from",
+        dest="model",
+        metavar="MODEL",
+        required=True,
+        help="a pipeline of diffusers (PixArtSigmaPipeline), or a model directory; its configurations do",
+    )
+    parser.add_argument(
+        "--model-id", metavar="ID", help="the model on the hub; default: that of the pipeline's example"
+    )
+    parser.add_argument("--into", metavar="DIR", help="another checkout of comfy-tpu than this command's")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument("--no-test", action="store_true", help="do not run the parity test that was written")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    begin = time.perf_counter()
+    from comfy_tpu.porting.scaffold.checkout import write
+    from comfy_tpu.porting.scaffold.new import make_scaffold
+    from comfy_tpu.porting.scaffold.report import as_document, as_lines
+
+    def tell(text: str) -> None:
+        print(f"[{time.perf_counter() - begin:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    scaffold = make_scaffold(
+        arguments.name, arguments.model, into=arguments.into, model_id=arguments.model_id, tell=tell
+    )
+    if not arguments.json:
+        _print(as_lines(scaffold))
+    if scaffold.blocked:
+        return _blocked(scaffold, arguments)
+    left = scaffold.facts.learned.unexplained
+    outcome: dict[str, Any] = {"tested": None, "seconds_to_a_frame": None}
+    if not arguments.dry_run:
+        write(scaffold.checkout, scaffold.files)
+        if not arguments.no_test and not left:
+            tell(f"running {scaffold.test}")
+            outcome = _test(scaffold, begin, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps({**as_document(scaffold), **outcome}, indent=2))
+    else:
+        _print(_ending(scaffold, outcome, arguments))
+    return 1 if left or outcome["tested"] is False else 0
+
+
+def _blocked(scaffold: Scaffold, arguments: argparse.Namespace) -> int:
+    from comfy_tpu.porting.report import as_text
+    from comfy_tpu.porting.scaffold.report import as_document
+
+    if arguments.json:
+        print(json.dumps({**as_document(scaffold), "tested": None, "seconds_to_a_frame": None}, indent=2))
+    else:
+        _print(["", *as_text(check for check in scaffold.checks if check.blocked).splitlines()])
+        _print(["", "Nothing was written: a family of a model that does not run would not run either."])
+    return 1
+
+
+def _test(scaffold: Scaffold, begin: float, *, quiet: bool) -> dict[str, Any]:
+    """Line by line, for the moment at which the first frame was there."""
+    root: Path = scaffold.checkout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "--no-header",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        scaffold.test,
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    frame = None
+    with subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if frame is None and _FIRST_FRAME in line:
+                frame = round(time.perf_counter() - begin, 1)
+            if not quiet:
+                _print([line.rstrip("\n")])
+    return {"tested": process.returncode == 0, "seconds_to_a_frame": frame}
+
+
+def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+    would = "would be written" if arguments.dry_run else "written"
+    lines = [
+        "",
+        f"{len(scaffold.files)} files {would} in {scaffold.checkout}:",
+        *(f"  {name}" for name in scaffold.files),
+    ]
+    name = scaffold.facts.name
+    lines.append("")
+    if outcome["seconds_to_a_frame"] is not None:
+        lines.append(
+            f"{outcome['seconds_to_a_frame']} s from this command's start to a decoded {scaffold.facts.noun} that is "
+            "diffusers' own, on a small random model."
+        )
+    if outcome["tested"] is False:
+        lines.append(f"The parity test fails: see above, and docs/porting.md. Again: pytest {scaffold.test}")
+    left = scaffold.facts.learned.unexplained
+    if left:
+        where = f"src/comfy_tpu/families/{name}.py"
+        lines += ["What remains is to be written by hand, where the family's file says `unexplained`, then tested:"]
+        lines += [f"  {sentence}" for sentence in left] + [f"  edit {where}; pytest {scaffold.test}"]
+    else:
+        lines.append(
+            f"Next, docs/porting.md: make test; the real weights, comfy-tpu generate --model {scaffold.facts.model_id}"
+        )
+    return lines
+
+
+def _print(lines: list[str]) -> None:
+    print(printable(lines, sys.stdout.encoding or "ascii"), flush=True)

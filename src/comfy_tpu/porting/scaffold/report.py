@@ -1,0 +1,79 @@
+"""A scaffold as text and as JSON: rules with what they divide, stacks, what was learned, files.
+
+The keys of the JSON stay; new ones may be added:
+
+    name, pipeline, model_id   of the family
+    checks                     target, verdict, why
+    stacks, rules              path and carry; kind, pattern and bytes
+    learned                    what was found of the pipeline, by name
+    unexplained                one sentence each
+    files                      what was written, or with --dry-run would be
+    tested                     whether the parity test passed; null: it did not run
+    seconds_to_a_frame         from the command's start to the first decoded frame; null: none was
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_tpu.porting.scaffold.new import Scaffold
+
+_GIB = 2**30
+
+
+def as_lines(scaffold: Scaffold) -> list[str]:
+    facts = scaffold.facts
+    lines = [f"{facts.title}: {facts.source.name}, {facts.model_id}", ""]
+    lines += [f"  {check.target.name}: {check.verdict}: {check.why}" for check in scaffold.checks]
+    lines += ["", "How the pipeline calls its parts, by two runs of a small one:"]
+    lines += [f"  {name:<12} {text}" for name, text in learned(scaffold).items()]
+    lines += ["", "Lists of blocks that run as one scanned layer:"]
+    lines += [f"  {stack.path}, carrying {', '.join(stack.carry)}" for stack in facts.proposal.stacks] or ["  none"]
+    lines += [f"  not {text}" for text in facts.proposal.left_out]
+    lines += ["", "Sharding rules, with what each divides at the published size in bfloat16:"]
+    width = max(len(str(rule)) for rule in facts.proposal.rules)
+    for rule in facts.proposal.rules:
+        lines.append(f"  {rule!s:<{width}}  {facts.proposal.nbytes[rule.pattern] / _GIB:8.3f} GiB")
+    split = sum(facts.proposal.nbytes[rule.pattern] for rule in facts.proposal.rules if rule.kind != "replicate")
+    total = sum(facts.proposal.nbytes.values())
+    lines.append(f"  {split / _GIB:.2f} of {total / _GIB:.2f} GiB lie in pieces.")
+    if facts.learned.unexplained:
+        lines += ["", "What nothing explained, and the family's file does not do:"]
+        lines += [f"  {sentence}" for sentence in facts.learned.unexplained]
+    return lines
+
+
+def learned(scaffold: Scaffold) -> dict[str, str]:
+    found = scaffold.facts.learned
+    scheduler = found.scheduler or f"{scaffold.facts.source.parts['scheduler'].__name__} with its own timesteps"
+    return {
+        "prompt": found.clean,
+        **{each.name: f"{each.encoder}: {each.reading.written}" for each in found.embeddings},
+        **{f"{name}=": text for name, text in found.arguments.items()},
+        "velocity": found.answer,
+        "scheduler": scheduler,
+        "latents": f"{found.layout.name}, {found.spatial_scale} pixels a side, {found.temporal_scale} frames",
+        "VAE": f"{found.vae_layout.there}, mean and deviation {found.statistics}",
+    }
+
+
+def as_document(scaffold: Scaffold) -> dict[str, Any]:
+    facts = scaffold.facts
+    return {
+        "schema": 1,
+        "name": facts.name,
+        "pipeline": facts.source.name,
+        "model_id": facts.model_id,
+        "blocked": scaffold.blocked,
+        "checks": [
+            {"target": check.target.name, "verdict": check.verdict, "why": check.why} for check in scaffold.checks
+        ],
+        "stacks": [{"path": stack.path, "carry": list(stack.carry)} for stack in facts.proposal.stacks],
+        "rules": [
+            {"kind": rule.kind, "pattern": rule.pattern, "bytes": facts.proposal.nbytes[rule.pattern]}
+            for rule in facts.proposal.rules
+        ],
+        "learned": learned(scaffold),
+        "unexplained": list(facts.learned.unexplained),
+        "files": list(scaffold.files),
+    }
