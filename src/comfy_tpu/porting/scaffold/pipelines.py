@@ -72,7 +72,7 @@ class Source:
             text = Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
         except OSError:
             return None
-        found = re.search(r"""from_pretrained\(\s*["']([\w.-]+/[\w.-]+)["']""", text)
+        found = re.search(r"""from_pretrained\([^)]*?["']([\w.-]+/[\w.-]+)["']""", text)
         return found[1] if found else None
 
 
