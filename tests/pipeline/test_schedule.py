@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, EulerAncestralDiscreteScheduler
+from diffusers import CogVideoXDDIMScheduler, DDPMScheduler, EulerAncestralDiscreteScheduler
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
@@ -56,3 +56,14 @@ def test_what_is_not_a_combination_is_refused(scheduler: Any) -> None:
     one.set_timesteps(5)
     with pytest.raises(UnsupportedError, match=f"{scheduler.__name__} is not a combination .*choose another scheduler"):
         make_schedule(one)
+
+
+def test_a_scheduler_without_sigmas() -> None:
+    """DDIM keeps the share of the picture in its alphas instead; its step is as linear as any."""
+    one, other = (CogVideoXDDIMScheduler(prediction_type="v_prediction") for _ in range(2))
+    for scheduler in (one, other):
+        scheduler.set_timesteps(4)
+    left = one.alphas_cumprod[one.timesteps]
+    torch.testing.assert_close(torch.from_numpy(make_schedule(other).sigmas), (1 - left).sqrt().float())
+    sample = torch.randn(1, 6, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(by_table(other, sample), by_scheduler(one, sample), rtol=1e-4, atol=1e-4)

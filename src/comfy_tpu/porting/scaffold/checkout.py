@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,17 @@ def tool(name: str) -> Path:
     return Path(found)
 
 
-def formatted(text: str, file: str, checkout: Path) -> str:
-    """As the project's own files are: imports in their order, lines of their length."""
-    ruff = tool("ruff")
-    where = ["--config", str(checkout / "pyproject.toml"), "--stdin-filename", str(checkout / file), "-"]
+def brought_into_shape(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """The staged files as the project's own are: imports in their order, lines of their length.
+
+    In their places: which imports are the project's own is a question of which files there are.
+    """
+    paths = [name for name in names if name.endswith(".py")]
     for command in (["check", "--quiet", "--fix", "--select", "I"], ["format", "--quiet"]):
-        done = subprocess.run([ruff, *command, *where], input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run([tool("ruff"), *command, *paths], cwd=root, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UnsupportedError(
-                f"{file} as it would be written is no Python that ruff can read: {done.stderr.strip()}"
-            )
-        text = done.stdout
-    return text
+            raise UnsupportedError(f"what would be written is no Python that ruff can read: {done.stdout}{done.stderr}")
+    return {name: (root / name).read_text(encoding="utf-8") for name in paths}
 
 
 @contextlib.contextmanager
@@ -123,14 +122,13 @@ def write(root: Path, files: Mapping[str, str | bytes | Link]) -> None:
     try:
         for name, content in files.items():
             path = root / name
-            before.append((path, path.read_bytes() if path.is_file() and not path.is_symlink() else None))
+            old = path.read_bytes() if path.is_file() else None
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Link):
                 path.symlink_to(content.to)
-                continue
-            temporary = path.with_name(f".{path.name}.new")
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-            temporary.replace(path)
+            else:
+                _replace(path, content.encode() if isinstance(content, str) else content)
+            before.append((path, old))
     except BaseException:
         for path, old in reversed(before):
             if old is not None:
@@ -138,3 +136,12 @@ def write(root: Path, files: Mapping[str, str | bytes | Link]) -> None:
             else:
                 path.unlink(missing_ok=True)
         raise
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.ported import in_vae_scale
+from comfy_tpu.families.ported import as_frames, in_vae_scale
 from comfy_tpu.pipeline.denoise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
@@ -100,6 +100,7 @@ class Learner:
         arguments, embeddings = self._arguments(runs, rows, layout)
         answer = self._answer(runs, layout)
         statistics, vae_layout = self._vae(runs, layout)
+        self._check_pixels(runs)
         return Learned(
             picture=self.picture,
             layout=layout,
@@ -365,6 +366,14 @@ class Learner:
             return False
         last = layout.of(_tensor(run.watched.steps[-1].result).float(), run.height, run.width)
         return agrees(there.to(in_vae_scale(last, statistics)), next(iter(given.values())))
+
+    def _check_pixels(self, runs: list[Run]) -> None:
+        for run in runs:
+            frames = as_frames(_tensor(run.watched.decodes[0].result))[0].permute(0, 3, 1, 2)
+            if not agrees(frames, run.watched.output.reshape(-1, *run.watched.output.shape[-3:]).float()):
+                noun = "picture" if self.picture else "video"
+                self._say(f"the {noun} is another than what the VAE decodes, brought to 0..1")
+                return
 
     def _frames_multiple(self, temporal: int) -> int:
         """How many frames a video may have, by what the VAE makes of a few latents."""

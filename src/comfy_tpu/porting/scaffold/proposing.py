@@ -68,7 +68,7 @@ def propose(
     inner = source.full_config("transformer")
     hidden = _hidden(source.full_config("transformer"))
     kinds = {name: _kind(name, weight, weights, stacks, hidden, seen) for name, weight in weights.items()}
-    patterns = _merged(kinds)
+    patterns = merged(kinds)
     sizes: dict[str, int] = collections.Counter()
     for name, weight in weight_shapes(full).items():
         pattern = next(rule.pattern for rule in patterns if fnmatch.fnmatchcase(_starred(name, stacks), rule.pattern))
@@ -207,7 +207,7 @@ def _has_partner(owner: str, weights: Mapping[str, torch.Tensor]) -> bool:
     return any(wanted.search(other) and any(other.startswith(f"{prefix}.") for prefix in around) for other in others)
 
 
-def _merged(kinds: Mapping[str, RuleKind]) -> tuple[Rule, ...]:
+def merged(kinds: Mapping[str, RuleKind]) -> tuple[Rule, ...]:
     """As few patterns as say the same: siblings of one kind together, as long as each weight matches one alone."""
     patterns: dict[str, RuleKind] = dict(kinds)
     for merge in (_same_owner, _same_letter, _same_number):

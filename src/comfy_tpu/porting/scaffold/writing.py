@@ -12,7 +12,7 @@ from typing import Any
 
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.porting.scaffold import nodes
-from comfy_tpu.porting.scaffold.checkout import Files, Link, formatted, node_schemas, staged
+from comfy_tpu.porting.scaffold.checkout import Files, Link, brought_into_shape, node_schemas, staged, write
 from comfy_tpu.porting.scaffold.edits import appended_to_tuple, inserted_before, sorted_into_list
 from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.family_file import family_file
@@ -39,22 +39,17 @@ def all_files(facts: Facts, checkout: Path) -> Files:
         _SERVER_TESTS: _server_tests(facts, _read(checkout, _SERVER_TESTS)),
         **_example_tests(facts, checkout),
     }
-    files = {name: formatted(str(text), name, checkout) for name, text in files.items()}
     with staged(checkout, files) as root:
         schemas = node_schemas(root)
+        specification = f"{_PACK_TESTS}test_nodes.py"
+        files[specification] = _specification(facts, _read(checkout, specification), schemas)
+        write(root, {specification: files[specification]})
+        files |= brought_into_shape(root, files)
         base, example = _BASES[facts.picture]
         workflow = nodes.workflow(facts, json.loads(_read(checkout, f"example_workflows/{example}.json")), schemas)
         files |= {f"example_workflows/{facts.template}.json": workflow}
         files |= {f"example_workflows/{facts.template}.jpg": _thumbnail(facts, root)}
     files |= _pages(facts, checkout, schemas, base)
-    specification = f"{_PACK_TESTS}test_nodes.py"
-    text = inserted_before(
-        _read(checkout, specification),
-        r'^    "TPULoraLoader": \(',
-        nodes.specified(facts, schemas),
-        where=specification,
-    )
-    files[specification] = formatted(text, specification, checkout)
     _check_new(facts, files, checkout)
     return files
 
@@ -76,6 +71,11 @@ def _check_new(facts: Facts, files: Files, checkout: Path) -> None:
         raise InvalidValueError(
             f"{there[0]} is there already, and nothing is overwritten; choose another NAME than {facts.name}"
         )
+
+
+def _specification(facts: Facts, text: str, schemas: Mapping[str, Any]) -> str:
+    anchor = r'^    "TPULoraLoader": \('
+    return inserted_before(text, anchor, nodes.specified(facts, schemas), where=f"{_PACK_TESTS}test_nodes.py")
 
 
 _TESTS = ("test_nodes.py", "test_locales.py", "test_examples.py")
