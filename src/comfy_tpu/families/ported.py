@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import json
 import re
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -79,6 +80,14 @@ def as_frames(pixels: torch.Tensor) -> torch.Tensor:
     """[batch, 3, (frames,) height, width] in -1..1 -> [batch, frames, height, width, 3] in 0..1."""
     pixels = pixels.unsqueeze(2) if pixels.ndim == 4 else pixels
     return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)
+
+
+def by_pipeline(class_name: str, method: str, module: Any, facts: Config, *arguments: Any) -> Any:
+    """What a pipeline of diffusers works out by a method of its own, which reads `facts` and the transformer of it."""
+    import diffusers
+
+    pipeline = types.SimpleNamespace(transformer=module, **facts)
+    return getattr(getattr(diffusers, class_name), method)(pipeline, *arguments)
 
 
 def unexplained(what: str) -> Any:

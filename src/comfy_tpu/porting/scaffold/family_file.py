@@ -77,6 +77,7 @@ def _head(facts: Facts, body: str) -> str:
 
 
 _PORTED = (
+    "by_pipeline",
     "as_frames",
     "as_latents",
     "as_tokens",

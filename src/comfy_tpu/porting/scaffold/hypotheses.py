@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.families.ported import as_latents, as_tokens
+from comfy_tpu.families.ported import as_latents, as_tokens, by_pipeline
 
 TOLERANCE = 1e-5
 
@@ -154,7 +154,7 @@ READINGS: Mapping[str, tuple[Reading, ...]] = {
     ),
 }
 
-_NAMES: dict[str, Any] = {"torch": torch, "as_tokens": as_tokens, "as_latents": as_latents}
+_NAMES: dict[str, Any] = {"torch": torch, "as_tokens": as_tokens, "as_latents": as_latents, "by_pipeline": by_pipeline}
 
 
 def evaluated(expression: str, names: Mapping[str, Any]) -> Any:
@@ -163,6 +163,8 @@ def evaluated(expression: str, names: Mapping[str, Any]) -> Any:
 
 def agrees(found: Any, wanted: Any) -> bool:
     """Values, whatever their dtype; shapes too."""
+    if isinstance(wanted, (tuple, list)) and isinstance(found, (tuple, list)):
+        return len(found) == len(wanted) and all(agrees(*pair) for pair in zip(found, wanted, strict=True))
     if not isinstance(wanted, torch.Tensor):
         return type(found) is type(wanted) and bool(found == wanted)
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:

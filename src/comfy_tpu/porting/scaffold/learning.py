@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ftfy
 import torch
 
 from comfy_tpu.errors import UnsupportedError
@@ -18,6 +21,7 @@ from comfy_tpu.porting.scaffold.pipelines import Source
 from comfy_tpu.porting.scaffold.small import TOKENS, spatial_scale
 from comfy_tpu.porting.scaffold.watching import Call, Watched, watch
 
+_CLEANING = {"re": re, "html": html, "ftfy": ftfy}
 GUIDANCE = 4.0
 PROMPTS = (" a RED circle  and a blue", "A circle moving left &amp; a red")
 """With what a pipeline may clean away: capitals, spaces, HTML."""
@@ -176,10 +180,6 @@ class Learner:
     # Prompts
 
     def _clean(self, runs: list[Run]) -> str:
-        import html
-        import re
-
-        import ftfy
 
         texts = [
             _first_text(call.given["text"])
@@ -187,8 +187,7 @@ class Learner:
             for calls in list(run.watched.texts.values())[:1]
             for call in calls[:1]
         ]
-        names = {"re": re, "html": html, "ftfy": ftfy}
-        cases = [({**names, "text": run.prompt}, text) for run, text in zip(runs, texts, strict=False)]
+        cases = [({**_CLEANING, "text": run.prompt}, text) for run, text in zip(runs, texts, strict=False)]
         found = first_that_holds(hypotheses.CLEANED, cases) if len(cases) == len(runs) else None
         if found is None:
             self._say(f"the prompt {runs[0].prompt!r} becomes {texts[0] if texts else None!r} before it is tokenized")
@@ -196,16 +195,11 @@ class Learner:
 
     def _tokens(self, run: Run, clean: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Of every encoder: ids and masks of the prompt and of the negative one, as our own pipeline makes them."""
-        import html
-        import re
-
-        import ftfy
 
         found = {}
         for encoder in self.source.encoders:
             tokenizer = getattr(self.pipeline, self.source.tokenizer(encoder))
-            names = {"re": re, "html": html, "ftfy": ftfy}
-            texts = [hypotheses.evaluated(clean, {**names, "text": text}) for text in (run.prompt, run.negative)]
+            texts = [hypotheses.evaluated(clean, {**_CLEANING, "text": text}) for text in (run.prompt, run.negative)]
             calls = run.watched.encoders[encoder]
             length = calls[0].given["input_ids"].shape[1]
             tokens = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
@@ -236,7 +230,7 @@ class Learner:
             wanted = [(names, given[name]) for names, given, _ in cases]
             if name == "return_dict" or all(value is None for _, value in wanted):
                 continue
-            expression = self._expression(wanted)
+            expression = self._expression(wanted) or self._computed(wanted, runs)
             if expression is None:
                 embedding = self._embedding(name, cases, runs, tokens, embeddings)
                 if embedding is not None:
@@ -269,9 +263,47 @@ class Learner:
         values = [value for _, value in wanted]
         if all(isinstance(value, torch.Tensor) for value in values):
             return first_that_holds((*(each.there for each in self.layouts), *hypotheses.TIMESTEPS), wanted)
-        if all(isinstance(value, (bool, str)) or value == values[0] for value in values):
-            return _literal(values[0])
+        written = {_literal(value) for value in values}
+        if len(written) == 1:
+            return written.pop()
         return first_that_holds(hypotheses.SIZES, wanted)
+
+    def _computed(self, wanted: Sequence[tuple[Mapping[str, Any], Any]], runs: list[Run]) -> str | None:
+        """By a method of the pipeline: found by its answer, then called as it was."""
+        if not isinstance(wanted[0][1], (torch.Tensor, tuple, list)):
+            return None
+        for method, calls in runs[0].watched.methods.items():
+            others = runs[1].watched.methods[method]
+            if not calls or not others or not agrees(calls[0].result, wanted[0][1]):
+                continue
+            first = [(next(names for names, _ in wanted if names["height"] == run.height)) for run in runs]
+            given = [list(each[0].given.values()) for each in (calls, others)]
+            arguments = [self._argument(first, values) for values in zip(*given, strict=True)]
+            if None in arguments:
+                continue
+            facts = self._facts(method)
+            parts = [f'"{self.source.name}"', f'"{method}"', "module", repr(facts), *(str(each) for each in arguments)]
+            expression = f"by_pipeline({', '.join(parts)})"
+            if first_that_holds(
+                (expression,), [({**names, "module": self.pipeline.transformer}, v) for names, v in wanted]
+            ):
+                return expression
+        return None
+
+    def _argument(self, names: list[Mapping[str, Any]], values: Sequence[Any]) -> str | None:
+        if all(isinstance(value, torch.device) for value in values):
+            return "latents.device"
+        if all(isinstance(value, torch.dtype) for value in values):
+            return "torch.float32"
+        sizes = (*hypotheses.SIZES, f"{self.scale} * height", f"{self.scale} * width", "batch")
+        found = first_that_holds(sizes, list(zip(names, values, strict=True)))
+        return found or (_literal(values[0]) if values[0] == values[1] else None)
+
+    def _facts(self, method: str) -> dict[str, Any]:
+        """Numbers of the pipeline that the method reads."""
+        read = set(re.findall(r"self\.(\w+)", inspect.getsource(getattr(type(self.pipeline), method))))
+        simple = {name: value for name, value in vars(self.pipeline).items() if isinstance(value, (int, float, str))}
+        return {name: value for name, value in simple.items() if name in read}
 
     def _embedding(
         self,
