@@ -93,7 +93,7 @@ def test_the_{facts.noun}_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
 def test_prompt_guidance_and_seed_count() -> None:
     first = made(pipeline(), CHOSEN)
     for changed in CHANGES:
-        assert psnr(made(pipeline(), CHOSEN, **changed), first) < SAME, changed
+        assert psnr(made(pipeline(), CHOSEN, **changed), first) < SAME - 20, changed
 
 
 def test_the_model_directory_is_of_this_family() -> None:

@@ -19,6 +19,9 @@ WIDTH = 32
 """Of text."""
 TOKENS = 12
 """Of text, where a model is made for a number of them."""
+_GAIN = 2.0
+"""On the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another one changes
+the picture by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
 
 _LAYERS = re.compile(r"^(num|n)_.*layers$|^depth$|^(num_)?layers$|^num_blocks$")
@@ -166,7 +169,8 @@ def build_pipeline(
         elif name == "scheduler":
             parts[name] = getattr(diffusers, class_name)(**config)
         else:
-            parts[name] = random_weights(getattr(diffusers, class_name)(**config))
+            gain = _GAIN if name == "transformer" else 1.0
+            parts[name] = random_weights(getattr(diffusers, class_name)(**config), gain)
     with quiet():
         made: Any = getattr(diffusers, pipeline)
         accepted = inspect.signature(made).parameters
@@ -190,9 +194,11 @@ def class_names(source: Source) -> dict[str, str]:
     return {name: cls.__name__ for name, cls in source.parts.items()}
 
 
-def random_weights(module: torch.nn.Module) -> torch.nn.Module:
+def random_weights(module: torch.nn.Module, gain: float = 1.0) -> torch.nn.Module:
     module.eval().requires_grad_(False)
     for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(gain)
         if parameter.ndim == 1 or not parameter.any():
             parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms that do something
         parameter.copy_(parameter.bfloat16())
