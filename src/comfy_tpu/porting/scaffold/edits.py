@@ -39,7 +39,7 @@ def appended_to_tuple(text: str, name: str, item: str, *, where: str) -> str:
                 comma = "" if not value.elts or before.endswith((",", "(", "[")) or not before else ", "
                 if not before and value.elts and not lines[last - 1].rstrip().endswith(","):
                     comma = ", "
-                end = "," if isinstance(value, ast.Tuple) else ""
+                end = "," if isinstance(value, ast.Tuple) and (not value.elts or not before) else ""
                 lines[last] = f"{lines[last][:column]}{comma}{item}{end}{lines[last][column:]}"
                 return "".join(lines)
     raise UnsupportedError(

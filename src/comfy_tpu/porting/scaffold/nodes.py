@@ -263,7 +263,7 @@ def _kind(given: Mapping[str, Any], zh: bool) -> str:
     if given["type"] == "STRING":
         return ("文本" if zh else "text") + stop
     if given["type"] == "COMBO":
-        return ""
+        return "列表。" if zh else "a list."
     optional = ("，可选" if zh else ", optional") if given["optional"] else ""
     return f"{given['type']}{optional}{stop}"
 

@@ -46,13 +46,14 @@ def as_lines(scaffold: Scaffold) -> list[str]:
 def learned(scaffold: Scaffold) -> dict[str, str]:
     found = scaffold.facts.learned
     scheduler = found.scheduler or f"{scaffold.facts.source.parts['scheduler'].__name__} with its own timesteps"
+    frames = "" if found.picture else f", {found.temporal_scale} frames"
     return {
         "prompt": found.clean,
         **{each.name: f"{each.encoder}: {each.reading.written}" for each in found.embeddings},
         **{f"{name}=": text for name, text in found.arguments.items()},
         "velocity": found.answer,
         "scheduler": scheduler,
-        "latents": f"{found.layout.name}, {found.spatial_scale} pixels a side, {found.temporal_scale} frames",
+        "latents": f"{found.layout.name}, {found.spatial_scale} pixels a side{frames}",
         "VAE": f"{found.vae_layout.there}, mean and deviation {found.statistics}",
     }
 
