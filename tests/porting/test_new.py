@@ -49,9 +49,10 @@ def test_a_family_that_needs_no_edit(name: str, model: str, noun: str, tmp_path:
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT, checkout, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
     command = ["-m", "comfy_tpu.cli", "port", "new", name, "--from", model, "--json", "--into", str(checkout)]
-    dry = run(checkout, *command, "--dry-run")
-    assert dry.returncode == 0, dry.stderr
-    assert not (checkout / f"src/comfy_tpu/families/{name}.py").exists()
+    if noun == "picture":  # once is enough
+        dry = run(checkout, *command, "--dry-run")
+        assert dry.returncode == 0, dry.stderr
+        assert not (checkout / f"src/comfy_tpu/families/{name}.py").exists()
     done = run(checkout, *command)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout)

@@ -66,7 +66,10 @@ def test_a_model_directory_of_configurations_alone(tmp_path: Path) -> None:
     source = find_source(str(tmp_path))
     assert source.parts["scheduler"].__name__ == "DDIMScheduler"
     assert source.configs == {"scheduler": {"clip_sample": False}}
-    assert source.model_id == tmp_path.name
+    assert (source.directory, source.hub_model) == (tmp_path, None)
+    index["_name_or_path"] = "owner/model"
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert find_source(str(tmp_path)).hub_model == "owner/model"
     (tmp_path / "model_index.json").write_text("{")
     with pytest.raises(InvalidValueError, match="is not JSON"):
         find_source(str(tmp_path))

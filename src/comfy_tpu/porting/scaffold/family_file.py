@@ -315,7 +315,7 @@ def _family(facts: Facts) -> str:
         schedulers = f'{{"{facts.schedulers[0]}": scheduler_of("{source.parts["scheduler"].__name__}", SCHEDULER)}}'
     lines.append(f"SCHEDULERS = {schedulers}")
     published = ""
-    if source.model_id:
+    if source.directory is not None:
         config = dict(source.configs.get("transformer", {}))
         lines += ["", f"PUBLISHED: Config = {config!r}"]
         published = f'"{facts.model_id}": PUBLISHED'

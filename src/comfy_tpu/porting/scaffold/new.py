@@ -57,7 +57,7 @@ def make_scaffold(
     hub = model_id or source.hub_model
     if hub is None:
         raise InvalidValueError(
-            f"diffusers' {source.name} does not say which model of the hub it is for; give --model-id owner/name"
+            f"{source.directory or source.name} does not say which model of the hub it is; give --model-id owner/name"
         )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub):
         raise InvalidValueError(f"--model-id={hub} is no id of the hub; give owner/name")

@@ -46,7 +46,7 @@ def chosen_settings(facts: Facts) -> dict[str, Any]:
 
 def parity_file(facts: Facts) -> str:
     parameters = inspect.signature(facts.source.pipeline.__call__).parameters
-    binning = ', "use_resolution_binning": False' if "use_resolution_binning" in parameters else ""
+    own = {name: False for name in ("clean_caption", "use_resolution_binning") if name in parameters}
     layout = facts.learned.layout.there
     imports = "from comfy_tpu.families.ported import as_tokens\n" if "as_tokens" in layout else ""
     return f'''"""{facts.title} against diffusers' own pipeline, on one device and over meshes.
@@ -69,7 +69,7 @@ from tests.families.small_{facts.name} import reference
 
 CHOSEN: dict[str, Any] = {chosen_settings(facts)!r}
 
-OWN: dict[str, Any] = {{{binning.removeprefix(", ")}}}
+OWN: dict[str, Any] = {own!r}
 """What only diffusers' pipeline is told."""
 CHANGES = ({{"prompt": "a blue circle"}}, {{"guidance_scale": 2.0}}, {{"negative_prompt": "red"}}, {{"seed": 8}})
 

@@ -34,8 +34,10 @@ class Source:
     """By the name of the folder: models, tokenizers and the scheduler."""
     configs: Mapping[str, Mapping[str, Any]]
     """What a model directory says of them; empty for a class."""
-    model_id: str = ""
-    """The directory's name, where one was given."""
+    directory: Path | None = None
+    """Where one was given."""
+    named: str | None = None
+    """The model of the hub that the directory says it is."""
 
     @property
     def name(self) -> str:
@@ -67,7 +69,9 @@ class Source:
 
     @property
     def hub_model(self) -> str | None:
-        """The model of the hub that the pipeline's own example uses."""
+        """What the directory says; of a class, the model that the pipeline's own example uses."""
+        if self.directory is not None:
+            return self.named
         try:
             text = Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
         except OSError:
@@ -110,7 +114,7 @@ def check_supported(source: Source) -> None:
             )
 
 
-def _of_class(name: str, configs: Mapping[str, Mapping[str, Any]] | None = None, model_id: str = "") -> Source:
+def _of_class(name: str) -> Source:
     with quiet():
         import diffusers
 
@@ -120,7 +124,7 @@ def _of_class(name: str, configs: Mapping[str, Mapping[str, Any]] | None = None,
             f"diffusers {diffusers.__version__} has no pipeline {name}; give one such as PixArtSigmaPipeline, or a "
             "model directory"
         )
-    return Source(pipeline, _annotated(pipeline), configs or {}, model_id)
+    return Source(pipeline, _annotated(pipeline), {})
 
 
 def _annotated(pipeline: type) -> dict[str, type]:
@@ -161,19 +165,21 @@ def _of_directory(path: Path) -> Source:
             if (path / part / file).is_file():
                 content = _read(path / part / file)
                 configs[part] = {key: value for key, value in content.items() if not key.startswith("_")}
-    source = _of_class(name, configs, path.resolve().name)
+    source = _of_class(name)
     with quiet():
         import diffusers
         import transformers
 
         libraries = {"diffusers": diffusers, "transformers": transformers}
-        named = {
+        classes = {
             part: getattr(libraries[library], cls)
             for part, (library, cls) in folders.items()
             if library in libraries and hasattr(libraries[library], cls)
         }
-    parts = {part: named.get(part, cls) for part, cls in source.parts.items()}
-    return dataclasses.replace(source, parts=parts)
+    parts = {part: classes.get(part, cls) for part, cls in source.parts.items()}
+    said = str(index.get("_name_or_path", ""))
+    named = said if re.fullmatch(r"[\w.-]+/[\w.-]+", said) else None
+    return dataclasses.replace(source, parts=parts, configs=configs, directory=path, named=named)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
