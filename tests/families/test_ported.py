@@ -1,0 +1,102 @@
+"""What ported families share: CogVideoX's transformer, which writes into its queries and is given RoPE tables."""
+
+import functools
+import types
+from typing import Any
+
+import pytest
+import torch
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
+from safetensors.torch import save_file
+
+from comfy_tpu.bridge import to_host
+from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.component import Component, ComponentSpec
+from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.ported import by_pipeline, module_of, workload_of
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.parallel.rules import column, replicate, row
+from comfy_tpu.porting.scaffold.small import random_weights
+from tests.parity.small_models import temporary_directory
+from tests.tracing import relative_error
+
+CONFIG: dict[str, Any] = {
+    **dict.fromkeys(("in_channels", "out_channels", "num_attention_heads"), 4),
+    "attention_head_dim": 16, "time_embed_dim": 32, "text_embed_dim": 32, "num_layers": 2,
+    "sample_width": 8, "sample_height": 8, "sample_frames": 9, "use_rotary_positional_embeddings": True,
+}
+TRANSFORMER = ComponentSpec(
+    name="transformer",
+    classes=("CogVideoXTransformer3DModel",),
+    heads="num_attention_heads",
+    build=module_of("CogVideoXTransformer3DModel"),
+    stacks=(LayerStack("transformer_blocks", carry=("hidden_states", "encoder_hidden_states")),),
+    rules=(
+        column("transformer_blocks.*.attn1.to_[qkv].*"),
+        row("transformer_blocks.*.attn1.to_out.0.weight"),
+        replicate("transformer_blocks.*.attn1.to_out.0.bias"),
+        replicate("transformer_blocks.*.attn1.norm_*"),
+        column("transformer_blocks.*.norm[12].linear.*"),
+        replicate("transformer_blocks.*.norm[12].norm.*"),
+        column("transformer_blocks.*.ff.net.0.proj.*"),
+        row("transformer_blocks.*.ff.net.2.weight"),
+        replicate("transformer_blocks.*.ff.net.2.bias"),
+        replicate("patch_embed.*"),
+        replicate("time_embedding.*"),
+        replicate("norm_*"),
+        replicate("proj_out.*"),
+    ),
+)
+METHOD = "_prepare_rotary_positional_embeddings"
+FACTS = {"vae_scale_factor_spatial": 8}
+
+
+@functools.cache
+def reference() -> Any:
+    torch.manual_seed(0)
+    return random_weights(CogVideoXTransformer3DModel(**CONFIG), 2.0)
+
+
+def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> Any:
+    tables = by_pipeline("CogVideoXPipeline", METHOD, module, FACTS, 48, 80, latents.shape[1], latents.device)
+    return module(latents, text, timestep, image_rotary_emb=tables, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,sp=4"])
+def test_a_model_that_writes_into_its_queries(mesh: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, 3, 4, 6, 10, generator=generator)
+    text = torch.randn(2, 12, 32, generator=generator)
+    directory = temporary_directory()
+    save_file(reference().state_dict(), directory / "diffusion_pytorch_model.safetensors")
+    component = Component(TRANSFORMER, CONFIG, make_placement(mesh), dtype=torch.float32)
+    program = component.program(predict, input_axes={"latents": ("dp",), "text": ("dp",)})
+    given = {"latents": latents, "timestep": torch.tensor([500.0]), "text": text}
+    found = to_host(program(component.load(Checkpoint.open(directory)), **given))
+    pipeline = types.SimpleNamespace(transformer=reference(), **FACTS)
+    tables = getattr(CogVideoXPipeline, METHOD)(pipeline, 48, 80, 3, "cpu")
+    wanted = reference()(latents, text, torch.tensor([500.0]), image_rotary_emb=tables, return_dict=False)[0]
+    assert relative_error(found, wanted) <= 1e-5
+
+
+def test_a_workload_from_the_modules_own_weights() -> None:
+    settings = GenerationSettings(height=48, width=80, num_frames=9, guidance_scale=3.0, max_sequence_length=12)
+    work = workload_of(
+        TRANSFORMER,
+        CONFIG,
+        settings,
+        patch=(1, 2, 2),
+        spatial_scale=8,
+        temporal_scale=4,
+        text="joint",
+        heads=4,
+        head_dim=16,
+        channels=4,
+        rows={"transformer_blocks.*.attn1.*": "both", "transformer_blocks.*.norm[12].linear.*": "samples"},
+    )
+    assert (work.batch, work.tokens, work.sequence, work.layers) == (2, 3 * 3 * 5, 57, 2)
+    counted = sum(count * matrix.nbytes for count, matrix in work.matrices) + work.small_bytes
+    assert counted == 2 * sum(weight.numel() for weight in reference().parameters())
+    rows = {(matrix.kind, matrix.rows) for matrix in work.stacks[0].matrices}
+    assert rows == {("column", "both"), ("row", "both"), ("column", "samples"), ("column", "tokens"), ("row", "tokens")}
