@@ -14,7 +14,8 @@ from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.ported import by_pipeline, module_of, workload_of
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.ported import by_pipeline, module_of, own_scheduler, workload_of
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.porting.scaffold.small import random_weights
@@ -23,8 +24,14 @@ from tests.tracing import relative_error
 
 CONFIG: dict[str, Any] = {
     **dict.fromkeys(("in_channels", "out_channels", "num_attention_heads"), 4),
-    "attention_head_dim": 16, "time_embed_dim": 32, "text_embed_dim": 32, "num_layers": 2,
-    "sample_width": 8, "sample_height": 8, "sample_frames": 9, "use_rotary_positional_embeddings": True,
+    "attention_head_dim": 16,
+    "time_embed_dim": 32,
+    "text_embed_dim": 32,
+    "num_layers": 2,
+    "sample_width": 8,
+    "sample_height": 8,
+    "sample_frames": 9,
+    "use_rotary_positional_embeddings": True,
 }
 TRANSFORMER = ComponentSpec(
     name="transformer",
@@ -100,3 +107,13 @@ def test_a_workload_from_the_modules_own_weights() -> None:
     assert counted == 2 * sum(weight.numel() for weight in reference().parameters())
     rows = {(matrix.kind, matrix.rows) for matrix in work.stacks[0].matrices}
     assert rows == {("column", "both"), ("row", "both"), ("column", "samples"), ("column", "tokens"), ("row", "tokens")}
+
+
+def test_a_models_own_scheduler_goes_before_the_familys() -> None:
+    read = own_scheduler("ddim", "CogVideoXDDIMScheduler")
+    assert read(lambda file: {}) == {}
+    own = read(lambda file: {"_class_name": "CogVideoXDDIMScheduler", "snr_shift_scale": 1.0})["ddim"]
+    made = own(GenerationSettings(num_inference_steps=3))
+    assert (made.config["snr_shift_scale"], len(made.timesteps)) == (1.0, 3)
+    with pytest.raises(UnsupportedError, match="describes a DPM, and this family was written for a CogVideoXDDIM"):
+        read(lambda file: {"_class_name": "DPM"})

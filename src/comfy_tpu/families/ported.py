@@ -18,6 +18,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.building import refuse_unknown_keys
 from comfy_tpu.families.family import Config, SchedulerFactory
+from comfy_tpu.families.schedulers import SCHEDULER_FILE
 from comfy_tpu.parallel.workload import Matrix, Rows, Stack, Workload
 
 
@@ -56,6 +57,23 @@ def scheduler_of(class_name: str, config: Config) -> SchedulerFactory:
         return made
 
     return scheduler
+
+
+def own_scheduler(name: str, class_name: str) -> Callable[[Callable[[str], Config]], Mapping[str, SchedulerFactory]]:
+    """Under this name the scheduler of a model's own scheduler_config.json, which must be of the class that was seen."""
+
+    def read_own(read: Callable[[str], Config]) -> Mapping[str, SchedulerFactory]:
+        config = read(SCHEDULER_FILE)
+        found = config.get("_class_name", class_name)
+        if found != class_name:
+            raise UnsupportedError(
+                f"{SCHEDULER_FILE} describes a {found}, and this family was written for a {class_name}; write one from "
+                "that model: comfy-tpu port new NAME --from ITS_DIRECTORY"
+            )
+        known = {key: value for key, value in config.items() if not key.startswith("_")}
+        return {name: scheduler_of(class_name, known)} if known else {}
+
+    return read_own
 
 
 def as_tokens(latents: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,7 @@ _PORTED = (
     "as_tokens",
     "in_vae_scale",
     "module_of",
+    "own_scheduler",
     "scheduler_of",
     "unexplained",
     "workload_of",
@@ -308,9 +309,7 @@ def _family(facts: Facts) -> str:
         }
         lines.append(f"SCHEDULER: Config = {config!r}")
         if not config:
-            lines.append(
-                '"""Nothing but diffusers\' defaults: no scheduler_config.json was at hand. Write the model\'s here."""'
-            )
+            lines.append('"""Of models that say nothing of theirs: diffusers\' defaults."""')
         lines.append("")
         schedulers = f'{{"{facts.schedulers[0]}": scheduler_of("{source.parts["scheduler"].__name__}", SCHEDULER)}}'
     lines.append(f"SCHEDULERS = {schedulers}")
@@ -330,7 +329,9 @@ def _family(facts: Facts) -> str:
     presets = {f"{width}×{height}": {"height": height, "width": width}}
     multiple = learned.spatial_scale * facts.patch[1]
     frames = 1 if facts.picture else 1025
-    own = "    own_settings=own_shift,\n" if learned.scheduler else ""
+    own = "    own_settings=own_shift,\n"
+    if not learned.scheduler:
+        own = f'    own_schedulers=own_scheduler("{facts.schedulers[0]}", "{source.parts["scheduler"].__name__}"),\n'
     whole = "" if facts.picture else "    whole=True,\n"
     tokens = (
         f"        tokens_max={facts.defaults.max_sequence_length},\n"

@@ -15,12 +15,14 @@ from comfy_tpu.porting.scaffold.facts import Facts
 KINDS = ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
 WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
 _ENCODERS = {"T5EncoderModel": "T5", "UMT5EncoderModel": "UMT5", "CLIPTextModel": "CLIP"}
+_FRAMES_MAX = 121
+"""Of a node, unless its family says more."""
 Schema = Mapping[str, Any]
 """Of a node, as tests/comfy_pack/stand_in.py records it."""
 
 
-def node_entry(facts: Facts, known: str) -> str:
-    """`known`: the text of node_families.py, for what it has fields for."""
+def node_entry(facts: Facts) -> str:
+    """Of comfy/node_families.py."""
     readers = " and ".join(
         dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders)
     )
@@ -51,16 +53,17 @@ def node_entry(facts: Facts, known: str) -> str:
     if facts.picture:
         lines += ["picture=True,", "size_max=2048,"]
     else:
-        if "frames_step: int" in known:
-            seconds = facts.defaults.num_frames / facts.defaults.fps
-            lines.append(f"frames_step={facts.learned.frames_multiple},")
-            lines.append(
-                f'frames_help="{facts.defaults.num_frames} frames at {facts.defaults.fps} frames a second are '
-                f'{seconds:.0f} seconds.",'
-            )
+        seconds = facts.defaults.num_frames / facts.defaults.fps
+        lines.append(f"frames_step={facts.learned.frames_multiple},")
+        if facts.defaults.num_frames > _FRAMES_MAX:
+            lines.append(f"frames_max={facts.defaults.num_frames},")
+        lines.append(
+            f'frames_help="{facts.defaults.num_frames} frames at {facts.defaults.fps} frames a second are '
+            f'{seconds:.0f} seconds.",'
+        )
         shift = "a factor on the model's own" if facts.learned.scheduler else "this model's scheduler has no use for it"
         lines += [f'shift_help="{shift}",', f'trained_fps="{facts.defaults.fps}",']
-    if "size_step: int" in known and size_step(facts) != 16:
+    if size_step(facts) != 16:
         lines.append(f"size_step={size_step(facts)},")
     lines += [
         f'sizes_help="{facts.title} was made for {facts.defaults.width}×{facts.defaults.height}.",',

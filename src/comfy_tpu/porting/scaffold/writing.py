@@ -99,7 +99,7 @@ def _node_families(facts: Facts, text: str) -> str:
         raise InvalidValueError(
             f"there are nodes called {facts.key} already; {facts.source.name} has been ported before"
         )
-    text = inserted_before(text, r"^NODE_FAMILIES: ", nodes.node_entry(facts, text), where=_NODE_FAMILIES)
+    text = inserted_before(text, r"^NODE_FAMILIES: ", nodes.node_entry(facts), where=_NODE_FAMILIES)
     return appended_to_tuple(text, "NODE_FAMILIES", facts.constant, where=_NODE_FAMILIES)
 
 
