@@ -60,15 +60,15 @@ def scheduler_of(class_name: str, config: Config) -> SchedulerFactory:
 
 
 def own_scheduler(name: str, class_name: str) -> Callable[[Callable[[str], Config]], Mapping[str, SchedulerFactory]]:
-    """Under this name the scheduler of a model's own scheduler_config.json, which must be of the class that was seen."""
+    """Under this name the scheduler of a model's own scheduler_config.json, which must be of the class seen here."""
 
     def read_own(read: Callable[[str], Config]) -> Mapping[str, SchedulerFactory]:
         config = read(SCHEDULER_FILE)
         found = config.get("_class_name", class_name)
         if found != class_name:
             raise UnsupportedError(
-                f"{SCHEDULER_FILE} describes a {found}, and this family was written for a {class_name}; write one from "
-                "that model: comfy-tpu port new NAME --from ITS_DIRECTORY"
+                f"{SCHEDULER_FILE} describes a {found}, and this family was written for a {class_name}; write one "
+                "from that model: comfy-tpu port new NAME --from ITS_DIRECTORY"
             )
         known = {key: value for key, value in config.items() if not key.startswith("_")}
         return {name: scheduler_of(class_name, known)} if known else {}
