@@ -33,6 +33,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("mine", "--from", "SanaPipeline"),
             "the text_encoder of SanaPipeline is a Gemma2PreTrainedModel, for which there is no component",
         ),
+        "another CLIP": (("mine", "--from", "StableDiffusion3Pipeline"), "is a CLIPTextModelWithProjection, for which"),
+        "sizes": (("mine", "--from", "LattePipeline"), "no small LattePipeline could be made (TypeError: "),
         "taken": (
             ("wan", "--from", "PixArtSigmaPipeline"),
             "NAME=wan is taken: src/comfy_tpu/families/wan.py is there",

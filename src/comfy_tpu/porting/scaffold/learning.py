@@ -18,7 +18,7 @@ from comfy_tpu.pipeline.denoise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
 from comfy_tpu.porting.scaffold.pipelines import Source
-from comfy_tpu.porting.scaffold.small import TOKENS, spatial_scale
+from comfy_tpu.porting.scaffold.small import NO_SIZES, TOKENS, first_line, spatial_scale
 from comfy_tpu.porting.scaffold.watching import Call, Watched, watch
 
 _CLEANING = {"re": re, "html": html, "ftfy": ftfy}
@@ -134,8 +134,7 @@ class Learner:
             watched = watch(self.pipeline, prompt=PROMPTS[number], negative_prompt=NEGATIVE[number], **chosen, **more)
         except Exception as error:
             raise UnsupportedError(
-                f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}): "
-                "its sizes do not follow from names; write the family by hand, docs/porting.md says how"
+                f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}); {NO_SIZES}"
             ) from error
         return sizes, watched
 
@@ -448,10 +447,6 @@ class Learner:
             f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?"
         )
         return "euler"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _first_text(text: Any) -> Any:

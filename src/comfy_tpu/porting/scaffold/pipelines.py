@@ -17,7 +17,7 @@ from comfy_tpu.families.registry import FAMILIES
 from comfy_tpu.porting.small_models import SMALL_MODELS
 from comfy_tpu.quiet import quiet
 
-ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection")
+ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel")
 """Text encoders that a family has components for."""
 
 TEXT_WIDTH = 4096

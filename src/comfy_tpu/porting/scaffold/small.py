@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +22,11 @@ _GAIN = 2.0
 """On the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another one
 changes the picture by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
+
+NO_SIZES = (
+    "its sizes do not follow from names and defaults: give a model directory, whose config.json files tell, or write "
+    "the family by hand, docs/porting.md says how"
+)
 
 _LAYERS = re.compile(r"^(num|n)_.*layers$|^depth$|^(num_)?layers$|^num_blocks$")
 _HEADS = re.compile(r"^(num_attention_heads|num_heads|n_heads|num_cross_attention_heads)$")
@@ -61,7 +65,6 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     },
 }
 _ENCODERS["UMT5EncoderModel"] = _ENCODERS["T5EncoderModel"]
-_ENCODERS["CLIPTextModelWithProjection"] = _ENCODERS["CLIPTextModel"]
 
 _VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {
@@ -185,9 +188,12 @@ def small_pipeline(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> 
         return build_pipeline(source.name, class_names(source), configs)
     except Exception as error:
         raise UnsupportedError(
-            f"no small {source.name} could be made ({type(error).__name__}: {str(error).strip().splitlines()[0]}); "
-            "its sizes do not follow from names: write the family by hand, docs/porting.md says how"
+            f"no small {source.name} could be made ({type(error).__name__}: {first_line(error)}); {NO_SIZES}"
         ) from error
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def class_names(source: Source) -> dict[str, str]:
@@ -230,7 +236,3 @@ def spatial_scale(vae: Any) -> int:
     """Pixels a latent has on a side, by what the decoder makes of one."""
     blocks = vae.config.get("block_out_channels") or vae.config.get("decoder_block_out_channels")
     return int(2 ** (len(blocks) - 1)) if blocks else 8
-
-
-def rounded_up(value: int, step: int) -> int:
-    return math.ceil(value / step) * step
