@@ -15,7 +15,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.ported import by_pipeline, module_of, own_scheduler, workload_of
+from comfy_tpu.families.ported import by_pipeline, module_of, own_scheduler, own_text_length, workload_of
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.porting.scaffold.small import random_weights
@@ -103,10 +103,16 @@ def test_a_workload_from_the_modules_own_weights() -> None:
         rows={"transformer_blocks.*.attn1.*": "both", "transformer_blocks.*.norm[12].linear.*": "samples"},
     )
     assert (work.batch, work.tokens, work.sequence, work.layers) == (2, 3 * 3 * 5, 57, 2)
+    assert work.ffn == 4 * 64, "not that of the modulation, which is wider"
     counted = sum(count * matrix.nbytes for count, matrix in work.matrices) + work.small_bytes
     assert counted == 2 * sum(weight.numel() for weight in reference().parameters())
     rows = {(matrix.kind, matrix.rows) for matrix in work.stacks[0].matrices}
     assert rows == {("column", "both"), ("row", "both"), ("column", "samples"), ("column", "tokens"), ("row", "tokens")}
+
+
+def test_a_models_own_length_of_texts() -> None:
+    assert own_text_length(lambda file: {"max_text_seq_length": 226}) == {"max_sequence_length": 226}
+    assert own_text_length(lambda file: {}) == {}
 
 
 def test_a_models_own_scheduler_goes_before_the_familys() -> None:

@@ -59,6 +59,12 @@ def scheduler_of(class_name: str, config: Config) -> SchedulerFactory:
     return scheduler
 
 
+def own_text_length(read: Callable[[str], Config]) -> dict[str, int]:
+    """How many tokens of text a transformer is made for, where it says so."""
+    length = read("transformer/config.json").get("max_text_seq_length")
+    return {"max_sequence_length": length} if isinstance(length, int) else {}
+
+
 def own_scheduler(name: str, class_name: str) -> Callable[[Callable[[str], Config]], Mapping[str, SchedulerFactory]]:
     """Under this name the scheduler of a model's own scheduler_config.json, which must be of the class seen here."""
 
@@ -143,9 +149,8 @@ def workload_of(
     height, width = (side // spatial_scale for side in (settings.height, settings.width))
     stacks, outer, small = _matrices(spec, json.dumps(dict(config), sort_keys=True, default=str))
     given = tuple(rows.items())
-    widest = max(
-        (matrix.shape[0] for _, found in stacks for name, matrix in found if matrix.kind == "column"), default=0
-    )
+    placed = [(layers, tuple(_placed(matrix, name, given) for name, matrix in found)) for layers, found in stacks]
+    wide = [each.shape[0] for _, found in placed for each in found if each.kind == "column" and each.rows != "samples"]
     return Workload(
         batch=settings.num_videos * (2 if guided and settings.guidance_scale > 1 else 1),
         tokens=max(frames // patch[0], 1) * (height // patch[1]) * (width // patch[2]),
@@ -153,10 +158,8 @@ def workload_of(
         text=text,
         heads=heads,
         head_dim=head_dim,
-        ffn=widest or 4 * heads * head_dim,
-        stacks=tuple(
-            Stack(layers, tuple(_placed(matrix, name, given) for name, matrix in found)) for layers, found in stacks
-        ),
+        ffn=max(wide, default=4 * heads * head_dim),
+        stacks=tuple(Stack(layers, found) for layers, found in placed),
         outer=tuple(_placed(matrix, name, given) for name, matrix in outer),
         small_bytes=small,
         output_features=channels * patch[0] * patch[1] * patch[2],

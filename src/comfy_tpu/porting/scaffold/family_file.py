@@ -84,6 +84,7 @@ _PORTED = (
     "in_vae_scale",
     "module_of",
     "own_scheduler",
+    "own_text_length",
     "scheduler_of",
     "unexplained",
     "workload_of",
@@ -329,9 +330,13 @@ def _family(facts: Facts) -> str:
     presets = {f"{width}×{height}": {"height": height, "width": width}}
     multiple = learned.spatial_scale * facts.patch[1]
     frames = 1 if facts.picture else 1025
-    own = "    own_settings=own_shift,\n"
+    reads = ["own_shift"] if learned.scheduler else []
+    if "max_text_seq_length" in source.full_config("transformer"):
+        reads.append("own_text_length")
+    both = f"lambda read: {{{', '.join(f'**{name}(read)' for name in reads)}}}"
+    own = f"    own_settings={reads[0] if len(reads) == 1 else both},\n" if reads else ""
     if not learned.scheduler:
-        own = f'    own_schedulers=own_scheduler("{facts.schedulers[0]}", "{source.parts["scheduler"].__name__}"),\n'
+        own += f'    own_schedulers=own_scheduler("{facts.schedulers[0]}", "{source.parts["scheduler"].__name__}"),\n'
     whole = "" if facts.picture else "    whole=True,\n"
     tokens = (
         f"        tokens_max={facts.defaults.max_sequence_length},\n"
