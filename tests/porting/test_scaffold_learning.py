@@ -14,9 +14,10 @@ from comfy_tpu.porting.scaffold import hypotheses, new
 from comfy_tpu.porting.scaffold.facts import Facts, default_settings, own_scheduler, patch_of
 from comfy_tpu.porting.scaffold.family_file import family_file
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, agrees, first_that_holds
-from comfy_tpu.porting.scaffold.learning import Learned, Learner
+from comfy_tpu.porting.scaffold.learning import Learner
 from comfy_tpu.porting.scaffold.pipelines import Source, find_source
 from comfy_tpu.porting.scaffold.proposing import Proposal
+from comfy_tpu.porting.scaffold.runs import Learned
 from comfy_tpu.porting.scaffold.small import small_configs, small_pipeline
 
 ROOT = Path(__file__).parents[2]

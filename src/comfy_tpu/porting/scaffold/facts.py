@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.porting.scaffold.learning import Learned
 from comfy_tpu.porting.scaffold.pipelines import Source
 from comfy_tpu.porting.scaffold.proposing import Proposal
+from comfy_tpu.porting.scaffold.runs import Learned
 
 _SHORT = (
     ("UniPC", "unipc"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import inspect
 import re
@@ -18,6 +17,18 @@ from comfy_tpu.pipeline.denoise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
 from comfy_tpu.porting.scaffold.pipelines import Source
+from comfy_tpu.porting.scaffold.runs import (
+    Embedding,
+    Learned,
+    Run,
+    batch_of,
+    cast,
+    described,
+    embedding_name,
+    first_text,
+    literal,
+    tensor,
+)
 from comfy_tpu.porting.scaffold.small import NO_SIZES, TOKENS, first_line, spatial_scale
 from comfy_tpu.porting.scaffold.watching import Call, Watched, watch
 
@@ -26,56 +37,6 @@ GUIDANCE = 4.0
 PROMPTS = (" a RED circle  and a blue", "A circle moving left &amp; a red")
 """With what a pipeline may clean away: capitals, spaces, HTML."""
 NEGATIVE = ("black background", "blue")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Sizes in which nothing is as large as something else."""
-
-    height: int
-    width: int
-    frames: int
-    steps: int
-    prompt: str
-    negative: str
-    seed: int
-    watched: Watched
-    latents: torch.Tensor
-    """What it began with, [1, channels, frames, height, width]."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Embedding:
-    name: str
-    encoder: str
-    reading: Reading
-    argument: str
-    """Of the transformer's forward."""
-    cast: str
-    """What is written behind its name there."""
-
-
-@dataclasses.dataclass
-class Learned:
-    picture: bool
-    layout: Layout
-    """Of the latents between steps, in the pipeline."""
-    arguments: dict[str, str]
-    """Of the transformer's forward -> expressions."""
-    embeddings: list[Embedding]
-    clean: str
-    answer: str
-    statistics: str
-    vae_layout: Layout
-    spatial_scale: int
-    temporal_scale: int
-    frames_multiple: int
-    scheduler: str
-    """ "euler", "euler_from_one": of families/schedulers.py. "": the scheduler's own class, with its configuration."""
-    unexplained: list[str]
-    """One sentence each."""
-    lengths: dict[str, int | None]
-    """Tokens of each encoder; None: max_sequence_length."""
 
 
 class Learner:
@@ -181,7 +142,7 @@ class Learner:
     def _clean(self, runs: list[Run]) -> str:
 
         texts = [
-            _first_text(call.given["text"])
+            first_text(call.given["text"])
             for run in runs
             for calls in list(run.watched.texts.values())[:1]
             for call in calls[:1]
@@ -236,7 +197,7 @@ class Learner:
                     embeddings.append(embedding)
                     expression = f"{embedding.name}{embedding.cast}"
             if expression is None:
-                shapes = sorted({_described(value) for _, value in wanted})
+                shapes = sorted({described(value) for _, value in wanted})
                 self._say(f"the transformer is given {name}, {' or '.join(shapes)}, and nothing tried says what it is")
                 expression = f'unexplained("{name}")'
             arguments[name] = expression
@@ -251,7 +212,7 @@ class Learner:
             begin = end
             sample = layout.of(step.given["sample"], run.height, run.width)
             for number, call in enumerate(calls):
-                batch = _batch(call)
+                batch = batch_of(call)
                 timestep = torch.as_tensor(step.given["timestep"]).reshape(1).float()
                 names = {"timestep": timestep, "batch": batch, "height": run.height, "width": run.width}
                 names["latents"] = sample.expand(batch, -1, -1, -1, -1)
@@ -262,7 +223,7 @@ class Learner:
         values = [value for _, value in wanted]
         if all(isinstance(value, torch.Tensor) for value in values):
             return first_that_holds((*(each.there for each in self.layouts), *hypotheses.TIMESTEPS), wanted)
-        written = {_literal(value) for value in values}
+        written = {literal(value) for value in values}
         if len(written) == 1:
             return written.pop()
         return first_that_holds(hypotheses.SIZES, wanted)
@@ -296,7 +257,7 @@ class Learner:
             return "torch.float32"
         sizes = (*hypotheses.SIZES, f"{self.scale} * height", f"{self.scale} * width", "batch")
         found = first_that_holds(sizes, list(zip(names, values, strict=True)))
-        return found or (_literal(values[0]) if values[0] == values[1] else None)
+        return found or (literal(values[0]) if values[0] == values[1] else None)
 
     def _facts(self, method: str) -> dict[str, Any]:
         """Numbers of the pipeline that the method reads."""
@@ -321,8 +282,8 @@ class Learner:
                     for token, case in zip(tokens, first, strict=True)
                 ):
                     value = first[0][1][name]
-                    label = _embedding_name(value, reading, known)
-                    return Embedding(label, encoder, reading, name, _cast(value, reading))
+                    label = embedding_name(value, reading, known)
+                    return Embedding(label, encoder, reading, name, cast(value, reading))
         return None
 
     def _reads(
@@ -348,15 +309,15 @@ class Learner:
             except (RuntimeError, ValueError, IndexError):
                 continue
         self._say(
-            f"the scheduler is given {_described(runs[0].watched.steps[0].given['model_output'])}, which is no guided "
-            f"sum of the transformer's answers {_described(_tensor(runs[0].watched.transformer[0].result))}"
+            f"the scheduler is given {described(runs[0].watched.steps[0].given['model_output'])}, which is no guided "
+            f"sum of the transformer's answers {described(tensor(runs[0].watched.transformer[0].result))}"
         )
         return 'unexplained("answer")'
 
     def _guided(self, run: Run, form: str, each: Layout, layout: Layout) -> bool:
         begin = 0
         for step, end in zip(run.watched.steps, run.watched.calls_before_step, strict=True):
-            answers = [_tensor(call.result) for call in run.watched.transformer[begin:end]]
+            answers = [tensor(call.result) for call in run.watched.transformer[begin:end]]
             begin = end
             rows = torch.cat(answers).float()
             found = hypotheses.evaluated(form.format("answer"), {"answer": rows})
@@ -385,7 +346,7 @@ class Learner:
                     continue
         call = runs[0].watched.decodes[0]
         self._say(
-            f"the VAE is given {_described(next(iter(call.given.values())))}, and no scale of the last latents is that"
+            f"the VAE is given {described(next(iter(call.given.values())))}, and no scale of the last latents is that"
         )
         return '[unexplained("latent statistics")], []', self.layouts[0]
 
@@ -395,12 +356,12 @@ class Learner:
         given.pop("return_dict", None)
         if len(given) != 1:
             return False
-        last = layout.of(_tensor(run.watched.steps[-1].result).float(), run.height, run.width)
+        last = layout.of(tensor(run.watched.steps[-1].result).float(), run.height, run.width)
         return agrees(there.to(in_vae_scale(last, statistics)), next(iter(given.values())))
 
     def _check_pixels(self, runs: list[Run]) -> None:
         for run in runs:
-            frames = as_frames(_tensor(run.watched.decodes[0].result))[0].permute(0, 3, 1, 2)
+            frames = as_frames(tensor(run.watched.decodes[0].result))[0].permute(0, 3, 1, 2)
             if not agrees(frames, run.watched.output.reshape(-1, *run.watched.output.shape[-3:]).float()):
                 noun = "picture" if self.picture else "video"
                 self._say(f"the {noun} is another than what the VAE decodes, brought to 0..1")
@@ -447,45 +408,3 @@ class Learner:
             f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?"
         )
         return "euler"
-
-
-def _first_text(text: Any) -> Any:
-    return text[0] if isinstance(text, (list, tuple)) else text
-
-
-def _tensor(result: Any) -> torch.Tensor:
-    if isinstance(result, torch.Tensor):
-        return result
-    first: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else next(iter(result.values()))
-    return first
-
-
-def _batch(call: Call) -> int:
-    return next(value.shape[0] for value in call.given.values() if isinstance(value, torch.Tensor) and value.ndim > 1)
-
-
-def _literal(value: Any) -> str | None:
-    text = repr(value)
-    simple = value is None or isinstance(value, (bool, int, float, str, dict, list, tuple))
-    return text if simple and "tensor(" not in text else None
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(_described(each) for each in value)})"
-    return repr(value)
-
-
-def _embedding_name(value: torch.Tensor, reading: Reading, known: list[Embedding]) -> str:
-    base = "text_mask" if reading.written == "attention_mask" else "text" if value.ndim == 3 else "pooled"
-    taken = sum(each.name.startswith(base) and (each.name == base or each.name[len(base)] == "_") for each in known)
-    taken -= sum(each.name.startswith("text_mask") for each in known) if base == "text" else 0
-    return base if not taken else f"{base}_{taken + 1}"
-
-
-def _cast(value: torch.Tensor, reading: Reading) -> str:
-    if reading.written == "attention_mask":
-        return ".bool()" if value.dtype == torch.bool else ".int()" if not value.is_floating_point() else ".to(dtype)"
-    return ".to(dtype)"
