@@ -8,7 +8,12 @@ from comfy_tpu.bench.results import read_runs
 from comfy_tpu.bench.vae_report import Language, plots, tables, write_texts
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "vae" / "cpu.json"
+RESULTS = ROOT / "benchmarks" / "vae"
+RUNS: dict[str, dict[Language, str]] = {
+    "cpu.json": {"en": "On two cores", "zh-CN": "在两个核上"},
+    "cpu-one-core.json": {"en": "On one core", "zh-CN": "在一个核上"},
+}
+"""Files -> what they are. Plots are of the first."""
 PAGES: dict[Language, Path] = {
     "en": ROOT / "docs" / "torchax-vs-flax.md",
     "zh-CN": ROOT / "docs" / "torchax-vs-flax.zh-CN.md",
@@ -17,13 +22,17 @@ BEGIN, END = "<!-- written by `make torchax-vs-flax` -->", "<!-- end -->"
 
 
 def texts() -> dict[Path, str]:
-    """Every file as it has to be. The last run of the file is shown."""
-    run = read_runs(RESULTS)[-1]
-    drawn = {ROOT / "docs" / f"torchax-vs-flax-{ending}.svg": text for ending, text in plots(run).items()}
-    pages = {
-        path: with_figures(path.read_text(encoding="utf-8"), tables(run, language), path)
-        for language, path in PAGES.items()
-    }
+    """Every file as it has to be. The last run of each file is shown."""
+    runs = {name: read_runs(RESULTS / name)[-1] for name in RUNS}
+    first = next(iter(runs.values()))
+    drawn = {ROOT / "docs" / f"torchax-vs-flax-{ending}.svg": text for ending, text in plots(first).items()}
+    pages = {}
+    for language, path in PAGES.items():
+        parts = (
+            f"### {RUNS[name][language]}\n\n{tables(run, language, heading='####').strip()}"
+            for name, run in runs.items()
+        )
+        pages[path] = with_figures(path.read_text(encoding="utf-8"), "\n\n".join(parts), path)
     return drawn | pages
 
 

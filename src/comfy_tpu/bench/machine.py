@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
         "devices": len(devices),
         "device_memory_bytes": statistics.get("bytes_limit"),
         "processor": _processor(),
-        "processor_cores": os.cpu_count(),
+        "processor_cores": _cores(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "driver": _nvidia_driver(),
     }
@@ -42,6 +42,11 @@ def describe_machine() -> dict[str, Any]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions["cudnn"] = None if cudnn is None else str(cudnn)
     return {"hardware": hardware, "versions": versions}
+
+
+def _cores() -> int | None:
+    """Those that this process may use: `taskset` and containers leave it some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _version(name: str) -> str | None:

@@ -86,7 +86,8 @@ def _table(rows: Sequence[Row], columns: Mapping[str, tuple[str, Cell]], languag
 
 def _machine(run: Run, language: Language) -> str:
     hardware, size = run.hardware, next((row.size for row in run.rows), "")
-    where = f"{hardware['devices']} × {hardware['device']} ({hardware['processor']}, {hardware['processor_cores']}"
+    cores = hardware["processor_cores"]
+    where = f"{hardware['devices']} × {hardware['device']} ({hardware['processor']}, {cores}"
     versions = ", ".join(
         f"{name} {run.versions[name]}"
         for name in ("jax", "torch", "torchax", "flax", "diffusers")
@@ -94,7 +95,7 @@ def _machine(run: Run, language: Language) -> str:
     )
     date = run.date.replace("T", " ").replace("+00:00", " UTC")
     if language == "en":
-        return f"{where} cores), {run.model} model, {run.dtype}, {size}; {versions}; {date}; `{run.command}`."
+        return f"{where} {'core' if cores == 1 else 'cores'}), {run.model} model, {run.dtype}, {size}; {versions}; {date}; `{run.command}`."
     return f"{where} 核)，{run.model} 模型，{run.dtype}，{size}；{versions}；{date}；`{run.command}`。"
 
 
