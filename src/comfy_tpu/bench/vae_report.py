@@ -86,8 +86,9 @@ def _table(rows: Sequence[Row], columns: Mapping[str, tuple[str, Cell]], languag
 
 def _machine(run: Run, language: Language) -> str:
     hardware, size = run.hardware, next((row.size for row in run.rows), "")
-    cores = hardware["processor_cores"]
-    where = f"{hardware['devices']} × {hardware['device']} ({hardware['processor']}, {cores}"
+    count = hardware["processor_cores"]
+    cores = "核" if language != "en" else "core" if count == 1 else "cores"
+    where = f"{hardware['devices']} × {hardware['device']} ({hardware['processor']}, {count} {cores})"
     versions = ", ".join(
         f"{name} {run.versions[name]}"
         for name in ("jax", "torch", "torchax", "flax", "diffusers")
@@ -95,8 +96,8 @@ def _machine(run: Run, language: Language) -> str:
     )
     date = run.date.replace("T", " ").replace("+00:00", " UTC")
     if language == "en":
-        return f"{where} {'core' if cores == 1 else 'cores'}), {run.model} model, {run.dtype}, {size}; {versions}; {date}; `{run.command}`."
-    return f"{where} 核)，{run.model} 模型，{run.dtype}，{size}；{versions}；{date}；`{run.command}`。"
+        return f"{where}, {run.model} model, {run.dtype}, {size}; {versions}; {date}; `{run.command}`."
+    return f"{where}，{run.model} 模型，{run.dtype}，{size}；{versions}；{date}；`{run.command}`。"
 
 
 def plots(run: Run) -> dict[str, str]:
