@@ -18,7 +18,7 @@ from comfy_tpu.cli import main as cli
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
-from comfy_tpu.families import flux
+from comfy_tpu.families import flux, patches
 from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import as_frame, read_image
@@ -235,9 +235,9 @@ def test_clip_under_the_names_of_published_checkpoints(tmp_path: Path) -> None:
 def test_latents_as_tokens_and_back() -> None:
     latents = torch.randn(2, 16, 1, 6, 10)
     reference = small_flux.reference("dev")
-    tokens = flux.as_tokens(latents)
+    tokens = patches.as_tokens(latents)
     assert torch.equal(tokens, reference._pack_latents(latents, 2, 16, 6, 10))
-    assert torch.equal(flux.as_latents(tokens, 6, 10), latents)
+    assert torch.equal(patches.as_latents(tokens, 6, 10), latents)
 
 
 @pytest.mark.parametrize(

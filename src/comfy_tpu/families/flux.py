@@ -18,6 +18,7 @@ from comfy_tpu.families.family import Cache, Config, Limits, SchedulerFactory, T
 from comfy_tpu.families.flux_names import flux_names
 from comfy_tpu.families.joint import JointProcessor, joined, parted, tp
 from comfy_tpu.families.modulation import Modulation
+from comfy_tpu.families.patches import as_latents, as_tokens
 from comfy_tpu.families.schedulers import dpm, shift_by_tokens, unipc
 from comfy_tpu.families.text_encoders import clip_component, encoded_t5, pooled_clip, t5_component
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -199,17 +200,6 @@ def predict(
         hidden = block(hidden_states=hidden, temb=condition, image_rotary_emb=rotary)
     _, hidden = parted(hidden, text_tokens)
     return as_latents(module.proj_out(module.norm_out(hidden, condition)), height, width)
-
-
-def as_tokens(latents: torch.Tensor) -> torch.Tensor:
-    """[batch, channels, 1, height, width] -> a token for each 2 × 2 latents, channel by channel."""
-    patches = latents.squeeze(2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-
-def as_latents(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    patches = tokens.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))
-    return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3).unsqueeze(2)
 
 
 def rope_tables(

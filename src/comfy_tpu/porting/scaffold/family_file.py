@@ -63,8 +63,10 @@ def _head(facts: Facts, body: str) -> str:
         "from comfy_tpu.compiler.stacking import LayerStack" if facts.proposal.stacks else "",
         "from comfy_tpu.config import GenerationSettings",
         "from comfy_tpu.families.family import Cache, Config, Limits, TextEncoder, VideoFamily",
-        f"from comfy_tpu.families.ported import {used(*_PORTED)}",
     ]
+    if packed := used("as_latents", "as_tokens"):
+        lines.append(f"from comfy_tpu.families.patches import {packed}")
+    lines.append(f"from comfy_tpu.families.ported import {used(*_PORTED)}")
     if facts.learned.scheduler:
         lines.append(
             f"from comfy_tpu.families.schedulers import {used('dpm', 'euler', 'euler_from_one', 'own_shift', 'unipc')}"
@@ -79,8 +81,6 @@ def _head(facts: Facts, body: str) -> str:
 _PORTED = (
     "by_pipeline",
     "as_frames",
-    "as_latents",
-    "as_tokens",
     "in_vae_scale",
     "module_of",
     "own_scheduler",

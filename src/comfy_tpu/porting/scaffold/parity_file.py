@@ -48,7 +48,7 @@ def parity_file(facts: Facts) -> str:
     parameters = inspect.signature(facts.source.pipeline.__call__).parameters
     own = {name: False for name in ("clean_caption", "use_resolution_binning") if name in parameters}
     layout = facts.learned.layout.there
-    imports = "from comfy_tpu.families.ported import as_tokens\n" if "as_tokens" in layout else ""
+    imports = "from comfy_tpu.families.patches import as_tokens\n" if "as_tokens" in layout else ""
     return f'''"""{facts.title} against diffusers' own pipeline, on one device and over meshes.
 
 Written by `comfy-tpu port new`.
