@@ -365,7 +365,7 @@ def photograph(path: Path) -> Path:
     [
         ("dev", 0.6, "single", (48, 80)),
         ("dev", 0.6, "dp=2,sp=4", (64, 64)),
-        ("schnell", 0.9, "dp=2,tp=4", (48, 80)),
+        pytest.param("schnell", 0.9, "dp=2,tp=4", (48, 80), marks=pytest.mark.slow),
     ],
 )
 def test_from_a_picture_as_diffusers_does_it(

@@ -84,7 +84,7 @@ def expected(image: Image.Image) -> torch.Tensor:
         ("single", WIDTH, HEIGHT),
         ("single", 61, 143),
         ("dp=2,tp=4", WIDTH, HEIGHT),
-        ("dp=2,sp=4", 61, 143),
+        pytest.param("dp=2,sp=4", 61, 143, marks=pytest.mark.slow),
         pytest.param("dp=2,tp=4", 61, 143, marks=pytest.mark.slow),
         pytest.param("dp=2,sp=4", WIDTH, HEIGHT, marks=pytest.mark.slow),
     ],

@@ -22,7 +22,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from comfy_tpu.families import ltx, ltx_vae
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
-from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_ltx
 from tests.families.meshes import on_every_mesh
@@ -352,3 +352,14 @@ def test_what_is_not_understood_is_refused() -> None:
         build(ltx.TRANSFORMER, {**small_ltx.transformer().config, "patch_size": 2})
     with pytest.raises(UnsupportedError, match="has shiny, which this version of diffusers does not know"):
         build(ltx.TRANSFORMER, {**small_ltx.transformer().config, "shiny": True})
+
+
+def test_the_schedule_of_a_directory_is_part_of_the_model(tmp_path: Path) -> None:
+    """What was made by one schedule is not gone on with by another; other families do not read the file."""
+    for made, reads in ((small_ltx.directory(), True), (DEMO_DIRECTORY, False)):
+        directory = tmp_path / made.name
+        shutil.copytree(made, directory)
+        before = ModelFiles.open(directory).fingerprint
+        file = directory / "scheduler" / "scheduler_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "shift_terminal": 0.2}))
+        assert (ModelFiles.open(directory).fingerprint != before) == reads

@@ -70,7 +70,11 @@ def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "mesh"),
-    [(7, "single"), pytest.param(7, "dp=2,sp=2,tp=2", marks=pytest.mark.slow), (16, "dp=2,sp=2,tp=2")],
+    [
+        (7, "single"),
+        pytest.param(7, "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param(16, "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
+    ],
 )
 def test_published_depth(columns: int, mesh: str) -> None:
     """Four levels, as the published models have, with 8 × 8 pixels for a latent."""

@@ -5,7 +5,9 @@ import pytest
 from tests.lowering import lowered
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 720), (848, 480)], ids=["720P", "480P"])
+@pytest.mark.parametrize(
+    ("width", "height"), [(1280, 720), pytest.param(848, 480, marks=pytest.mark.slow)], ids=["720P", "480P"]
+)
 def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
     seen = lowered("tests.parity.lower_full_size", str(width), str(height), "81")
     programs = seen["programs"]

@@ -124,11 +124,14 @@ class ModelFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when a configuration, the tokenizer, the scheduler or a tensor does, as far as three samples of
-        each tensor tell."""
+        """Changes when a configuration, the tokenizer or a tensor does, as far as three samples of each tensor tell;
+        and the scheduler, where the family goes by the directory's own."""
         digest = hashlib.sha256()
-        tokenizers = (encoder.tokenizer for encoder in self.family.text_encoders)
-        for folder in (*(spec.name for spec in self.family.components), *tokenizers, "scheduler"):
+        folders = [spec.name for spec in self.family.components]
+        folders += (encoder.tokenizer for encoder in self.family.text_encoders)
+        if self.family.own_schedulers(self._read_if_there):
+            folders.append("scheduler")
+        for folder in folders:
             for path in sorted((self.directory / folder).glob("*")):
                 digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
                 if path.suffix == ".safetensors":
