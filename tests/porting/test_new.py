@@ -19,6 +19,8 @@ LEFT_OUT = (
     ".git",
     ".venv",
     "ComfyUI",
+    "build",
+    "dist",
     "outputs",
     "*.egg-info",
     ".mypy_cache",
