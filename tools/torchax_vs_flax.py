@@ -10,6 +10,8 @@ from comfy_tpu.bench.vae_report import Language, plots, tables, write_texts
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "vae"
 RUNS: dict[str, dict[Language, str]] = {
+    "h200.json": {"en": "On an H200, published channels, 480P", "zh-CN": "在 H200 上，公布的通道数，480P"},
+    "h200-compile.json": {"en": "On an H200, torch.compile", "zh-CN": "在 H200 上，torch.compile"},
     "cpu.json": {"en": "On two cores", "zh-CN": "在两个核上"},
     "cpu-one-core.json": {"en": "On one core", "zh-CN": "在一个核上"},
 }
