@@ -1,5 +1,6 @@
 """LoRA files that cannot be used, or not all of them: one sentence each, before anything is loaded."""
 
+import dataclasses
 import logging
 import math
 import re
@@ -13,6 +14,7 @@ import torch
 from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
+from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.lora_names import Rows
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.lora_keys import LoraFile, make_targets
@@ -198,10 +200,24 @@ def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
     }
 
 
+def test_a_family_without_names_takes_those_of_diffusers(tmp_path: Path) -> None:
+    files = ModelFiles.open(small_pipeline.directory())
+    (names,) = (field.default for field in dataclasses.fields(VideoFamily) if field.name == "lora_names")
+    ported = dataclasses.replace(files, family=dataclasses.replace(files.family, lora_names=names))
+    path = write(tmp_path / "a.safetensors", small_loras.diffusers_style())
+    made, expected = (open_loras([Lora(path)], given).read("blocks.1.ffn.net.2.weight") for given in (ported, files))
+    assert torch.equal(made.up, expected.up)
+    assert torch.equal(made.down, expected.down)
+    of_wan = write(tmp_path / "wan.safetensors", small_loras.kohya_style())
+    with pytest.raises(
+        InvalidValueError, match=r"such as transformer\.blocks\.0\.\S+\.lora_A\.weight or diffusion_model\."
+    ):
+        open_loras([Lora(of_wan)], ported)
+
+
 def test_every_module_of_wan_is_known_by_its_original_name() -> None:
     """The names of Wan's own code, written out for one block."""
     files = ModelFiles.open(small_pipeline.directory())
-    assert files.family.lora_names is not None
     targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.lora_names)
     attention = [
         f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in ("q", "k", "v", "o", "norm_q", "norm_k")

@@ -185,8 +185,8 @@ class VideoFamily:
     """Published reuse curves: the file in assets/reuse -> what the configuration of the transformer says of its model.
     Which velocities may be reused; a model directory's own reuse.json goes before them."""
 
-    lora_names: LoraNames | None = None
-    """None: LoRA files are refused."""
+    lora_names: LoraNames = lambda module, shape: {}
+    """Beside diffusers' own, which every family takes."""
 
     @property
     def transformer(self) -> ComponentSpec:

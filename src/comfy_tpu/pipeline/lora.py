@@ -14,7 +14,7 @@ import torch
 
 from comfy_tpu.compiler.merging import WeightChange
 from comfy_tpu.config import Lora
-from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
+from comfy_tpu.errors import CheckpointError, InvalidValueError, listed
 from comfy_tpu.families.lora_names import ALL, Rows
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
@@ -114,10 +114,7 @@ def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
     """Everything that headers can tell is checked here, before a weight is loaded."""
     if not loras:
         return NO_LORAS
-    names = files.family.lora_names
-    if names is None:
-        raise UnsupportedError(f"LoRA is not supported with {files.family.name} models; leave out lora={loras[0].path}")
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, names)
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.lora_names)
     return Loras(tuple(_open(lora, targets, files) for lora in loras))
 
 

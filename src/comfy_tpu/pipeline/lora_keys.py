@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class Targets:
 def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets:
     shapes = {name: info.shape for name, info in tensors.items()}
     by_name: dict[str, tuple[Target, ...]] = {}
-    examples: list[str] = []
+    blocks: list[list[str]] = []
     for name, shape in shapes.items():
         if name.endswith(".bias"):
             continue
@@ -122,11 +122,21 @@ def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets
                 others = by_name.get(written, ())
                 if target not in others:  # names that differ by a dot are one name with underscores
                     by_name[written] = (*others, target)
-        if not examples and ".0." in module and len(aliases) > 1 and len(shape) == 2:  # of a block: where LoRAs are
-            alias = list(aliases)[1]
-            examples = [f"transformer.{module}.lora_A.weight", f"diffusion_model.{alias}.lora_down.weight"]
-            examples.append(f"lora_unet_{alias.replace('.', '_')}.lora_down.weight")
-    return Targets(shapes, by_name, tuple(examples))
+        if ".0." in module and len(shape) == 2:
+            blocks.append(list(aliases))
+    # Of a block, where LoRAs are; of one with two names, where there is one.
+    shown = next((each for each in blocks if len(each) > 1), blocks[0] if blocks else None)
+    return Targets(shapes, by_name, _keys(shown[0], shown[1:]) if shown else ())
+
+
+def _keys(module: str, aliases: Sequence[str]) -> tuple[str, ...]:
+    """What files may call a module: as diffusers, as ComfyUI and as kohya's scripts do."""
+    theirs = aliases[0] if aliases else module
+    return (
+        f"transformer.{module}.lora_A.weight",
+        f"diffusion_model.{theirs}.lora_down.weight",
+        f"lora_unet_{theirs.replace('.', '_')}.lora_down.weight",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
