@@ -40,7 +40,7 @@ def test_a_trap_is_told_with_its_line_its_reason_and_a_fix(capsys):
     assert "shapes must be known" in out
     assert "fix: keep all rows and use torch.where" in out
     assert "FAIL  No indexing by boolean masks (1 found, the first at" in out
-    assert "Will not run: 1 line stops the trace." in out
+    assert "Will not run: 1 line stops the trace, the first is " in out
 
 
 def test_a_model_that_runs(capsys):
@@ -57,7 +57,8 @@ def test_json_has_the_keys_that_it_promises(capsys):
     (check,) = document["checks"]
     assert (status, document["schema"], document["blocked"]) == (1, 1, True)
     assert set(check) == {
-        *("target", "file", "verdict", "why", "findings", "before", "after", "operators", "error", "config")
+        *("target", "file", "verdict", "why", "findings", "before", "after", "operators", "operators_end", "error"),
+        "config",
     }
     missing = [each for each in check["operators"] if each["by"] == "missing"]
     assert [each["name"] for each in missing] == [
@@ -79,6 +80,13 @@ def test_operators_are_listed_with_who_implements_them(capsys):
     status, out, _ = run(capsys, "ops", f"{CORPUS}/square_mask.py:Mended", *INPUTS)
     assert status == 0
     assert "torch.nn.functional.scaled_dot_product_attention  comfy-tpu  override" in out
+
+
+def test_operators_that_are_not_all_are_said_not_to_be(capsys, file):
+    ends = "x.abs() if type(x) is torch.Tensor else x.abs() * [][0]"
+    status, out, _ = run(capsys, "ops", path := file(MODEL.replace("x * 2", ends)), *INPUTS)
+    assert status == 1
+    assert out.splitlines()[-1].startswith(f"The list ends at {path}:5: IndexError: list index out of range; ")
 
 
 def test_reading_runs_nothing(capsys, file, tmp_path):
@@ -154,6 +162,10 @@ def test_what_a_class_needs_is_asked_for(capsys, file):
         ("--inputs", '{"y": [1]}', "names 'y', which forward does not take; it takes x"),
         ("--inputs", '{"x": {"sizes": [1]}}', 'x is an object with sizes; expected {"shape"'),
         ("--inputs", '{"x": {"shape": [1], "dtype": "f32"}}', "there is no dtype f32; use float32"),
+        ("--inputs", '{"x": {"shape": "ab"}}', "x has the shape 'ab', expected a list of sizes such as [1, 16]"),
+        ("--inputs", '{"x": [-1]}', "x has the shape [-1], expected a list of sizes"),
+        ("--inputs", '{"x": {"value": "ab", "dtype": "int64"}}', "x has the value 'ab', of which no tensor can be"),
+        ("--inputs", '{"x": {"value": 1, "dtype": 3}}', "there is no dtype 3; use float32"),
         ("--config", "3", "--config is a int, expected an object"),
     ],
 )
@@ -167,7 +179,6 @@ def test_bad_options_are_explained(capsys, file, option, value, said):
     ("options", "said"),
     [
         (["--inputs", '{"x": "abc"}'], "PyTorch itself does not run it here (TypeError: "),
-        (["--inputs", '{"x": [-1]}'], "Model cannot be built (RuntimeError: "),
         ([*INPUTS, "--config", '{"depth": 1}'], "Model cannot be built (TypeError: "),
     ],
 )
@@ -191,6 +202,57 @@ def test_what_pytorch_does_not_run_is_not_said_to_be_ours(capsys, file):
     assert status == 1
     assert "Not tried: PyTorch itself does not run it here (RuntimeError: " in out
     assert "model.py:5" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "AuraFlowPipeline",
+            "AuraFlowPipeline is a pipeline, not a model; check its parts (AutoencoderKL, AuraFlowTransformer2DModel), "
+            "or use comfy-tpu port new NAME --from AuraFlowPipeline",
+        ),
+        ("FlowMatchEulerDiscreteScheduler", "of diffusers is not a model, which is a class that extends nn.Module"),
+    ],
+)
+def test_a_class_that_is_no_model_is_refused(capsys, target, said):
+    status, out, err = run(capsys, "check", "--static", target)
+    assert (status, out) == (1, "")
+    assert said in err
+
+
+def test_a_class_of_a_module_that_is_no_model_is_refused(capsys):
+    status, _, err = run(capsys, "check", "collections:OrderedDict")
+    assert status == 1
+    assert "OrderedDict is not a model, which is a class that extends nn.Module; give one" in err
+
+
+def test_a_name_that_a_star_brings_is_found(capsys):
+    status, out, _ = run(capsys, "check", "--static", "torch.nn:Linear")
+    assert status == 0
+    assert out.startswith("Linear  ")
+
+
+def test_a_file_that_ends_the_program_is_not_tried(capsys, file):
+    status, out, _ = run(capsys, "check", file("import sys\nsys.exit(3)\n" + MODEL), *INPUTS)
+    assert status == 1
+    assert "model.py cannot be imported (SystemExit: 3); mend that, or use --static" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model_index.json", '{"transformer": [], "vae": ["diffusers"]}', "names no model of diffusers with a config"),
+        ("config.json", '{"_class_name": "NoSuchModel"}', "config.json says _class_name 'NoSuchModel': diffusers has"),
+        ("config.json", '{"_class_name": 3}', "config.json does not say _class_name"),
+    ],
+)
+def test_a_directory_that_names_no_model(capsys, tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    status, _, err = run(capsys, "check", tmp_path)
+    assert status == 1
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_directory_is_its_models(capsys, tmp_path):

@@ -98,6 +98,16 @@ def test_a_function_that_calls_itself_ends(found):
         ("[y for y in x if y.sum() > 0][0]", True),
         ("[y for y in x if y.shape[0] > 0][0]", False),
         ("x * (lambda: 3)()", False),
+        ("x * (lambda y: y.item())(x)", True),
+        ("(lambda y: y if y.shape[0] else -y)(x)", False),
+        ("x * len(f'{x.mean():.2f}')", True),
+        ("x * len(f'{x.mean().item()}')", True),
+        ("x * len(f'{x} {x.shape[0]:3d} {x!r:>9}')", False),
+        ("x * np.asarray(x).size", True),
+        ("x * np.array(3)", False),
+        ("x if {'a': x, 'n': 3}['a'].sum() else -x", True),
+        ("x if {'a': x, 'n': 3}['n'] > 2 else -x", False),
+        ("x if {'a': x}.get('a').sum() else -x", True),
         ("x * int(x.shape[0])", False),
         ("x * max(x[0, 0], x[0, 1])", True),
         ("torch.where(x > 0, x, 0)", False),
@@ -109,4 +119,25 @@ def test_a_function_that_calls_itself_ends(found):
     ],
 )
 def test_expressions(found, body, is_trap):
-    assert bool(found("import torch\n" + MODEL.format(body=body))) == is_trap
+    text = "import numpy as np\nimport torch\n" + MODEL.replace("{body}", body)
+    assert bool(found(text)) == is_trap
+
+
+@pytest.mark.parametrize(
+    ("body", "lines"),
+    [
+        ("match mode:\n    case 'a':\n        x = x * x.item()\n    case _:\n        x = -x\nreturn x", [3]),
+        ("match x.sum():\n    case 0:\n        return x\nreturn -x", [1]),
+        ("match x:\n    case torch.Tensor():\n        return x\nreturn -x", []),
+        ("match mode:\n    case y if x.sum() > 0:\n        return x\nreturn x.item()", [2, 4]),
+        ("match mode:\n    case 'a':\n        return x\n    case _:\n        return -x\nreturn x.item()", []),
+        ("d = {'n': 2}\nd['x'] = x\nif d['n'] > 1:\n    x = -x\nreturn x if d['x'].sum() else -x", [5]),
+        ("d = {'x': x}\nd.update(x=3)\nreturn x if d['x'] else -x", []),
+        ("d = {'x': x}\nd[mode] = 3\nreturn x if d['x'] else -x", []),
+        ("d = {'x': x}\nfor key in d:\n    if key:\n        x = -x\nreturn x", []),
+    ],
+)
+def test_statements(found, body, lines):
+    head = "import torch\nclass Model(torch.nn.Module):\n  def forward(self, x: torch.Tensor, mode: str):\n"
+    places = found(head + "".join(f"    {line}\n" for line in body.splitlines()))
+    assert [line - 3 for _, _, line in places] == lines

@@ -44,8 +44,8 @@ def versions_line() -> str:
 
 def write_page(path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        rows = list(pool.map(_row, CLASSES))
-    verdicts = [row[1] for row in rows]
+        rows = list(pool.map(row, CLASSES))
+    verdicts = [cells[1] for cells in rows]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(sorted(verdicts)))
     lines = [
         "# Models of diffusers, checked",
@@ -65,7 +65,7 @@ def write_page(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _row(name: str) -> tuple[str, ...]:
+def row(name: str) -> tuple[str, ...]:
     done = subprocess.run(
         [sys.executable, "-m", "comfy_tpu.cli", "port", "check", name, "--json"],
         capture_output=True,
@@ -94,7 +94,8 @@ def _why(check: Mapping[str, Any]) -> str:
     stopping = [each for each in check["findings"] if each["severity"] == "stops" and each["reached"] is not False]
     if check["verdict"] == "will not run" and stopping:
         first = stopping[0]
-        return f"{first['trap']}, {_short(first['file'])}:{first['line']}: `{first['code']}`".replace("|", "\\|")
+        where = f", {_short(first['file'])}:{first['line']}: `{first['code']}`" if first["file"] else ""
+        return f"{first['trap']}{where}".replace("|", "\\|")
     return _short(check["why"]).replace("|", "\\|")
 
 

@@ -1,8 +1,8 @@
 """comfy-tpu port: what stands between a PyTorch model and a TPU.
 
 `check` exits with 0 if the model will run (with --static: if nothing was found that stops it) and with 1 if it will
-not, or could not be tried. `ops` exits with 1 if an operator is missing. The keys of --json are described in
-src/comfy_tpu/porting/report.py. `new` is in port_new.py.
+not, or could not be tried. `ops` exits with 1 if an operator is missing, or the list is not whole. The keys of
+--json are described in src/comfy_tpu/porting/report.py. `new` is in port_new.py.
 """
 
 from __future__ import annotations
@@ -75,12 +75,15 @@ def _ops(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.targets import find_targets
 
     given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
-    found = sorted({each for target in find_targets(arguments.target) for each in operators_of(target, **given)})
+    lists = [operators_of(target, **given) for target in find_targets(arguments.target)]
+    found = sorted({each for operators, _ in lists for each in operators})
+    ends = [end for _, end in lists if end is not None]
     if arguments.json:
-        print(json.dumps({"schema": 1, "operators": [dataclasses.asdict(each) for each in found]}, indent=2))
+        operators = [dataclasses.asdict(each) for each in found]
+        print(json.dumps({"schema": 1, "operators": operators, "ends": ends}, indent=2))
     else:
-        print(_printable(operators_as_text(found)))
-    return 1 if any(each.by == "missing" for each in found) else 0
+        print(_printable(operators_as_text(found, ends)))
+    return 1 if ends or any(each.by == "missing" for each in found) else 0
 
 
 def _printable(text: str) -> str:

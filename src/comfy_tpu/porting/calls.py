@@ -8,8 +8,9 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from comfy_tpu.porting.arguments import default_arguments, expected_arguments
 from comfy_tpu.porting.source import Definition, Module, bases, definition_of, dotted_name, method
-from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, computed, constant, joined, known, several
+from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, computed, joined, known, several
 from comfy_tpu.porting.vocabulary import (
     AS_NUMBERS,
     COMPARING,
@@ -80,6 +81,8 @@ class CallReading:
             owner = self.value(node.func.value)
             if owner.items is not None and node.func.attr in ("append", "extend", "insert"):
                 return self._grown(node.func, owner, arguments)
+            if owner.named is not None:
+                return self._of_dict(node, node.func, owner)
             if owner.is_tensor or (node.func.attr == "cuda" and owner.instance is None and owner.items is None):
                 return self._method(node, owner, node.func.attr, arguments, keywords)
             if owner.instance is not None:
@@ -94,6 +97,13 @@ class CallReading:
             if found is not None:
                 return self._followed(node, found, arguments, keywords, called_object)
         return computed(*arguments, *keywords.values())
+
+    def _of_dict(self, node: ast.Call, called: ast.Attribute, owner: Value) -> Value:
+        if called.attr in ("get", "setdefault") and node.args:
+            return owner.entry(node.args[0])
+        if called.attr not in ("keys", "items", "values", "copy") and isinstance(called.value, ast.Name):
+            self.names[called.value.id] = UNKNOWN  # update, pop, clear
+        return UNKNOWN
 
     def _grown(self, called: ast.Attribute, owner: Value, arguments: list[Value]) -> Value:
         added = arguments[-1] if arguments else UNKNOWN
@@ -117,10 +127,8 @@ class CallReading:
         if owner is not None and "staticmethod" not in decorators:
             arguments = [owner, *arguments]
         parameters = [*found.node.args.posonlyargs, *found.node.args.args]
-        bound = _defaults(found.node.args)
+        bound = default_arguments(found.node.args)
         if any(isinstance(argument, ast.Starred) for argument in node.args) or "**" in keywords:
-            from comfy_tpu.porting.reading import expected_arguments
-
             bound = expected_arguments(found, owner.instance if owner else None)
         bound.update(zip((each.arg for each in parameters), arguments, strict=False))
         bound.update({name: value for name, value in keywords.items() if name in bound})
@@ -321,21 +329,18 @@ class CallReading:
                 self.report("square-mask", node)
 
     def _check_write_through(self, owner: ast.expr) -> None:
-        from comfy_tpu.porting.reading import is_strided
-
         if isinstance(owner, ast.Subscript) and is_strided(owner.slice):
             self.report("strided-write", owner)
 
 
-def _defaults(arguments: ast.arguments) -> dict[str, Value]:
-    """What arguments are that a call leaves out."""
-    positional = [*arguments.posonlyargs, *arguments.args]
-    given = [*positional[len(positional) - len(arguments.defaults) :], *arguments.kwonlyargs]
-    bound = dict.fromkeys((each.arg for each in (*positional, *arguments.kwonlyargs)), UNKNOWN)
-    for argument, default in zip(given, (*arguments.defaults, *arguments.kw_defaults), strict=True):
-        if isinstance(default, ast.Constant):
-            bound[argument.arg] = constant(default.value)
-    return bound
+def is_strided(index: ast.expr) -> bool:
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return any(
+        isinstance(part, ast.Slice)
+        and part.step is not None
+        and not (isinstance(part.step, ast.Constant) and part.step.value in (None, 1))
+        for part in parts
+    )
 
 
 def _new_dimension(node: ast.expr) -> int | None:

@@ -20,7 +20,8 @@ from comfy_tpu.porting.traps import Finding
 from comfy_tpu.porting.trial import Trial, try_small
 
 Verdict = Literal["will run", "may run", "will not run", "not tried"]
-"""`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run."""
+"""`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run, or it
+gave nothing to compare."""
 
 DISPROVED_BY_A_TRACE = frozenset(
     (
@@ -115,8 +116,10 @@ def check(
 
 
 def _counted(stopping: list[Finding]) -> str:
-    lines = {each.place for each in stopping}
-    return "1 line stops the trace" if len(lines) == 1 else f"{len(lines)} lines stop the trace"
+    lines = list(dict.fromkeys(each.place for each in stopping if each.file))
+    if not lines:
+        return stopping[0].reason
+    return f"{'1 line stops' if len(lines) == 1 else f'{len(lines)} lines stop'} the trace, the first is {lines[0]}"
 
 
 def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
@@ -126,7 +129,7 @@ def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
         reached = each.trap == "gpu-only-import" or (each.file, each.line) in trial.reached
         if trial.traced and reached and each.trap in DISPROVED_BY_A_TRACE:
             continue
-        unknown = trial.refusal is not None and not reached
+        unknown = not trial.whole and not reached
         kept.append(dataclasses.replace(each, reached=None if unknown else reached))
     known = {(each.file, each.line) for each in kept}
     traps = {each.trap for each in kept if each.reached}
@@ -140,12 +143,12 @@ def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
 def judged(findings: list[Finding], trial: Trial | None, why: str) -> tuple[Verdict, str]:
     stopping = [each for each in findings if each.severity == "stops" and each.reached is not False]
     if trial is None or trial.refusal is not None:
-        why = why or f"{trial.refusal if trial else ''}; give --config and --inputs that it accepts"
+        why = why or (trial.refusal if trial and trial.refusal else "")
         if stopping:
-            return "will not run", f"{stopping[0].place} stops the trace; no small model was tried: {why}"
+            return "will not run", f"{_counted(stopping)}; no small model was tried: {why}"
         return "not tried", why
     if trial.runs and not stopping:
         return "will run", f"traced, lowered for a TPU, and {trial.error:.1e} from PyTorch at a small size"
     if stopping:
-        return "will not run", f"{_counted(stopping)}, the first is {stopping[0].place}"
+        return "will not run", _counted(stopping)
     return "will not run", trial.findings[0].reason if trial.findings else "the trial did not come to its end"

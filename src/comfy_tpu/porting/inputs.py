@@ -25,15 +25,15 @@ def given_inputs(described: Mapping[str, Any]) -> Inputs:
 
 def _given(name: str, value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in value):
-        return tensor(value)
+        return tensor(_shape(name, value))
     if isinstance(value, list):
         return [_given(name, item) for item in value]
     if isinstance(value, dict):
         if set(value) <= {"shape", "dtype"} and "shape" in value:
-            return tensor(value["shape"], value.get("dtype", "float32"))
+            return tensor(_shape(name, value["shape"]), value.get("dtype", "float32"))
         if set(value) <= {"value", "dtype"} and "value" in value:
             dtype = _dtype(value["dtype"]) if "dtype" in value else None
-            return value["value"] if dtype is None else torch.tensor(value["value"], dtype=dtype)
+            return value["value"] if dtype is None else _valued(name, value["value"], dtype)
         raise InvalidValueError(
             f"inputs: {name} is an object with {', '.join(value)}; expected "
             '{"shape": [1, 16], "dtype": "int64"} or {"value": 3}'
@@ -41,8 +41,23 @@ def _given(name: str, value: Any) -> Any:
     return value
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+def _shape(name: str, value: Any) -> list[int]:
+    if isinstance(value, list) and all(type(size) is int and size >= 0 for size in value):
+        return value
+    raise InvalidValueError(f"inputs: {name} has the shape {value!r}, expected a list of sizes such as [1, 16]")
+
+
+def _valued(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.tensor(value, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidValueError(
+            f"inputs: {name} has the value {value!r}, of which no tensor can be made ({error}); give numbers"
+        ) from None
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidValueError(f"inputs: there is no dtype {name}; use float32, bfloat16, int64 or bool")
     return dtype

@@ -25,13 +25,14 @@ class Operator:
 
 def operators_of(
     target: Target, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None
-) -> list[Operator]:
+) -> tuple[list[Operator], str | None]:
+    """With the place and the reason where the list ends early."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trial = try_operators(make_small(target, config=config, inputs=inputs))
     if trial.refusal is not None:
-        raise UnsupportedError(f"{trial.refusal}; give --config and --inputs that it accepts")
-    return operators_in(trial)
+        raise UnsupportedError(trial.refusal)
+    return operators_in(trial), trial.operators_end
 
 
 def operators_in(trial: Trial) -> list[Operator]:

@@ -7,33 +7,15 @@ the program is certainly in it.
 from __future__ import annotations
 
 import ast
-import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 
-from comfy_tpu.porting.calls import CallReading
+from comfy_tpu.porting.arguments import expected_arguments
+from comfy_tpu.porting.calls import is_strided
+from comfy_tpu.porting.expressions import ExpressionReading
 from comfy_tpu.porting.source import Definition, Function, Module, definition_of, imported_names, method
 from comfy_tpu.porting.traps import Finding, finding
-from comfy_tpu.porting.values import (
-    SEVERAL_TRACED,
-    TRACED,
-    UNKNOWN,
-    Place,
-    Value,
-    computed,
-    constant,
-    joined,
-    known,
-    several,
-)
-from comfy_tpu.porting.vocabulary import (
-    FALSE_ATTRIBUTES,
-    FALSE_HERE,
-    FLOAT64,
-    GPU_LIBRARIES,
-    OTHER_DEVICES,
-    TENSOR_ATTRIBUTES,
-)
+from comfy_tpu.porting.values import UNKNOWN, Place, Value, computed, joined
+from comfy_tpu.porting.vocabulary import GPU_LIBRARIES
 
 CONTEXTS_MAX = 12
 """How often one function is read, for different arguments."""
@@ -99,6 +81,16 @@ class Reader:
         reading.run()
 
 
+def _compares(pattern: ast.pattern) -> bool:
+    """Whether it asks for a value, not only for a class or a name."""
+    return any(isinstance(node, ast.MatchValue) for node in ast.walk(pattern))
+
+
+def _captured(pattern: ast.pattern) -> list[str]:
+    captures = (ast.MatchAs, ast.MatchStar)
+    return [node.name for node in ast.walk(pattern) if isinstance(node, captures) and node.name is not None]
+
+
 def _as_function(module: Module) -> ast.FunctionDef:
     skipped = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try)
     body = [statement for statement in module.tree.body if not isinstance(statement, skipped)]
@@ -122,45 +114,7 @@ def _parts(definition: Definition, initial: Definition | None) -> Iterable[Defin
                     yield found
 
 
-def expected_arguments(definition: Definition, owner: Definition | None) -> dict[str, Value]:
-    """Of a function that nobody was seen to call: from annotations, defaults and names."""
-    assert not isinstance(definition.node, ast.ClassDef)
-    arguments = definition.node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
-    values = {}
-    for argument, default in [
-        *zip(positional, defaults, strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]:
-        values[argument.arg] = _expected(argument, default)
-    if owner is not None and positional:
-        values[positional[0].arg] = Value(instance=owner)
-    return values
-
-
-def _expected(argument: ast.arg, default: ast.expr | None) -> Value:
-    if argument.annotation is not None:
-        text = ast.unparse(argument.annotation).strip("'\"")
-        if "Tensor" not in text:
-            return UNKNOWN
-        if any(word in text for word in ("list[", "tuple[", "List[", "Tuple[")):
-            return SEVERAL_TRACED
-        if any(word in text for word in ("dict", "Dict")):
-            return UNKNOWN
-        return dataclasses.replace(TRACED, is_mask="mask" in argument.arg)
-    if default is None and not _NUMBERS.search(argument.arg):
-        return dataclasses.replace(TRACED, is_mask="mask" in argument.arg)
-    return UNKNOWN
-
-
-_NUMBERS = re.compile(
-    r"^(num|n|is|use|max|min)_|_?(size|sizes|dim|dims|dtype|device|height|width|shape|length|config|cfg|partition)$"
-)
-"""Names of arguments that are hardly tensors, where nothing says what they are."""
-
-
-class FunctionReading(CallReading):
+class FunctionReading(ExpressionReading):
     """One reading of one function's statements, with what its names are worth at each."""
 
     def __init__(
@@ -200,10 +154,10 @@ class FunctionReading(CallReading):
         elif isinstance(node, ast.Assign):
             value = self.value(node.value)
             for target in node.targets:
-                self._assign(target, value)
+                self.assign(target, value)
         elif isinstance(node, ast.AnnAssign):
             if node.value is not None:
-                self._assign(node.target, self.value(node.value))
+                self.assign(node.target, self.value(node.value))
         elif isinstance(node, ast.AugAssign):
             self._augment(node)
         elif isinstance(node, ast.Return):
@@ -223,6 +177,8 @@ class FunctionReading(CallReading):
             return self._run(node.body)
         elif isinstance(node, ast.Try):
             return self._try(node)
+        elif isinstance(node, ast.Match):
+            return self._match(node)
         elif isinstance(node, ast.Assert):
             if self.value(node.test).is_traced:
                 self.report("tensor-assert", node)
@@ -267,16 +223,33 @@ class FunctionReading(CallReading):
         items = self.iterated(node.iter)
         for _ in range(2):  # what the end of the body makes of a name is what its beginning sees
             before = dict(self.names)
-            self._assign(node.target, items)
+            self.assign(node.target, items)
             self._run(node.body)
             self._join(before)
         self._run(node.orelse)
 
-    def iterated(self, node: ast.expr) -> Value:
-        value = self.value(node)
-        if value.items is not None:
-            return value.items
-        return dataclasses.replace(value, truth=None) if value.is_tensor else UNKNOWN
+    def _match(self, node: ast.Match) -> bool:
+        """Every case, from the same names; what a pattern captures is unknown."""
+        if self.value(node.subject).is_traced and any(_compares(case.pattern) for case in node.cases):
+            self.report("tensor-condition", node.subject)
+        before, self._guarded = dict(self.names), self._guarded + 1
+        ends = []
+        for case in node.cases:
+            self.names = before | dict.fromkeys(_captured(case.pattern), UNKNOWN)
+            if case.guard is not None:
+                self.decide(case.guard)
+            if self._run(case.body):
+                ends.append(self.names)
+        self._guarded -= 1
+        last = node.cases[-1]
+        if last.guard is not None or not isinstance(last.pattern, ast.MatchAs) or last.pattern.pattern is not None:
+            ends.append(before)  # no case may fit
+        if not ends:
+            return False
+        self.names = ends[0]
+        for names in ends[1:]:
+            self._join(names)
+        return True
 
     def _try(self, node: ast.Try) -> bool:
         self._guarded += 1
@@ -288,7 +261,7 @@ class FunctionReading(CallReading):
         self.names = after
         return through and self._run(node.orelse) and self._run(node.finalbody)
 
-    def _assign(self, target: ast.expr, value: Value) -> None:
+    def assign(self, target: ast.expr, value: Value) -> None:
         if isinstance(target, ast.Name):
             self.names[target.id] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
@@ -297,7 +270,7 @@ class FunctionReading(CallReading):
             matching = value.parts is not None and len(value.parts) == len(target.elts) and not starred
             parts = value.parts if matching and value.parts is not None else (each,) * len(target.elts)
             for item, part in zip(target.elts, parts, strict=True):
-                self._assign(item.value if isinstance(item, ast.Starred) else item, part)
+                self.assign(item.value if isinstance(item, ast.Starred) else item, part)
         elif isinstance(target, ast.Subscript):
             self._write(target, value)
         elif isinstance(target, ast.Attribute):
@@ -321,6 +294,8 @@ class FunctionReading(CallReading):
             self.host_written(target, base)
         elif base.is_traced and is_strided(target.slice):
             self.report("strided-write", target)
+        elif base.named is not None and isinstance(target.value, ast.Name):
+            self.names[target.value.id] = base.with_entry(target.slice, value)
 
     def host_written(self, node: ast.AST, value: Value) -> None:
         self.report(
@@ -329,167 +304,3 @@ class FunctionReading(CallReading):
             f"a tensor made on the host, for want of a device (line {value.made_at}), is written with values of the "
             "program",
         )
-
-    def decide(self, node: ast.expr) -> bool | None:
-        """Whether a condition holds, if that is known; a trap if it needs the value of a tensor."""
-        value = self.value(node)
-        if value.is_traced:
-            self.report("tensor-condition", node)
-        return value.truth
-
-    def value(self, node: ast.expr | None) -> Value:
-        if node is None:
-            return UNKNOWN
-        reading = getattr(self, f"_value_of_{type(node).__name__}", None)
-        return reading(node) if reading is not None else UNKNOWN
-
-    def _value_of_Name(self, node: ast.Name) -> Value:  # noqa: N802
-        return self.names.get(node.id, UNKNOWN)
-
-    def _value_of_Constant(self, node: ast.Constant) -> Value:  # noqa: N802
-        return constant(node.value)
-
-    def _value_of_NamedExpr(self, node: ast.NamedExpr) -> Value:  # noqa: N802
-        value = self.value(node.value)
-        self._assign(node.target, value)
-        return value
-
-    def _value_of_Tuple(self, node: ast.Tuple | ast.List) -> Value:  # noqa: N802
-        items = [self.value(item.value if isinstance(item, ast.Starred) else item) for item in node.elts]
-        if not any(isinstance(item, ast.Starred) for item in node.elts):
-            return several(items)
-        return Value(items=several(items).items)
-
-    _value_of_List = _value_of_Set = _value_of_Tuple  # noqa: N815
-
-    def _value_of_Dict(self, node: ast.Dict) -> Value:  # noqa: N802
-        for item in node.values:
-            self.value(item)
-        return UNKNOWN
-
-    def _value_of_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:  # noqa: N802
-        before = dict(self.names)
-        for generator in node.generators:
-            self._assign(generator.target, self.iterated(generator.iter))
-            for condition in generator.ifs:
-                self.decide(condition)
-        value = Value(items=self.value(node.elt))
-        self.names = before
-        return value
-
-    _value_of_GeneratorExp = _value_of_SetComp = _value_of_ListComp  # noqa: N815
-
-    def _value_of_Attribute(self, node: ast.Attribute) -> Value:  # noqa: N802
-        name = self.dotted(node)
-        if name in FLOAT64:
-            return Value(is_float64=True)
-        if name in FALSE_HERE or (node.attr in FALSE_ATTRIBUTES):
-            return known(False)
-        owner = self.value(node.value)
-        if owner.is_tensor:
-            return dataclasses.replace(owner, is_mask=False) if node.attr in TENSOR_ATTRIBUTES else UNKNOWN
-        return self.attribute_of(owner, node.attr)
-
-    def _value_of_Subscript(self, node: ast.Subscript) -> Value:  # noqa: N802
-        base = self.value(node.value)
-        index = self.value(node.slice)
-        if not base.is_tensor:
-            if base.items is not None:
-                if index.is_traced:
-                    self.report("tensor-to-number", node, "a list is indexed by a tensor, whose value must be known")
-                if isinstance(node.slice, ast.Slice):
-                    return Value(items=base.items)
-                number = node.slice.value if isinstance(node.slice, ast.Constant) else None
-                if base.parts is not None and isinstance(number, int) and -len(base.parts) <= number < len(base.parts):
-                    return base.parts[number]
-                return base.items
-            return UNKNOWN
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        for part in parts:
-            if isinstance(part, ast.Slice):
-                if any(self.value(bound).is_traced for bound in (part.lower, part.upper, part.step)):
-                    self.report("tensor-to-number", node, "a slice ends at the value of a tensor, which must be known")
-                continue
-            chosen = self.value(part)
-            if chosen.is_traced and chosen.is_mask:
-                self.report("mask-indexing", node)
-        return dataclasses.replace(computed(base, index), is_mask=base.is_mask, made_at=base.made_at)
-
-    def _value_of_Slice(self, node: ast.Slice) -> Value:  # noqa: N802
-        return UNKNOWN
-
-    def _value_of_Compare(self, node: ast.Compare) -> Value:  # noqa: N802
-        values = [self.value(node.left), *(self.value(each) for each in node.comparators)]
-        operator, other = node.ops[0], node.comparators[0]
-        if isinstance(operator, (ast.Is, ast.IsNot)):
-            if isinstance(other, ast.Constant) and other.value is None and (values[0].is_tensor or values[0].is_none):
-                return known(isinstance(operator, ast.Is) == values[0].is_none)
-            return UNKNOWN
-        if isinstance(operator, (ast.In, ast.NotIn)):
-            return UNKNOWN
-        if (
-            isinstance(other, ast.Constant)
-            and other.value in OTHER_DEVICES
-            and isinstance(operator, (ast.Eq, ast.NotEq))
-        ):
-            return known(isinstance(operator, ast.NotEq))
-        result = computed(*values)
-        return dataclasses.replace(result, is_mask=True) if result.is_tensor else UNKNOWN
-
-    def _value_of_BoolOp(self, node: ast.BoolOp) -> Value:  # noqa: N802
-        decisive = isinstance(node.op, ast.Or)
-        result: Value | None = None
-        certain = True
-        for index, operand in enumerate(node.values):
-            value = self.value(operand)
-            if value.truth is decisive:
-                return known(decisive) if certain or not decisive else UNKNOWN
-            certain = certain and value.truth is not None
-            if value.is_traced and index < len(node.values) - 1:
-                self.report("tensor-condition", operand)
-                value = UNKNOWN
-            result = value if result is None else joined(result, value)
-        return known(not decisive) if certain else result or UNKNOWN
-
-    def _value_of_UnaryOp(self, node: ast.UnaryOp) -> Value:  # noqa: N802
-        value = self.value(node.operand)
-        if isinstance(node.op, ast.Not):
-            if value.is_traced:
-                self.report("tensor-condition", node)
-            return known(not value.truth) if value.truth is not None else UNKNOWN
-        return value
-
-    def _value_of_BinOp(self, node: ast.BinOp) -> Value:  # noqa: N802
-        left, right = self.value(node.left), self.value(node.right)
-        if (left.items is not None or right.items is not None) and not (left.is_tensor or right.is_tensor):
-            return joined(left, right)
-        if isinstance(node.op, (ast.Mult, ast.BitAnd, ast.BitOr)) and left.is_tensor and right.is_tensor:
-            self.check_outer_product(node)
-        result = computed(left, right)
-        is_mask = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor)) and (left.is_mask or right.is_mask)
-        return dataclasses.replace(result, is_mask=is_mask, made_at=left.made_at or right.made_at)
-
-    def _value_of_IfExp(self, node: ast.IfExp) -> Value:  # noqa: N802
-        truth = self.decide(node.test)
-        if truth is not None:
-            return self.value(node.body if truth else node.orelse)
-        return joined(self.value(node.body), self.value(node.orelse))
-
-    def _value_of_Starred(self, node: ast.Starred) -> Value:  # noqa: N802
-        return self.value(node.value)
-
-    def _value_of_JoinedStr(self, node: ast.JoinedStr) -> Value:  # noqa: N802
-        return UNKNOWN
-
-    def _value_of_Await(self, node: ast.Await) -> Value:  # noqa: N802
-        return self.value(node.value)
-
-
-def is_strided(index: ast.expr) -> bool:
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return any(
-        isinstance(part, ast.Slice)
-        and part.step is not None
-        and not (isinstance(part.step, ast.Constant) and part.step.value in (None, 1))
-        for part in parts
-    )

@@ -29,15 +29,24 @@ class Record:
     """The operators that nobody implements, each with the first line that asked for it."""
     widened: dict[int, tuple[Any, Place]] = dataclasses.field(default_factory=dict)
     """Tensors in float32 by their id, each with the line where its values left bfloat16."""
+    traced: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """Every tensor of the trace by its id: held here, so that no later one has the same."""
+    kept: list[Place] = dataclasses.field(default_factory=list)
+    """The lines that used a tensor of an earlier trace."""
 
 
 @contextlib.contextmanager
-def dispatched() -> Iterator[Record]:
+def dispatched(earlier: Record | None = None) -> Iterator[Record]:
     """Of every trace in the block. A missing operator does not end it: its results have the right shapes, no more."""
     record = Record()
+    past = {} if earlier is None else earlier.traced
     dispatch = TraceEnvironment.dispatch
 
     def noting(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        place = calling_place() if any(id(leaf) in past for leaf in leaves) else None
+        if place is not None and place not in record.kept:
+            record.kept.append(place)
         try:
             result = dispatch(self, func, types, args, kwargs)
         except MissingOperatorError:
@@ -45,16 +54,30 @@ def dispatched() -> Iterator[Record]:
                 raise  # torch tries the operators that it is made of
             record.missing.setdefault(str(func), calling_place())
             return _of_right_shape(self, func, args, kwargs or {})
-        leaves = tree_leaves((args, kwargs))
         row = row_of(func)
+        on_device = {id(leaf): leaf for leaf in (*leaves, *tree_leaves(result)) if isinstance(leaf, DeviceTensor)}
         # What a model computes on the host while it is traced comes this way too, and stays torch's.
-        if row and any(isinstance(leaf, DeviceTensor) for leaf in (*leaves, *tree_leaves(result))):
+        if row and on_device:
             record.rows.add(row)
+        record.traced |= on_device
         _note_widening(record, leaves, result)
         return result
 
     with replaced(TraceEnvironment, "dispatch", noting):
         yield record
+
+
+@contextlib.contextmanager
+def values_in_text() -> Iterator[None]:
+    """An f-string may hold a tensor's value, as in torch; torch itself allows it for its own class only."""
+    original = torch.Tensor.__format__
+
+    def formatted(tensor: torch.Tensor, specification: str) -> str:
+        has_value = isinstance(tensor, DeviceTensor) and tensor.dim() == 0
+        return format(tensor.item(), specification) if has_value else original(tensor, specification)
+
+    with replaced(torch.Tensor, "__format__", formatted):
+        yield
 
 
 def _of_right_shape(environment: TraceEnvironment, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -79,17 +102,24 @@ def _note_widening(record: Record, leaves: list[Any], result: Any) -> None:
                 record.widened[id(leaf)] = (leaf, place)
 
 
-class AttentionMasks(TorchFunctionMode):
-    """The lines that give attention a mask with a row for every query."""
+class EagerRun(TorchFunctionMode):
+    """What a run in PyTorch shows, line by line."""
 
     def __init__(self) -> None:
         super().__init__()
         self.square: list[Place] = []
+        """Attention with a mask that has a row for every query."""
+        self.kept: list[Place] = []
+        """The use of a tensor that a trace left behind."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs))):
+            place = calling_place()
+            if place is not None and place not in self.kept:
+                self.kept.append(place)
         if func is torch.nn.functional.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             query = kwargs.get("query", args[0] if args else None)

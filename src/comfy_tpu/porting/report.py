@@ -10,6 +10,7 @@ The JSON has one object for every model that was checked. Its keys stay; new one
                     is explained), reached (whether the trial ran the line; null: nothing was tried)
     before, after   the two checklists: text, status ("pass", "fail", "not applicable"), note
     operators       name, by ("torchax", "comfy-tpu", "missing"), how; null if nothing was tried
+    operators_end   the line, and why, where that list ends before the model does, or null
     error           of the small compiled model against PyTorch, or null
     config          of the small model, or null
 """
@@ -51,6 +52,7 @@ def _document(check: Check) -> dict[str, Any]:
         "before": [dataclasses.asdict(item) for item in check.before],
         "after": [dataclasses.asdict(item) for item in check.after],
         "operators": None if trial is None else [dataclasses.asdict(each) for each in operators_in(trial)],
+        "operators_end": None if trial is None else trial.operators_end,
         "error": None if trial is None or trial.error in (None, float("inf")) else trial.error,
         "config": check.config,
     }
@@ -80,7 +82,7 @@ def _lines(check: Check) -> list[str]:
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for finding in findings:
-        lines.append(f"  {finding.place}  {finding.trap}" if finding.file else f"  {finding.trap}")
+        lines.append(f"  {finding.place}  {finding.trap}" if finding.place else f"  {finding.trap}")
         if finding.code:
             lines.append(f"      {finding.code}")
         lines += [f"      {finding.reason}", f"      fix: {finding.fix}", f"      see: {finding.guide}"]
@@ -91,8 +93,10 @@ def _item_lines(items: Sequence[Item]) -> list[str]:
     return [f"  {_MARKS[item.status]}  {item.text}{f' ({item.note})' if item.note else ''}" for item in items]
 
 
-def operators_as_text(operators: Sequence[Operator]) -> str:
+def operators_as_text(operators: Sequence[Operator], ends: Sequence[str]) -> str:
     width = max((len(operator.name) for operator in operators), default=0)
     lines = [f"{operator.name:<{width}}  {operator.by:<9}  {operator.how}" for operator in operators]
     missing = sum(operator.by == "missing" for operator in operators)
-    return "\n".join([*lines, "", f"{len(operators)} operators, {missing} missing."])
+    lines += ["", f"{len(operators)} operators, {missing} missing."]
+    lines += [f"The list ends at {end}; there may be more behind it." for end in ends]
+    return "\n".join(lines)

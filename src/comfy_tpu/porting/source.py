@@ -42,11 +42,16 @@ class Module:
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, str] = {}
         """What a local name stands for, with dots: torch.nn.functional."""
+        self.stars: list[str] = []
+        """The modules that `from module import *` names."""
         for statement in _at_top(self.tree.body):
             if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.definitions.setdefault(statement.name, Definition(self, statement))
             else:
-                self.imports.update(imported_names(statement, self))
+                names = imported_names(statement, self)
+                star = names.pop("*", None)
+                self.stars += [star.removesuffix(".*")] if star is not None else []
+                self.imports.update(names)
 
     def code(self, line: int) -> str:
         return self.lines[line - 1].strip() if 0 < line <= len(self.lines) else ""
@@ -127,9 +132,15 @@ class Package:
         if names[0] in module.definitions:
             return module.definitions[names[0]] if len(names) == 1 else None
         imported = module.imports.get(names[0])
-        if imported is None or imported == f"{module.name}.{names[0]}":
-            return None
-        return self.find(".".join([imported, *names[1:]]))
+        if imported is not None and imported != f"{module.name}.{names[0]}":
+            return self.find(".".join([imported, *names[1:]]))
+        # Each once: two modules may import all of each other.
+        stars, module.stars = module.stars, []
+        try:
+            found = (self.find(".".join([star, *names])) for star in stars)
+            return next((each for each in found if each is not None), None)
+        finally:
+            module.stars = stars
 
     def classes(self, name: str) -> list[Definition]:
         """Every class of this name in the package; the files are read only where the name occurs."""

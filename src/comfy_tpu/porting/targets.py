@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, listed
-from comfy_tpu.porting.source import Definition, Package, is_module_class
+from comfy_tpu.porting.source import Definition, Function, Package, definition_of, is_module_class, method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +35,13 @@ class Target:
         module = self.definition.module
         try:
             loaded = importlib.import_module(module.name) if module.package.name else _import_file(module.path)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnsupportedError(
                 f"{module.path} cannot be imported ({type(error).__name__}: {error}); mend that, or use --static"
             ) from error
         found = getattr(loaded, self.definition.node.name)
-        assert isinstance(found, type)
+        if not isinstance(found, type) or not issubclass(found, torch.nn.Module):
+            raise InvalidValueError(f"{self.name} is not a model, which is a class that extends nn.Module; give one")
         return found
 
 
@@ -135,31 +138,59 @@ def _of_diffusers(name: str) -> Target:
             f"diffusers has no class {name}; give one of its models (FluxTransformer2DModel), a model directory, "
             "model.py:Class or module:Class"
         )
+    if not is_module_class(found[0]):
+        raise InvalidValueError(_no_model(name, found[0]))
     return Target(name, found[0])
+
+
+def _no_model(name: str, definition: Definition) -> str:
+    if not name.endswith("Pipeline"):
+        return f"{name} of diffusers is not a model, which is a class that extends nn.Module; give one"
+    parts = listed(_parts(definition)) or "its transformer and its vae"
+    return f"{name} is a pipeline, not a model; check its parts ({parts}), or use comfy-tpu port new NAME --from {name}"
+
+
+def _parts(pipeline: Definition) -> list[str]:
+    """The models of diffusers that a pipeline is made of, by the annotations of its __init__."""
+    made = method(pipeline, "__init__")
+    if made is None or not isinstance(made.node, Function):
+        return []
+    found = []
+    for argument in (*made.node.args.args, *made.node.args.kwonlyargs):
+        for node in ast.walk(argument.annotation) if argument.annotation else ():
+            part = definition_of(node.id, made.module, made.module.imports) if isinstance(node, ast.Name) else None
+            if part is not None and part.is_class and is_module_class(part) and part.node.name not in found:
+                found.append(part.node.name)
+    return found
 
 
 def _of_directory(path: Path) -> list[Target]:
     config = path / "config.json"
     if config.is_file():
-        return [_of_config(_read(config), config)]
+        return [_of_config(config)]
     index = path / "model_index.json"
     if not index.is_file():
         raise InvalidValueError(f"{path} has neither model_index.json nor config.json; give a model of diffusers")
     targets = []
     for component, origin in _read(index).items():
-        if isinstance(origin, list) and origin[0] == "diffusers" and (path / component / "config.json").is_file():
-            targets.append(_of_config(_read(path / component / "config.json"), path / component))
+        if isinstance(origin, list) and origin[:1] == ["diffusers"] and (path / component / "config.json").is_file():
+            targets.append(_of_config(path / component / "config.json"))
     if not targets:
         raise InvalidValueError(f"{index} names no model of diffusers with a config.json; is the download complete?")
     return targets
 
 
-def _of_config(config: Mapping[str, Any], path: Path) -> Target:
+def _of_config(path: Path) -> Target:
+    config = _read(path)
     name = config.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path} does not say _class_name; give a model of diffusers")
     given = {key: value for key, value in config.items() if not key.startswith("_")}
-    return dataclasses.replace(_of_diffusers(name), config=given)
+    try:
+        target = _of_diffusers(name)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{path} says _class_name {name!r}: {error}") from None
+    return dataclasses.replace(target, config=given)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -96,6 +96,37 @@ _ALL = (
         "draw it outside and pass it as an input",
     ),
     Trap(
+        "kept-tensor",
+        "stops",
+        "a tensor that an earlier trace left behind is used (a global, functools.lru_cache, an object that is no "
+        "nn.Module): the program for the next size cannot be made",
+        "compute it in __init__ and register it as a buffer, or compute it in every forward: that is once a program",
+    ),
+    Trap(
+        "large-constant",
+        "stops",
+        "a large tensor is made on the host, and would become a constant of the program",
+        "register it as a buffer, pass it as an input, or make it on the device: device=x.device",
+    ),
+    Trap(
+        "meta-tensor",
+        "stops",
+        "a tensor without data is used: it is neither a weight nor a buffer that was loaded",
+        'register it: self.register_buffer("table", table, persistent=False)',
+    ),
+    Trap(
+        "shared-memory",
+        "stops",
+        "a tensor is written to that may share its memory with another one",
+        "write .clone() if it is to be a copy, .view() if it is not",
+    ),
+    Trap(
+        "results",
+        "stops",
+        "the model returns something else than tensors and numbers in tuples, lists and dicts",
+        "return a tuple, or pass return_dict=False if it has that",
+    ),
+    Trap(
         "float64",
         "changes",
         "float64 on the device is float32: the digits that were asked for are not there",
@@ -110,7 +141,8 @@ _ALL = (
     Trap(
         "strided-write",
         "costs",
-        "a write to every second element is a scatter under XLA (Wan 14B: 3.47 s a forward against 2.71 s)",
+        "a write to every second element is a pad and a select of the whole tensor (a forward of Wan 14B took 3.47 s "
+        "when it was a scatter, and takes 2.71 s without)",
         "compute the parts and join them: torch.stack((even, odd), dim=-1).flatten(-2)",
     ),
     Trap(
@@ -180,7 +212,8 @@ class Finding:
 
     @property
     def place(self) -> str:
-        return f"{self.file}:{self.line}"
+        """Empty where no line of the model's did it."""
+        return f"{self.file}:{self.line}" if self.file else ""
 
     @property
     def guide(self) -> str:

@@ -1,4 +1,4 @@
-"""Trying a small model: PyTorch first, then a trace, the TPU's lowering, and a compiled program's numbers."""
+"""Trying a small model: two traces, PyTorch, the TPU's lowering, and a compiled program's numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import jax.export
 import torch
-from torch.utils._pytree import tree_leaves
 
 from comfy_tpu.bridge import TraceContext, call_module, to_device, to_host, weight_shapes
 from comfy_tpu.bridge.catalogue import Row
 from comfy_tpu.bridge.model_source import raising_place
 from comfy_tpu.errors import ComfyTpuError, section_of
-from comfy_tpu.porting.recording import AttentionMasks, Place, Record, dispatched, lines_reached
+from comfy_tpu.porting.recording import EagerRun, Place, Record, dispatched, lines_reached, values_in_text
 from comfy_tpu.porting.shrinking import SmallModel
 from comfy_tpu.porting.traps import TRAPS, Finding, finding
 from comfy_tpu.quiet import quiet
@@ -41,10 +40,14 @@ class Trial:
     """The dtype of the result in bfloat16, or of the first of its parts that is another."""
     rows: set[Row] = dataclasses.field(default_factory=set)
     missing: dict[str, Place | None] = dataclasses.field(default_factory=dict)
+    operators_end: str | None = None
+    """Where and why the operators after some line are not known; None: all are."""
     findings: list[Finding] = dataclasses.field(default_factory=list)
     reached: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     refusal: str | None = None
-    """Why PyTorch itself did not run it."""
+    """Why it says nothing, and what to give instead: PyTorch itself did not run it, or gave nothing to compare."""
+    whole: bool = True
+    """Whether one run came to its end, so that a line that is not in `reached` is one that was not come to."""
 
     @property
     def runs(self) -> bool:
@@ -88,12 +91,22 @@ def to_shapes(tree: Any, dtype: torch.dtype) -> Any:
 def try_small(small: SmallModel, files: Set[str]) -> Trial:
     """`files` are those whose reached lines are wanted."""
     trial = Trial()
+    call = _Call(small)
+    # Before PyTorch: what it leaves in a cache of the model has values, and would hide that a trace's has not.
+    with lines_reached(files) as reached:
+        record = _trace(call, trial)
+    if record is not None and _trace_again(call, record, trial):
+        trial.traced, trial.reached = True, reached
+        return trial
     expected = _eager(small, trial, files)
     if expected is None:
+        trial.reached |= reached
         return trial
-    call = _Call(small)
-    trial.traced = _trace(call, trial) and not trial.missing
+    trial.traced = record is not None and not trial.missing
     if not trial.traced:
+        return trial
+    trial.refusal = _incomparable(expected)
+    if trial.refusal is not None:
         return trial
     if _lower(call, trial):
         _compare(call, expected, trial)
@@ -104,28 +117,53 @@ def try_small(small: SmallModel, files: Set[str]) -> Trial:
 def try_operators(small: SmallModel) -> Trial:
     """Only as far as the operators are known."""
     trial = Trial()
-    if _eager(small, trial, frozenset()) is not None:
-        trial.traced = _trace(_Call(small), trial)
+    trial.traced = _trace(_Call(small), trial) is not None
+    _eager(small, trial, frozenset())
     return trial
 
 
 def _eager(small: SmallModel, trial: Trial, files: Set[str]) -> list[torch.Tensor] | None:
-    masks = AttentionMasks()
-    with lines_reached(files) as trial.reached, quiet(), torch.no_grad(), masks:
+    watch = EagerRun()
+    with lines_reached(files) as trial.reached, quiet(), torch.no_grad(), watch:
         try:
             inputs = jax.tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, small.inputs)
             result = getattr(small.model, small.method)(**inputs)
         except Exception as error:  # noqa: BLE001 it is the model's
+            if watch.kept:
+                trial.whole = False
+                _keep(trial, watch.kept)
+                return None
             place = raising_place(error)
             where = f" at {place[0]}:{place[1]}" if place else ""
-            trial.refusal = f"PyTorch itself does not run it here ({_first_line(error)}{where})"
+            # What a trace says of it is this too, in other words.
+            trial.findings, trial.rows, trial.missing, trial.operators_end = [], set(), {}, None
+            trial.whole = False
+            trial.refusal = (
+                f"PyTorch itself does not run it here ({_first_line(error)}{where}); "
+                "give --config and --inputs that it accepts"
+            )
             return None
-    for file, line, _ in masks.square:
+    for file, line, _ in watch.square:
         trial.findings.append(finding("square-mask", file, line, _code(file, line)))
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return _results(result)
 
 
-def _trace(call: _Call, trial: Trial) -> bool:
+def _results(tree: Any) -> list[torch.Tensor]:
+    """Numbers too: a compiled program gives them back as tensors. JAX's order, which sorts the keys of a dict."""
+    kinds = (torch.Tensor, bool, int, float)
+    return [torch.as_tensor(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, kinds)]
+
+
+def _incomparable(expected: list[torch.Tensor]) -> str | None:
+    if not any(each.numel() for each in expected):
+        return "it returns no tensor, so there is nothing to compare; give --inputs with which it returns one"
+    if not all(bool(each.isfinite().all()) for each in expected):
+        return "its result in PyTorch has NaN or infinity, which nothing can be compared with; give other --inputs"
+    return None
+
+
+def _trace(call: _Call, trial: Trial) -> Record | None:
+    """None if it did not come to its end."""
     failed: Exception | None = None
     with dispatched() as record:
         try:
@@ -135,21 +173,37 @@ def _trace(call: _Call, trial: Trial) -> bool:
     if failed is not None:
         _, section = section_of(failed)
         _located(trial, section if section in TRAPS else "trace", failed, _first_line(failed))
-        record = _operators_with_values(call, record)
+        record = _operators_with_values(call, record, trial)
     trial.rows, trial.missing = record.rows, record.missing
     for name, place in record.missing.items():
         file, line, _ = place or ("", 0, "")
         reason = f"neither torchax nor comfy-tpu implements {name}"
         fix = f"write it with others, or add `@operator(torch.ops.{name})` in comfy_tpu/bridge/operators/"
         trial.findings.append(finding("missing-operator", file, line, _code(file, line), reason=reason, fix=fix))
-    return failed is None
+    return record if failed is None else None
 
 
-def _operators_with_values(call: _Call, before: Record) -> Record:
+def _trace_again(call: _Call, first: Record, trial: Trial) -> bool:
+    """As for another size: whether a tensor that the first trace left behind is used. PyTorch would stumble over it."""
+    with dispatched(first) as record, contextlib.suppress(Exception):  # JAX notices some of them, in its own words
+        # Another function, or JAX would know the answer.
+        jax.eval_shape(lambda weights, tensors: call(weights, tensors), *call.abstract())
+    _keep(trial, record.kept)
+    return bool(record.kept)
+
+
+def _keep(trial: Trial, places: list[Place]) -> None:
+    trial.findings += [finding("kept-tensor", file, line, _code(file, line)) for file, line, _ in places]
+
+
+def _operators_with_values(call: _Call, before: Record, trial: Trial) -> Record:
     """The operators of a model whose trace ends early: run one by one, on numbers, it goes on where a trace cannot."""
-    # Where even that ends, the operators are those up to there.
-    with _quickly_compiled(), dispatched() as record, contextlib.suppress(Exception):
-        call(to_device(call.weights), to_device(call.tensors))
+    with _quickly_compiled(), values_in_text(), dispatched() as record:
+        try:
+            call(to_device(call.weights), to_device(call.tensors))
+        except Exception as error:  # noqa: BLE001 it is the model's
+            file, line, _ = _place(error) or ("", 0, "")
+            trial.operators_end = f"{file}:{line}: {_first_line(error)}" if file else _first_line(error)
     record.rows |= before.rows
     record.missing = {**before.missing, **record.missing}
     return record
@@ -187,24 +241,29 @@ def _compare(call: _Call, expected: list[torch.Tensor], trial: Trial) -> None:
         for _ in range(2):
             jax.block_until_ready(program(weights, tensors))
     trial.arrays_left = len(jax.live_arrays()) - live
-    actual = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
-    if [tuple(each.shape) for each in actual] != [tuple(each.shape) for each in expected]:
+    actual = _results(computed)
+    if _shapes(actual) != _shapes(expected):
         trial.error = float("inf")
-        reason = "the compiled program gives tensors of other shapes than PyTorch"
-    else:
-        trial.error = max((relative_error(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
+        reason = f"the compiled program returns shapes {_shapes(actual)}, PyTorch {_shapes(expected)}"
+        trial.findings.append(finding("parity", "", 0, reason=reason))
+        return
+    trial.error = _largest_error(actual, expected)
+    if trial.error > ERROR_MAX:
         reason = f"the compiled program differs from PyTorch by {trial.error:.1e} (expected at most {ERROR_MAX:.0e})"
-    if not trial.error <= ERROR_MAX:
-        trial.error = float("inf") if trial.error != trial.error else trial.error
-        if _agrees_one_by_one(call, weights, tensors, expected):
+        alone = _results(to_host(call(weights, tensors)))
+        if _shapes(alone) == _shapes(expected) and _largest_error(alone, expected) <= ERROR_MAX:
             # CogView4 was such a one, until writes of slices were written otherwise (bridge/recipes.py).
             reason += "; operator by operator it agrees, so the compiler for this machine's CPU is at fault"
         trial.findings.append(finding("parity", "", 0, reason=reason))
 
 
-def _agrees_one_by_one(call: _Call, weights: Any, tensors: Any, expected: list[torch.Tensor]) -> bool:
-    actual = [leaf for leaf in tree_leaves(to_host(call(weights, tensors))) if isinstance(leaf, torch.Tensor)]
-    return all(relative_error(*pair) <= ERROR_MAX for pair in zip(actual, expected, strict=True))
+def _shapes(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in tensors]
+
+
+def _largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+    return max(float("inf") if error != error else error for error in errors)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -246,16 +305,20 @@ def _narrow(call: _Call, trial: Trial) -> None:
 
 
 def _located(trial: Trial, trap: str, error: BaseException, reason: str) -> None:
-    place = None
-    cause: BaseException | None = error
-    while cause is not None and place is None:
-        # What went wrong first knows the line best.
-        place = raising_place(cause.__cause__ or cause)
-        cause = cause.__cause__
-    place = place or raising_place(error)
-    file, line, _ = place or ("", 0, "")
+    file, line, _ = _place(error) or ("", 0, "")
     found = finding(trap, file, line, _code(file, line), reason=reason)
     trial.findings.append(dataclasses.replace(found, reached=True))
+
+
+def _place(error: BaseException) -> Place | None:
+    cause: BaseException | None = error
+    while cause is not None:
+        # What went wrong first knows the line best.
+        place = raising_place(cause.__cause__ or cause)
+        if place is not None:
+            return place
+        cause = cause.__cause__
+    return raising_place(error)
 
 
 def _first_line(error: BaseException) -> str:

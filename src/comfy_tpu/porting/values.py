@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ class Value:
     """Of a tuple or a list: what its items are, all taken together."""
     parts: tuple[Value, ...] | None = None
     """The items one by one, where they are written down."""
+    named: tuple[tuple[str, Value], ...] | None = None
+    """Of a dict: the values of its keys, where these are written down."""
     instance: Definition | None = None
     """The class that this is an object of."""
     function: Definition | None = None
@@ -48,6 +51,20 @@ class Value:
 
     def holds_traced(self) -> bool:
         return self.is_traced or (self.items is not None and self.items.holds_traced())
+
+    def entry(self, key: ast.expr) -> Value:
+        """Of a dict."""
+        text = _text(key)
+        return UNKNOWN if text is None else dict(self.named or ()).get(text, UNKNOWN)
+
+    def with_entry(self, key: ast.expr, value: Value) -> Value:
+        """The dict after a write; whatever it holds, once the key is not known."""
+        text = _text(key)
+        return UNKNOWN if text is None else Value(named=tuple({**dict(self.named or ()), text: value}.items()))
+
+
+def _text(key: ast.expr) -> str | None:
+    return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None
 
 
 UNKNOWN = Value()
@@ -78,11 +95,15 @@ def joined(one: Value, other: Value) -> Value:
     parts = None
     if one.parts is not None and other.parts is not None and len(one.parts) == len(other.parts):
         parts = tuple(joined(*pair) for pair in zip(one.parts, other.parts, strict=True))
+    named = None
+    if one.named is not None and other.named is not None and dict(one.named).keys() == dict(other.named).keys():
+        named = tuple((key, joined(value, dict(other.named)[key])) for key, value in one.named)
     return dataclasses.replace(
         higher,
         is_mask=one.is_mask and other.is_mask,
         items=items,
         parts=parts,
+        named=named,
         instance=one.instance or other.instance,
         truth=None,
         is_none=one.is_none and other.is_none,

@@ -106,6 +106,8 @@ COMPARING = frozenset(
 AS_NUMBERS = frozenset(["item", "tolist", "numpy", "__bool__", "__int__", "__float__"])
 NUMBERS_OF = frozenset(
     [
+        "numpy.array",
+        "numpy.asarray",
         "int",
         "float",
         "bool",

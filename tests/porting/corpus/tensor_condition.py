@@ -10,6 +10,12 @@ class Trapped(torch.nn.Module):
         y = -x if (x == 0).all() else x  # trap: tensor-condition
         while y.sum() > 1000:  # trap: tensor-condition
             y = y / 2
+        state = {"y": y, "steps": x.shape[1]}
+        match x.shape[0]:
+            case 2:
+                y = y / 2 if state["y"].min() < 0 else y  # trap: tensor-condition
+            case _:
+                y = (lambda z: z if z.mean() else -z)(y)  # trap: tensor-condition
         return y if not torch.isnan(y).any() else x  # trap: tensor-condition
 
 
@@ -17,4 +23,10 @@ class Mended(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.where(x.max() > 1, x / x.max(), x)
         y = torch.where((x == 0).all(), -x, x)
+        state = {"y": y, "steps": x.shape[1]}
+        match x.shape[0]:
+            case 2:
+                y = y / 2 if state["steps"] > 2 else state["y"]
+            case _:
+                y = (lambda z: z if z.ndim > 2 else -z)(y)
         return torch.where(torch.isnan(y).any(), x, y)

@@ -1,5 +1,6 @@
 """Python numbers made of tensors."""
 
+import numpy as np
 import torch
 
 
@@ -9,6 +10,8 @@ class Trapped(torch.nn.Module):
         first = float(x[0, 0, 0])  # trap: tensor-to-number
         rows = x[:, : (x > 0).sum()]  # trap: tensor-to-number
         steps = torch.arange(x.argmax(), device=x.device)  # trap: tensor-to-number
+        named = {f"{x.mean():.1f}": np.asarray(x)}  # trap: tensor-to-number
+        first = first + len(named)
         return rows * scale + first + steps.sum() + sum(x.tolist()[0][0])  # trap: tensor-to-number
 
 
@@ -18,4 +21,5 @@ class Mended(torch.nn.Module):
         first = x[0, 0, 0]
         heads = torch.tensor([1.0, 2.0]).sum().item()
         rows = x[:, : x.shape[1] // int(heads)]
-        return rows * scale + first + float(x.shape[0])
+        named = {f"{x.mean()} {x.shape[0]:.1f}": np.asarray(heads)}
+        return rows * scale + first + float(x.shape[0]) + len(named)
