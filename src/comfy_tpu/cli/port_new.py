@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -47,24 +48,35 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.scaffold.checkout import write
     from comfy_tpu.porting.scaffold.new import make_scaffold
     from comfy_tpu.porting.scaffold.report import as_document, as_lines
+    from comfy_tpu.porting.scaffold.way_back import way_back
 
     def tell(text: str) -> None:
         print(f"[{time.perf_counter() - begin:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     scaffold = make_scaffold(
-        arguments.name, arguments.model, into=arguments.into, model_id=arguments.model_id, tell=tell
+        arguments.name,
+        arguments.model,
+        into=arguments.into,
+        model_id=arguments.model_id,
+        writes=not arguments.dry_run,
+        tell=tell,
     )
     if not arguments.json:
         _print(as_lines(scaffold))
     if scaffold.blocked:
         return _blocked(scaffold, arguments)
     left = scaffold.facts.learned.unexplained
-    outcome: dict[str, Any] = {"tested": None, "seconds_to_a_frame": None}
+    outcome: dict[str, Any] = {"tested": None, "seconds_to_a_frame": None, "undo": None}
     if not arguments.dry_run:
+        outcome["undo"] = way_back(scaffold.checkout, scaffold.files, scaffold.facts.name)
         write(scaffold.checkout, scaffold.files)
         if not arguments.no_test and not left:
             tell(f"running {scaffold.test}")
-            outcome = _test(scaffold, begin, quiet=arguments.json)
+            try:
+                outcome |= _test(scaffold, begin, quiet=arguments.json)
+            except BaseException:  # Ctrl-C and other signals: they go on from here
+                print("\n".join(_kept(scaffold, outcome["undo"])), file=sys.stderr, flush=True)
+                raise
     if arguments.json:
         print(json.dumps({**as_document(scaffold), **outcome}, indent=2))
     else:
@@ -77,7 +89,7 @@ def _blocked(scaffold: Scaffold, arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.scaffold.report import as_document
 
     if arguments.json:
-        print(json.dumps({**as_document(scaffold), "tested": None, "seconds_to_a_frame": None}, indent=2))
+        print(json.dumps({**as_document(scaffold), "tested": None, "seconds_to_a_frame": None, "undo": None}, indent=2))
     else:
         _print(["", *as_text(check for check in scaffold.checks if check.blocked).splitlines()])
         _print(["", "Nothing was written: a family of a model that does not run would not run either."])
@@ -104,12 +116,25 @@ def _test(scaffold: Scaffold, begin: float, *, quiet: bool) -> dict[str, Any]:
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if frame is None and _FIRST_FRAME in line:
-                frame = round(time.perf_counter() - begin, 1)
-            if not quiet:
-                _print([line.rstrip("\n")])
+        try:
+            for line in process.stdout:
+                if frame is None and _FIRST_FRAME in line:
+                    frame = round(time.perf_counter() - begin, 1)
+                if not quiet:
+                    _print([line.rstrip("\n")])
+        except BaseException:
+            process.terminate()  # a signal to this process alone would leave it running
+            raise
     return {"tested": process.returncode == 0, "seconds_to_a_frame": frame}
+
+
+def _kept(scaffold: Scaffold, undo: str) -> list[str]:
+    """For a test that did not pass, or did not end."""
+    again = f"cd {shlex.quote(str(scaffold.checkout))} && {shlex.join([sys.executable, '-m', 'pytest', scaffold.test])}"
+    return [
+        f"The {len(scaffold.files)} files of {scaffold.facts.name} are written, and stay. Test again: {again}",
+        f"Take all of it back: {undo}",
+    ]
 
 
 def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
@@ -119,7 +144,8 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
         f"{len(scaffold.files)} files {would} in {scaffold.checkout}:",
         *(f"  {name}" for name in scaffold.files),
     ]
-    name = scaffold.facts.name
+    if arguments.dry_run:
+        return lines
     lines.append("")
     if outcome["seconds_to_a_frame"] is not None:
         lines.append(
@@ -127,17 +153,28 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
             "diffusers' own, on a small random model."
         )
     if outcome["tested"] is False:
-        lines.append(f"The parity test fails: see above, and docs/porting.md. Again: pytest {scaffold.test}")
-    left = scaffold.facts.learned.unexplained
-    if left:
-        where = f"src/comfy_tpu/families/{name}.py"
+        lines += ["The parity test fails: see above, and docs/porting.md.", *_kept(scaffold, outcome["undo"])]
+    elif left := scaffold.facts.learned.unexplained:
+        where = f"src/comfy_tpu/families/{scaffold.facts.name}.py"
         lines += ["What remains is to be written by hand, where the family's file says `unexplained`, then tested:"]
         lines += [f"  {sentence}" for sentence in left] + [f"  edit {where}; pytest {scaffold.test}"]
     else:
-        lines.append(
-            f"Next, docs/porting.md: make test; the real weights, comfy-tpu generate --model {scaffold.facts.model_id}"
-        )
+        lines += _next(scaffold)
     return lines
+
+
+def _next(scaffold: Scaffold) -> list[str]:
+    model = scaffold.facts.model_id
+    if scaffold.facts.source.directory is not None:
+        plan = f"comfy-tpu plan {model} --tpu v6e-8"
+    else:  # the class's defaults need not be what was published
+        plan = "comfy-tpu plan DIR --tpu v6e-8   # DIR: the downloaded model; a class does not say what was published"
+    return [
+        "Next, docs/porting.md:",
+        "  make test",
+        f"  {plan}",
+        f'  comfy-tpu generate "a purple star" --model {model}   # downloads the weights',
+    ]
 
 
 def _print(lines: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import errno
 import json
 import keyword
 import os
@@ -19,13 +21,25 @@ from typing import Any
 import comfy_tpu
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 
+_SHARED = ("src/comfy_tpu/families/registry.py", "src/comfy_tpu/comfy/node_families.py")
+"""Where every family is a name among others."""
 _MARKS = (
+    *_SHARED,
     "pyproject.toml",
     "src/comfy_tpu/families/ported.py",
     "tests/comfy_pack/stand_in.py",
     "tests/families/ported.py",
 )
+MARK = "Written by `comfy-tpu port new`"
+"""In the first lines of a family's files."""
 _STAGED = ("src", "tests", "tools", "__init__.py", "pyproject.toml")
+_OWN = {
+    *("TRANSFORMER", "VAE", "SCHEDULER", "SCHEDULERS", "PUBLISHED"),
+    *("SAME", "CHOSEN", "OWN", "CHANGES"),
+}
+"""Names in the family's own file, and in its test."""
+_LONGEST = 40
+"""Letters of a NAME: file systems take 255 bytes, and longer words are put around it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +65,58 @@ def find_checkout(into: str | None) -> Path:
 
 
 def check_name(name: str, checkout: Path) -> None:
+    """A name is a file's, and in capitals a constant's beside those of the other families."""
     usable = name.isidentifier() and name == name.lower() and name.isascii() and not keyword.iskeyword(name)
     if not usable or name.startswith("_"):
         raise InvalidValueError(
             f"NAME={name!r} is no name for a module; use small letters, digits and _ such as pixart_sigma"
         )
+    if len(name) > _LONGEST:
+        raise InvalidValueError(f"NAME={name[:_LONGEST]}… has {len(name)} letters; use {_LONGEST} at most")
     for file in (f"src/comfy_tpu/families/{name}.py", f"tests/families/test_{name}.py"):
         if (checkout / file).exists():
             raise InvalidValueError(
                 f"NAME={name} is taken: {file} is there, and nothing is overwritten; choose another name"
+                f"{_earlier(name, checkout / file)}"
             )
+    if name.upper() in _OWN:
+        raise InvalidValueError(
+            f"NAME={name} cannot be used: {name.upper()} is something else in every family's file or test; choose "
+            "another name"
+        )
+    for file in _SHARED:
+        if name.upper() in _names_in(checkout / file):
+            raise InvalidValueError(
+                f"NAME={name} is taken: {name.upper()} is a name in {file}, and nothing is overwritten; choose another "
+                "name"
+            )
+
+
+def _earlier(name: str, file: Path) -> str:
+    """For whoever ran the same command before, and did not see it end."""
+    if not file.is_file() or MARK not in file.read_text(encoding="utf-8", errors="replace"):
+        return ""
+    return (
+        f", or go on with it: an earlier `port new {name}` wrote it (`git status` shows all that it wrote), and python "
+        f"-m pytest tests/families/test_{name}.py tests it"
+    )
+
+
+def _names_in(path: Path) -> set[str]:
+    """Whatever a module calls by a name: its imports, and what it assigns and defines."""
+    try:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise InvalidValueError(f"{path} is no Python ({error}); mend it first, new lines go there") from None
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+    return found
 
 
 def tool(name: str) -> Path:
@@ -116,26 +172,60 @@ def node_schemas(root: Path) -> dict[str, Any]:
     return nodes
 
 
+def check_writable(checkout: Path, files: Iterable[str]) -> None:
+    """Before the work is done: the directories that the files go into, as far as they are there."""
+    for file in files:
+        path = (checkout / file).parent
+        while not os.path.lexists(path):
+            path = path.parent
+        if not path.is_dir():
+            raise InvalidValueError(f"{path} is no directory, and {file} must go there; move it away")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise InvalidValueError(f"{path} cannot be written to, and {file} must go there; change its permissions")
+
+
 def write(root: Path, files: Mapping[str, str | bytes | Link]) -> None:
     """All of them; if one cannot be written, the others are as they were."""
+    # What is to be done is noted before it is: a signal may come in between.
     before: list[tuple[Path, bytes | None]] = []
+    made: list[Path] = []
     try:
         for name, content in files.items():
             path = root / name
-            old = path.read_bytes() if path.is_file() else None
+            made += reversed([parent for parent in path.parents if not os.path.lexists(parent)])
             path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path) and (isinstance(content, Link) or not path.is_file()):
+                raise FileExistsError(errno.EEXIST, "is there already", str(path))
+            before.append((path, path.read_bytes() if path.is_file() else None))
             if isinstance(content, Link):
                 path.symlink_to(content.to)
             else:
                 _replace(path, content.encode() if isinstance(content, str) else content)
-            before.append((path, old))
-    except BaseException:
-        for path, old in reversed(before):
+    except BaseException as error:
+        left = _put_back(before, made)
+        also = f", but {', '.join(left)} could not be put back" if left else ""
+        if isinstance(error, OSError):
+            raise InvalidValueError(
+                f"{error.filename or name} cannot be written ({error.strerror or error}); everything is as it was{also}"
+            ) from error
+        raise
+
+
+def _put_back(before: Iterable[tuple[Path, bytes | None]], made: Iterable[Path]) -> list[str]:
+    """Returns what could not be."""
+    left = []
+    for path, old in reversed(list(before)):
+        try:
             if old is not None:
-                path.write_bytes(old)
+                _replace(path, old)
             else:
                 path.unlink(missing_ok=True)
-        raise
+        except OSError:
+            left.append(str(path))
+    for directory in reversed(list(made)):
+        with contextlib.suppress(OSError):  # never made, or someone else has put something there
+            directory.rmdir()
+    return left
 
 
 def _replace(path: Path, content: bytes) -> None:

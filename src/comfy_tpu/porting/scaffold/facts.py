@@ -43,18 +43,17 @@ class Facts:
 
     @property
     def title(self) -> str:
-        """As the nodes show it."""
-        return self.source.name.removesuffix("Pipeline")
+        return self.source.title
 
     @property
     def key(self) -> str:
         """What the ids of its nodes begin with."""
-        return re.sub(r"\W", "", self.title)
+        return self.title
 
     @property
     def template(self) -> str:
         """The example workflow."""
-        return f"{self.name}_tpu_basic"
+        return template_of(self.name)
 
     @property
     def picture(self) -> bool:
@@ -75,6 +74,18 @@ class Facts:
         return patch_of(self.source.full_config("transformer"))
 
     @property
+    def size_multiple(self) -> int:
+        """Pixels of a token's side."""
+        return self.learned.spatial_scale * self.patch[1]
+
+    @property
+    def written_defaults(self) -> str:
+        """In Python: what is not as in every family."""
+        chosen = {field.name: getattr(self.defaults, field.name) for field in dataclasses.fields(GenerationSettings)}
+        own = {name: value for name, value in chosen.items() if value != getattr(GenerationSettings, name)}
+        return f"GenerationSettings({', '.join(f'{name}={value!r}' for name, value in own.items())})"
+
+    @property
     def extras(self) -> dict[str, str]:
         """Embeddings besides "text" -> what a CONDITIONING calls them."""
         return {
@@ -82,6 +93,10 @@ class Facts:
             for each in self.learned.embeddings
             if each.name != "text"
         }
+
+
+def template_of(name: str) -> str:
+    return f"{name}_tpu_basic"
 
 
 def own_scheduler(class_name: str) -> str:

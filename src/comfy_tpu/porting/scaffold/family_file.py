@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.porting.scaffold.checkout import MARK
 from comfy_tpu.porting.scaffold.facts import Facts
-from comfy_tpu.porting.scaffold.hypotheses import STATISTICS
+from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, STATISTICS
 
 _COMPONENTS = {
     "T5EncoderModel": "t5_component",
@@ -47,7 +46,7 @@ def _head(facts: Facts, body: str) -> str:
         return ", ".join(name for name in sorted(names) if re.search(rf'(?<!["\w]){name}(?!["\w])', body))
 
     lines = [
-        f'"""{facts.title}: {facts.noun}s. Written by `comfy-tpu port new` from diffusers\' {facts.source.name}.',
+        f'"""{facts.title}: {facts.noun}s. {MARK} from diffusers\' {facts.source.name}.',
         "",
         "It calls diffusers' own modules as that pipeline was seen to call them.",
         f'tests/families/test_{facts.name}.py compares the two."""',
@@ -229,7 +228,7 @@ def _prepare(facts: Facts) -> str:
 def _predict(facts: Facts) -> str:
     learned = facts.learned
     given = "".join(f"    {each.name}: torch.Tensor,\n" for each in learned.embeddings)
-    latents = {each.there for each in _layouts()}
+    latents = {each.there for each in LAYOUTS}
     calls = []
     for name, expression in learned.arguments.items():
         calls.append(f"{name}={expression}{'.to(dtype)' if expression in latents else ''},")
@@ -254,12 +253,6 @@ def _predict(facts: Facts) -> str:
     guidance_scale: torch.Tensor,
 {given}) -> torch.Tensor:
 {first}{sizes}{body}"""
-
-
-def _layouts() -> Any:
-    from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS
-
-    return LAYOUTS
 
 
 def _decode(facts: Facts) -> str:
@@ -320,15 +313,8 @@ def _family(facts: Facts) -> str:
         lines += ["", f"PUBLISHED: Config = {config!r}"]
         published = f'"{facts.model_id}": PUBLISHED'
     encoders = "".join(_text_encoder(facts, encoder) for encoder in source.encoders)
-    chosen = {
-        field.name: getattr(facts.defaults, field.name)
-        for field in dataclasses.fields(GenerationSettings)
-        if getattr(facts.defaults, field.name) != field.default
-    }
-    defaults = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
     height, width = facts.defaults.height, facts.defaults.width
     presets = {f"{width}×{height}": {"height": height, "width": width}}
-    multiple = learned.spatial_scale * facts.patch[1]
     frames = 1 if facts.picture else 1025
     reads = ["own_shift"] if learned.scheduler else []
     if "max_text_seq_length" in source.full_config("transformer"):
@@ -353,14 +339,14 @@ def _family(facts: Facts) -> str:
     text_encoders=({encoders}),
     vae=VAE,
     limits=Limits(
-        size_multiple={multiple},
-        size_min={multiple},
+        size_multiple={facts.size_multiple},
+        size_min={facts.size_multiple},
         size_max=2048,
         frames_multiple={learned.frames_multiple},
         frames_max={frames},
         schedulers=tuple(SCHEDULERS),
 {tokens}    ),
-    defaults=GenerationSettings({defaults}),
+    defaults={facts.written_defaults},
     presets={presets!r},
     schedulers=SCHEDULERS,
     spatial_scale={learned.spatial_scale},

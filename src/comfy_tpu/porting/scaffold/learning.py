@@ -16,7 +16,7 @@ from comfy_tpu.families.ported import as_frames, in_vae_scale
 from comfy_tpu.pipeline.denoise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
-from comfy_tpu.porting.scaffold.pipelines import Source
+from comfy_tpu.porting.scaffold.pipelines import PROMPT_ALONE, Source, pictures_of
 from comfy_tpu.porting.scaffold.runs import (
     Embedding,
     Learned,
@@ -29,7 +29,7 @@ from comfy_tpu.porting.scaffold.runs import (
     literal,
     tensor,
 )
-from comfy_tpu.porting.scaffold.small import NO_SIZES, TOKENS, first_line, spatial_scale
+from comfy_tpu.porting.scaffold.small import TOKENS, first_line, no_sizes, spatial_scale
 from comfy_tpu.porting.scaffold.watching import Call, Watched, watch
 
 _CLEANING = {"re": re, "html": html, "ftfy": ftfy}
@@ -94,8 +94,10 @@ class Learner:
         try:
             watched = watch(self.pipeline, prompt=PROMPTS[number], negative_prompt=NEGATIVE[number], **chosen, **more)
         except Exception as error:
+            pictures = pictures_of(self.source)
+            why = f"it may want {' or '.join(pictures)}, {PROMPT_ALONE}" if pictures else no_sizes(self.source)
             raise UnsupportedError(
-                f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}); {NO_SIZES}"
+                f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}); {why}"
             ) from error
         return sizes, watched
 
@@ -123,7 +125,7 @@ class Learner:
         )
         noise = initial_noise((1, self.channels, frames, height, width), seed=number)
         _, watched = self._call(number, latents=layout.to(noise))
-        return Run(height, width, frames, (3, 2)[number], PROMPTS[number], NEGATIVE[number], number, watched, noise)
+        return Run(height, width, frames, (3, 2)[number], PROMPTS[number], NEGATIVE[number], watched, noise)
 
     def _check_start(self, runs: list[Run], layout: Layout) -> None:
         for run in runs:

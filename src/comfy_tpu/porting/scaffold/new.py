@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,11 @@ from comfy_tpu.porting.check import Check, corrected, judged, read_source
 from comfy_tpu.porting.scaffold.checkout import Files, check_name, find_checkout
 from comfy_tpu.porting.scaffold.facts import Facts, default_settings, patch_of
 from comfy_tpu.porting.scaffold.learning import Learner
-from comfy_tpu.porting.scaffold.pipelines import Source, check_supported, find_source
+from comfy_tpu.porting.scaffold.pipelines import Source, check_supported, find_source, is_hub_id
 from comfy_tpu.porting.scaffold.proposing import propose
 from comfy_tpu.porting.scaffold.small import TOKENS, small_configs, small_pipeline
 from comfy_tpu.porting.scaffold.watching import Call
-from comfy_tpu.porting.scaffold.writing import all_files
+from comfy_tpu.porting.scaffold.writing import all_files, check_places
 from comfy_tpu.porting.shrinking import SmallModel
 from comfy_tpu.porting.targets import find_targets
 from comfy_tpu.porting.trial import try_small
@@ -48,18 +47,26 @@ class Scaffold:
 
 
 def make_scaffold(
-    name: str, model: str, *, into: str | None = None, model_id: str | None = None, tell: Tell = lambda text: None
+    name: str,
+    model: str,
+    *,
+    into: str | None = None,
+    model_id: str | None = None,
+    writes: bool = True,
+    tell: Tell = lambda text: None,
 ) -> Scaffold:
+    """`writes`: its files will be written; it must be known now that they can be."""
     checkout = find_checkout(into)
     check_name(name, checkout)
     source = find_source(model)
     check_supported(source)
+    check_places(checkout, name, source.title, writes=writes)
     hub = model_id or source.hub_model
     if hub is None:
         raise InvalidValueError(
             f"{source.directory or source.name} does not say which model of the hub it is; give --model-id owner/name"
         )
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub):
+    if not is_hub_id(hub):
         raise InvalidValueError(f"--model-id={hub} is no id of the hub; give owner/name")
     tell(f"a small {source.name}")
     with warnings.catch_warnings():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.porting.scaffold.facts import Facts
 
 KINDS = ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
 WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
 _ENCODERS = {"T5EncoderModel": "T5", "UMT5EncoderModel": "UMT5", "CLIPTextModel": "CLIP"}
+SIZE_MIN = 256
+"""Of a node's height and width, as comfy/inputs.py has it, which only ComfyUI can import."""
 _FRAMES_MAX = 121
 """Of a node, unless its family says more."""
 Schema = Mapping[str, Any]
@@ -27,12 +28,6 @@ def node_entry(facts: Facts) -> str:
         dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders)
     )
     plural = "s" if len(facts.source.encoders) > 1 else ""
-    chosen = {
-        field.name: getattr(facts.defaults, field.name)
-        for field in dataclasses.fields(GenerationSettings)
-        if getattr(facts.defaults, field.name) != field.default
-    }
-    defaults = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
     own, *others = facts.schedulers
     multistep = f"; {' and '.join(others)} are multistep ones" if others else ""
     lines = [
@@ -42,7 +37,7 @@ def node_entry(facts: Facts) -> str:
         f'category="TPU/{facts.title}",',
         f'hub_models=("{facts.model_id}",),',
         f'accepts=lambda index: index.get("_class_name") == "{facts.source.name}",',
-        f"defaults=GenerationSettings({defaults}),",
+        f"defaults={facts.written_defaults},",
         'latent_format="",  # of comfy.latent_formats, if that has one for this VAE',
         f'encoder="{facts.title}\'s {readers} encoder{plural}",',
         'native_encoder="",',
@@ -75,8 +70,13 @@ def node_entry(facts: Facts) -> str:
 
 
 def size_step(facts: Facts) -> int:
-    multiple = facts.learned.spatial_scale * facts.patch[1]
-    return multiple if multiple > 16 else 16
+    """ComfyUI's values are its smallest one plus steps: they are multiples only where the smallest one is."""
+    if SIZE_MIN % facts.size_multiple:
+        raise UnsupportedError(
+            f"sizes of {facts.title} are multiples of {facts.size_multiple}, and the smallest of a node, {SIZE_MIN}, "
+            "is none; write the family by hand, docs/porting.md says how. Nothing was written"
+        )
+    return max(facts.size_multiple, 16)
 
 
 def specified(facts: Facts, schemas: Mapping[str, Schema]) -> str:

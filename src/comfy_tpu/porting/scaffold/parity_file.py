@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from comfy_tpu.porting.scaffold.checkout import MARK
 from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.small import TOKENS, class_names
 
 
 def small_file(facts: Facts) -> str:
     configs = {name: dict(config) for name, config in facts.configs.items() if config}
-    return f'''"""A small random {facts.title} pipeline. Written by `comfy-tpu port new`."""
+    return f'''"""A small random {facts.title} pipeline. {MARK}."""
 
 from __future__ import annotations
 
@@ -32,8 +33,7 @@ def reference() -> Any:
 
 def chosen_settings(facts: Facts) -> dict[str, Any]:
     parameters = inspect.signature(facts.source.pipeline.__call__).parameters
-    scale = facts.learned.spatial_scale * facts.patch[1]
-    chosen: dict[str, Any] = {"height": 3 * scale, "width": 5 * scale}
+    chosen: dict[str, Any] = {"height": 3 * facts.size_multiple, "width": 5 * facts.size_multiple}
     if not facts.picture:
         chosen["num_frames"] = 2 * facts.learned.temporal_scale + 1
         if (chosen["num_frames"] - 1) % facts.learned.frames_multiple:
@@ -51,7 +51,7 @@ def parity_file(facts: Facts) -> str:
     imports = "from comfy_tpu.families.patches import as_tokens\n" if "as_tokens" in layout else ""
     return f'''"""{facts.title} against diffusers' own pipeline, on one device and over meshes.
 
-Written by `comfy-tpu port new`.
+{MARK}.
 """
 
 import functools

@@ -8,7 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel")
 
 TEXT_WIDTH = 4096
 """Of T5-XXL, which is what models are published with that leave the width open."""
+_HUB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 _TEXT_WIDTHS = ("caption_channels", "text_embed_dim", "joint_attention_dim", "cross_attention_input_dim")
 
 
@@ -42,6 +43,11 @@ class Source:
     @property
     def name(self) -> str:
         return self.pipeline.__name__
+
+    @property
+    def title(self) -> str:
+        """As the nodes show it."""
+        return self.name.removesuffix("Pipeline")
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -76,8 +82,13 @@ class Source:
             text = Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
         except OSError:
             return None
-        found = re.search(r"""from_pretrained\([^)]*?["']([\w.-]+/[\w.-]+)["']""", text)
+        found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", text)
         return found[1] if found else None
+
+
+def is_hub_id(text: str) -> bool:
+    """owner/name. What begins with a dot is a path."""
+    return re.fullmatch(_HUB_ID, text) is not None
 
 
 def find_source(model: str) -> Source:
@@ -92,11 +103,30 @@ def find_source(model: str) -> Source:
     return _of_class(model)
 
 
+PROMPT_ALONE = (
+    "and `port new` knows only pipelines that make a picture or a video from a prompt alone: write the family by hand, "
+    "docs/porting.md says how"
+)
+
+
+def pictures_of(source: Source) -> list[str]:
+    """Arguments of a call that are pictures or videos; None by default does not say that it does without."""
+    given = inspect.signature(source.pipeline.__call__).parameters
+    return [name for name in given if re.fullmatch(r"(\w+_)?(image|video|mask)s?|controls", name)]
+
+
 def check_supported(source: Source) -> None:
     """What a family is made of must be there, and no family for it yet."""
     for family in FAMILIES:
         if source.name in family.pipeline_classes:
             raise InvalidValueError(f"{source.name} is supported already, as {family.name}; there is nothing to port")
+    required = [
+        name
+        for name, each in inspect.signature(source.pipeline.__call__).parameters.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in ("self", "prompt")
+    ]
+    if required:
+        raise UnsupportedError(f"{source.name} cannot be called without {', '.join(required)}, {PROMPT_ALONE}")
     for part in ("transformer", "vae", "scheduler"):
         if part not in source.parts:
             raise UnsupportedError(
@@ -138,7 +168,8 @@ def _annotated(pipeline: type) -> dict[str, type]:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             hint = next((each for each in typing.get_args(hint) if each is not type(None)), None)
         is_part = isinstance(hint, type) and hint.__module__.split(".")[0] in ("diffusers", "transformers")
-        read = name.startswith(("text_encoder", "tokenizer"))  # optional to diffusers, since embeddings may be given
+        # Optional to diffusers, since embeddings may be given, or the second of two transformers alone.
+        read = name.startswith(("text_encoder", "tokenizer")) or name == "transformer"
         if name == "scheduler" and not hasattr(hint, "step"):
             hint = _any_scheduler()
         if is_part and (read or name not in optional):
@@ -158,14 +189,14 @@ def _of_directory(path: Path) -> Source:
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path / 'model_index.json'} does not say _class_name; give a model of diffusers")
-    folders = {part: origin for part, origin in index.items() if isinstance(origin, list) and origin[0] is not None}
+    source = _of_class(name)
+    folders = _folders(path / "model_index.json", index, source.parts)
     configs: dict[str, Mapping[str, Any]] = {}
     for part in folders:
         for file in ("config.json", "scheduler_config.json"):
             if (path / part / file).is_file():
                 content = _read(path / part / file)
                 configs[part] = {key: value for key, value in content.items() if not key.startswith("_")}
-    source = _of_class(name)
     with quiet():
         import diffusers
         import transformers
@@ -178,8 +209,24 @@ def _of_directory(path: Path) -> Source:
         }
     parts = {part: classes.get(part, cls) for part, cls in source.parts.items()}
     said = str(index.get("_name_or_path", ""))
-    named = said if re.fullmatch(r"[\w.-]+/[\w.-]+", said) else None
+    named = said if is_hub_id(said) else None
     return dataclasses.replace(source, parts=parts, configs=configs, directory=path, named=named)
+
+
+def _folders(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Part -> library and class. A pair of nulls is a part that this model does without."""
+    found = {}
+    for part in parts:
+        origin = index.get(part)
+        if origin is None or origin == [None, None]:
+            continue
+        if not isinstance(origin, list) or len(origin) != 2 or not all(isinstance(each, str) for each in origin):
+            raise InvalidValueError(
+                f'{path} says "{part}": {json.dumps(origin)}, expected a library and a class such as ["diffusers", '
+                '"AutoencoderKL"]; download it again'
+            )
+        found[part] = (origin[0], origin[1])
+    return found
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -62,11 +62,11 @@ def propose(
 ) -> Proposal:
     """`run`: calls the small transformer as the pipeline does, with that many tokens of the video and of the text."""
     seen = _watch_blocks(transformer, run)
-    full = build_skeleton(lambda: source.parts["transformer"](**source.full_config("transformer")))
+    config = source.full_config("transformer")
+    full = build_skeleton(lambda: source.parts["transformer"](**config))
     stacks, left_out = _stacks(transformer, full, seen)
     weights = {_starred(name, stacks): weight for name, weight in weight_shapes(full).items()}
-    inner = source.full_config("transformer")
-    hidden = _hidden(source.full_config("transformer"))
+    hidden = _hidden(config)
     kinds = {name: _kind(name, weight, weights, stacks, hidden, seen) for name, weight in weights.items()}
     patterns = merged(kinds)
     sizes: dict[str, int] = collections.Counter()
@@ -74,7 +74,7 @@ def propose(
         pattern = next(rule.pattern for rule in patterns if fnmatch.fnmatchcase(_starred(name, stacks), rule.pattern))
         sizes[pattern] += math.prod(weight.shape) * torch.bfloat16.itemsize
     joint, rows = _rows(seen, stacks, patterns, kinds, *tokens)
-    heads = next((key for key in ("num_attention_heads", "num_heads", "n_heads") if key in inner), None)
+    heads = next((key for key in ("num_attention_heads", "num_heads", "n_heads") if key in config), None)
     return Proposal(stacks, patterns, sizes, rows, joint, heads, left_out)
 
 

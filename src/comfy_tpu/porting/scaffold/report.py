@@ -10,6 +10,7 @@ The keys of the JSON stay; new ones may be added:
     files                      what was written, or with --dry-run would be
     tested                     whether the parity test passed; null: it did not run
     seconds_to_a_frame         from the command's start to the first decoded frame; null: none was
+    undo                       the command that takes back what was written; null: nothing was
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ class Run:
     steps: int
     prompt: str
     negative: str
-    seed: int
     watched: Watched
     latents: torch.Tensor
     """What it began with, [1, channels, frames, height, width]."""

@@ -23,11 +23,6 @@ _GAIN = 2.0
 changes the picture by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
 
-NO_SIZES = (
-    "its sizes do not follow from names and defaults: give a model directory, whose config.json files tell, or write "
-    "the family by hand, docs/porting.md says how"
-)
-
 _LAYERS = re.compile(r"^(num|n)_.*layers$|^depth$|^(num_)?layers$|^num_blocks$")
 _HEADS = re.compile(r"^(num_attention_heads|num_heads|n_heads|num_cross_attention_heads)$")
 _HEAD_DIM = re.compile(r"^(attention_head_dim|cross_attention_head_dim|head_dim)$")
@@ -188,8 +183,17 @@ def small_pipeline(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> 
         return build_pipeline(source.name, class_names(source), configs)
     except Exception as error:
         raise UnsupportedError(
-            f"no small {source.name} could be made ({type(error).__name__}: {first_line(error)}); {NO_SIZES}"
+            f"no small {source.name} could be made ({type(error).__name__}: {first_line(error)}); {no_sizes(source)}"
         ) from error
+
+
+def no_sizes(source: Source) -> str:
+    by_hand = "write the family by hand, docs/porting.md says how"
+    if source.directory is not None:
+        return f"sizes that belong together do not follow from the names in its config.json files: {by_hand}"
+    return (
+        f"its sizes do not follow from names and defaults: give a model directory, whose files may tell, or {by_hand}"
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -233,6 +237,9 @@ def _t5_tokenizer() -> Any:
 
 
 def spatial_scale(vae: Any) -> int:
-    """Pixels a latent has on a side, by what the decoder makes of one."""
+    """Pixels a latent has on a side, if every block of the VAE but one halves it, as is usual; 8 if it lists no blocks.
+
+    Whoever runs the pipeline sees by the shape of its latents whether that holds.
+    """
     blocks = vae.config.get("block_out_channels") or vae.config.get("decoder_block_out_channels")
     return int(2 ** (len(blocks) - 1)) if blocks else 8

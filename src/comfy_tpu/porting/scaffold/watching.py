@@ -36,7 +36,6 @@ class Watched:
     decodes: list[Call] = dataclasses.field(default_factory=list)
     methods: dict[str, list[Call]] = dataclasses.field(default_factory=dict)
     """What the pipeline computed by its own methods, by their names."""
-    timesteps: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
     sigmas: torch.Tensor | None = None
     output: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
 
@@ -115,7 +114,6 @@ def watch(pipeline: Any, **chosen: Any) -> Watched:
         stack.enter_context(torch.no_grad())
         answer = pipeline(**chosen, output_type="pt", return_dict=False)
     watched.output = _kept(answer[0])
-    watched.timesteps = parts["scheduler"].timesteps.clone()
     sigmas = getattr(parts["scheduler"], "sigmas", None)
     watched.sigmas = sigmas.clone() if isinstance(sigmas, torch.Tensor) else None
     return watched

@@ -12,9 +12,17 @@ from typing import Any
 
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.porting.scaffold import nodes
-from comfy_tpu.porting.scaffold.checkout import Files, Link, brought_into_shape, node_schemas, staged, write
+from comfy_tpu.porting.scaffold.checkout import (
+    Files,
+    Link,
+    brought_into_shape,
+    check_writable,
+    node_schemas,
+    staged,
+    write,
+)
 from comfy_tpu.porting.scaffold.edits import appended_to_tuple, inserted_before, sorted_into_list
-from comfy_tpu.porting.scaffold.facts import Facts
+from comfy_tpu.porting.scaffold.facts import Facts, template_of
 from comfy_tpu.porting.scaffold.family_file import family_file
 from comfy_tpu.porting.scaffold.parity_file import parity_file, small_file
 
@@ -23,8 +31,37 @@ _NODE_FAMILIES = "src/comfy_tpu/comfy/node_families.py"
 _PACK_TESTS = "tests/comfy_pack/"
 _SERVER_TESTS = "tests/comfyui/test_families.py"
 _THUMBNAILS = "tools/thumbnails.py"
+CHANGED = (
+    *(_REGISTRY, _NODE_FAMILIES, _THUMBNAILS, _SERVER_TESTS),
+    *(f"{_PACK_TESTS}{name}" for name in ("test_nodes.py", "test_locales.py", "test_examples.py")),
+    *("locales/en/nodeDefs.json", "locales/zh/nodeDefs.json", "docs/comfyui.md", "docs/comfyui.zh-CN.md"),
+)
+"""Files that are there, and get lines."""
 _BASES = {True: ("Flux2", "flux2_tpu_basic"), False: ("HunyuanVideo15", "hunyuanvideo15_tpu_basic")}
 """Families whose nodes have the same inputs: of pictures, and of videos."""
+
+
+def new_files(name: str, key: str) -> list[str]:
+    pages = [f"web/docs/{key}{kind}" for kind in nodes.KINDS]
+    return [
+        f"src/comfy_tpu/families/{name}.py",
+        f"tests/families/small_{name}.py",
+        f"tests/families/test_{name}.py",
+        *(f"example_workflows/{template_of(name)}.{kind}" for kind in ("json", "jpg")),
+        *(f"{page}{end}" for page in pages for end in (".md", "/en.md", "/zh.md")),
+    ]
+
+
+def check_places(checkout: Path, name: str, key: str, *, writes: bool) -> None:
+    """Whatever can be known before the model is: nothing of the family is there, and there is room for it."""
+    new = new_files(name, key)
+    for file in new:
+        if os.path.lexists(checkout / file):
+            raise InvalidValueError(f"{file} is there already, and nothing is overwritten; choose another NAME")
+    if f'key="{key}"' in _read(checkout, _NODE_FAMILIES):
+        raise InvalidValueError(f"there are nodes called {key} already; its pipeline has been ported before")
+    if writes:
+        check_writable(checkout, [*new, *CHANGED])
 
 
 def all_files(facts: Facts, checkout: Path) -> Files:
@@ -50,7 +87,7 @@ def all_files(facts: Facts, checkout: Path) -> Files:
         files |= {f"example_workflows/{facts.template}.json": workflow}
         files |= {f"example_workflows/{facts.template}.jpg": _thumbnail(facts, root)}
     files |= _pages(facts, checkout, schemas, base)
-    _check_new(facts, files, checkout)
+    assert set(files) == {*new_files(facts.name, facts.key), *CHANGED}
     return files
 
 
@@ -63,22 +100,9 @@ def _read(checkout: Path, name: str) -> str:
         ) from None
 
 
-def _check_new(facts: Facts, files: Files, checkout: Path) -> None:
-    changed = {_REGISTRY, _NODE_FAMILIES, _THUMBNAILS, _SERVER_TESTS, *(f"{_PACK_TESTS}{name}" for name in _TESTS)}
-    changed |= {"locales/en/nodeDefs.json", "locales/zh/nodeDefs.json", "docs/comfyui.md", "docs/comfyui.zh-CN.md"}
-    there = [name for name in files if name not in changed and (checkout / name).exists()]
-    if there:
-        raise InvalidValueError(
-            f"{there[0]} is there already, and nothing is overwritten; choose another NAME than {facts.name}"
-        )
-
-
 def _specification(facts: Facts, text: str, schemas: Mapping[str, Any]) -> str:
     anchor = r'^    "TPULoraLoader": \('
     return inserted_before(text, anchor, nodes.specified(facts, schemas), where=f"{_PACK_TESTS}test_nodes.py")
-
-
-_TESTS = ("test_nodes.py", "test_locales.py", "test_examples.py")
 
 
 def _registry(facts: Facts, text: str) -> str:
@@ -95,10 +119,6 @@ def _imports_first(text: str, line: str) -> str:
 
 
 def _node_families(facts: Facts, text: str) -> str:
-    if f'key="{facts.key}"' in text:
-        raise InvalidValueError(
-            f"there are nodes called {facts.key} already; {facts.source.name} has been ported before"
-        )
     text = inserted_before(text, r"^NODE_FAMILIES: ", nodes.node_entry(facts), where=_NODE_FAMILIES)
     return appended_to_tuple(text, "NODE_FAMILIES", facts.constant, where=_NODE_FAMILIES)
 
