@@ -94,6 +94,18 @@ def forward(self, x):
     assert traps(done) == found
 
 
+def test_a_kept_tensor_is_found_where_it_is_only_returned(checked):
+    forward = """
+kept = {}
+def forward(self, x):
+    return x, Model.kept.setdefault("ones", torch.ones(3, device=x.device))
+"""
+    done = checked(forward, {"x": [2, 3]})
+    assert done.verdict == "will not run"
+    assert [trap for trap, _, _ in traps(done)] == ["kept-tensor"]
+    assert done.why == "it returns a tensor that an earlier trace has made"
+
+
 def test_another_result_than_pytorchs_is_told(checked):
     done = checked("def forward(self, x):\n    return x * random.random()\n", {"x": [2, 3]})
     assert done.verdict == "will not run"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,13 +21,17 @@ from comfy_tpu.errors import TraceError, see
 
 Weights = Mapping[str, jax.Array]
 
+_LruCache = type(functools.lru_cache(lambda: None))
+_EMPTY = types.CellType()  # compared with it, a cell says whether it has contents
+
 
 @contextlib.contextmanager
 def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
-    """A forward may keep tensors on the module (a VAE its frame cache); traced ones must not outlive the trace."""
+    """A forward may keep tensors on the module (a VAE its frame cache), or in functools' caches beside it (Qwen-Image's
+    RoPE); traced ones must not outlive the trace."""
     contents: dict[int, tuple[Any, Any]] = {}
     for owner in module.modules():
-        _remember(vars(owner), contents)
+        _remember(vars(owner), contents, type(owner).__module__)
     try:
         yield
     finally:
@@ -32,14 +39,30 @@ def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
         for container, content in contents.values():
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)
+        for cache in _caches_beside(module):
+            cache.cache_clear()
 
 
-def _remember(container: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+def _remember(container: Any, contents: dict[int, tuple[Any, Any]], file: str) -> None:
     if type(container) not in (dict, list, collections.OrderedDict) or id(container) in contents:
         return
     contents[id(container)] = (container, container.copy())
     for item in container.values() if isinstance(container, dict) else container:
-        _remember(item, contents)
+        # A plain object counts as the module's own if the same file defines it: Z-Image's RopeEmbedder.
+        own = type(item).__module__ == file and not isinstance(item, torch.nn.Module) and hasattr(item, "__dict__")
+        _remember(vars(item) if own else item, contents, file)
+
+
+def _caches_beside(module: torch.nn.Module) -> Iterator[Any]:
+    """Those of functions and methods in the files of its classes."""
+    for file in {type(owner).__module__ for owner in module.modules()}:
+        written = vars(sys.modules[file]) if file in sys.modules and not file.startswith("torch.") else {}
+        classes = [vars(each) for each in list(written.values()) if isinstance(each, type) and each.__module__ == file]
+        for thing in itertools.chain.from_iterable(list(names.values()) for names in (written, *classes)):
+            within = thing.__closure__ or () if isinstance(thing, types.FunctionType) else ()  # a decorator's
+            for each in (thing, *(cell.cell_contents for cell in within if cell != _EMPTY)):
+                if isinstance(each, _LruCache):
+                    yield each
 
 
 def _computed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

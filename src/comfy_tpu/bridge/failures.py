@@ -27,7 +27,7 @@ _NO_DECISION = "the value of a tensor was needed for a decision (an `if`, a `whi
 _DECISION = f"{_KNOWN_LATER}; decide it outside and pass it as a static argument, or use torch.where"
 _NO_NUMBER = "the value of a tensor was needed as a number"
 _NUMBER = f"{_KNOWN_LATER}; keep it a tensor, or decide it outside and pass it as a static argument, or use torch.where"
-_LEFT_BEHIND = "a tensor that an earlier trace left behind was used (a global, a cache, functools.lru_cache)"
+_LEFT_BEHIND = "a tensor that an earlier trace left behind was used (a global, or a cache of another file)"
 _KEEP = "it has no value outside of its trace; keep it in a buffer of the module, or compute it each time"
 
 _FAILURES = (

@@ -98,8 +98,8 @@ _ALL = (
     Trap(
         "kept-tensor",
         "stops",
-        "a tensor that an earlier trace left behind is used (a global, functools.lru_cache, an object that is no "
-        "nn.Module): the program for the next size cannot be made",
+        "a tensor that an earlier trace left behind is used (a global, or a cache of another file): "
+        "the program for the next size cannot be made",
         "compute it in __init__ and register it as a buffer, or compute it in every forward: that is once a program",
     ),
     Trap(

@@ -99,8 +99,8 @@ def try_small(small: SmallModel, files: Set[str]) -> Trial:
         trial.traced, trial.reached = True, reached
         return trial
     expected = _eager(small, trial, files)
+    trial.reached |= reached  # PyTorch may have found a table that was made before, and passed its lines by
     if expected is None:
-        trial.reached |= reached
         return trial
     trial.traced = record is not None and not trial.missing
     if not trial.traced:
@@ -185,11 +185,22 @@ def _trace(call: _Call, trial: Trial) -> Record | None:
 
 def _trace_again(call: _Call, first: Record, trial: Trial) -> bool:
     """As for another size: whether a tensor that the first trace left behind is used. PyTorch would stumble over it."""
+    returned = False
+
+    def watching(weights: Any, tensors: Any) -> Any:
+        nonlocal returned
+        results = call(weights, tensors)
+        past = {id(tensor.jax()) for tensor in first.traced.values()}
+        returned = any(id(leaf) in past for leaf in jax.tree.leaves(results))
+        return results
+
     with dispatched(first) as record, contextlib.suppress(Exception):  # JAX notices some of them, in its own words
-        # Another function, or JAX would know the answer.
-        jax.eval_shape(lambda weights, tensors: call(weights, tensors), *call.abstract())
+        jax.eval_shape(watching, *call.abstract())
     _keep(trial, record.kept)
-    return bool(record.kept)
+    if returned and not record.kept:
+        reason = "it returns a tensor that an earlier trace has made"
+        trial.findings.append(finding("kept-tensor", "", 0, reason=reason))
+    return returned or bool(record.kept)
 
 
 def _keep(trial: Trial, places: list[Place]) -> None:
