@@ -1,13 +1,16 @@
 """What must hold for the model that the project is about, counted in its program; the formulas say the same."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.errors import InvalidValueError, MeshError
+from comfy_tpu.errors import CheckpointError, InvalidValueError, MeshError
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import estimate
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.planning import plan as planning
 from comfy_tpu.planning.compilation import count, has_tpu_compiler
 from comfy_tpu.planning.models import find_model
@@ -175,6 +178,21 @@ def test_models():
     assert find_model("demo").config["num_layers"] == 6
     with pytest.raises(InvalidValueError, match="MODEL owner/other is neither a directory nor .* one of Wan-AI/"):
         find_model("owner/other")
+
+
+def test_a_directory_of_configurations_alone(tmp_path):
+    def without_weights(directory, names):
+        return [name for name in names if not name.endswith(".json") and not (Path(directory) / name).is_dir()]
+
+    shutil.copytree(DEMO_DIRECTORY, tmp_path / "model", ignore=without_weights)
+    shutil.rmtree(tmp_path / "model" / "tokenizer")
+    model = find_model(str(tmp_path / "model"))
+    assert (model.config, model.vae) == (find_model("demo").config, find_model("demo").vae)
+    with pytest.raises(CheckpointError, match="lacks tokenizer"):
+        ModelFiles.open(tmp_path / "model")
+    (tmp_path / "model" / "vae" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="lacks vae; .* has text_encoder, transformer, vae: download"):
+        find_model(str(tmp_path / "model"))
 
 
 def test_a_mesh_that_does_not_suit():

@@ -168,7 +168,7 @@ def _next(scaffold: Scaffold) -> list[str]:
     if scaffold.facts.source.directory is not None:
         plan = f"comfy-tpu plan {model} --tpu v6e-8"
     else:  # the class's defaults need not be what was published
-        plan = "comfy-tpu plan DIR --tpu v6e-8   # DIR: the downloaded model; a class does not say what was published"
+        plan = "comfy-tpu plan DIR --tpu v6e-8   # DIR: the model's JSON files; a class does not say what was published"
     return [
         "Next, docs/porting.md:",
         "  make test",

@@ -35,10 +35,11 @@ class ModelFiles:
     """Its model_index.json."""
 
     @classmethod
-    def open(cls, model: str | Path, *, name: str | None = None) -> ModelFiles:
+    def open(cls, model: str | Path, *, name: str | None = None, to_run: bool = True) -> ModelFiles:
         """A demo model, a directory, or the id of a model on the hub, which is then downloaded or found in its cache.
 
-        `name` is what the model is called in labels and messages, instead of `model` itself.
+        `name` is what the model is called in labels and messages, instead of `model` itself. If it is not to run, its
+        configurations are enough.
         """
         directory = _find(str(model))
         index = _read_json(directory / "model_index.json")
@@ -46,16 +47,17 @@ class ModelFiles:
         family = family_of(index, _read_json(described) if described.is_file() else {})
         files = cls(name or str(model), directory, family, index)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
-        tokenizers = [encoder.tokenizer for encoder in family.text_encoders]
+        tokenizers = [encoder.tokenizer for encoder in family.text_encoders if to_run]
         missing += [folder for folder in tokenizers if not (directory / folder).is_dir()]
         if missing:
             raise CheckpointError(
                 f"model={files.name} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
-                f"{', '.join(spec.name for spec in family.components)} and {', '.join(tokenizers)}: download it again"
+                f"{', '.join([*(spec.name for spec in family.components), *tokenizers])}: download it again"
             )
         for spec in family.components:
             files._check_architecture(spec)
-            files._check_weights(spec)
+            if to_run:
+                files._check_weights(spec)
         return files
 
     def config(self, spec: ComponentSpec) -> dict[str, Any]:

@@ -32,10 +32,10 @@ class PlannedModel:
 def find_model(model: str) -> PlannedModel:
     """A demo model, a directory, or a model whose configuration is built in: its id on the hub, or the last part of it.
 
-    Nothing is downloaded.
+    Nothing is downloaded, and of a directory only the JSON files are read.
     """
     if model in DEMO_DIRECTORIES or Path(model).is_dir():
-        files = ModelFiles.open(model)
+        files = ModelFiles.open(model, to_run=False)
         family = files.family
         return PlannedModel(
             files.name, family, files.config(family.transformer), files.defaults, files.config(family.vae)
@@ -46,5 +46,6 @@ def find_model(model: str) -> PlannedModel:
             return PlannedModel(name, family, family.published[name], family.defaults)
     raise InvalidValueError(
         f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "
-        f"diffusers' layout, {DEMO_MODEL}, or one of {', '.join(known)}"
+        "diffusers' layout, in which the JSON files are enough (hf download OWNER/NAME --include '*.json' --local-dir "
+        f"DIR), {DEMO_MODEL}, or one of {', '.join(known)}"
     )
