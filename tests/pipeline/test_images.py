@@ -1,11 +1,13 @@
 """Pictures as people have them: every mode is read as what it shows, or refused in one sentence."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.images import read_image
@@ -57,6 +59,15 @@ def test_any_size(size: tuple[int, int], tmp_path: Path) -> None:
     assert shown(Image.new("RGB", size, "red"), tmp_path / "a.png").shape == (size[1], size[0], 3)
 
 
+def _with_large_text() -> bytes:
+    """A PNG with more text in it than PIL unpacks."""
+    notes = PngInfo()
+    notes.add_text("workflow", " " * 2**21, zip=True)
+    written = BytesIO()
+    Image.fromarray(GRADIENT).save(written, format="PNG", pnginfo=notes)
+    return written.getvalue()
+
+
 def test_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.fromarray(GRADIENT).resize((200, 200)).save(path)
@@ -66,6 +77,10 @@ def test_refused(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(InvalidValueError, match="cannot be read as a picture"):
         read_image(path)
+    for damaged in (b"P6 3x 2 255\n", _with_large_text()):  # PIL says ValueError
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidValueError, match=r"cannot be read as a picture \(.*\); give a PNG or JPEG"):
+            read_image(path)
     Image.new("L", (16385, 1)).save(path)
     with pytest.raises(InvalidValueError, match="is 16385×1, more than 16384 on a side; make it smaller"):
         read_image(path)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 _SIDE_MAX = 16384
 """A picture with a longer side is refused before it is unpacked, or made so long."""
@@ -31,7 +31,10 @@ def read_image(path: Path) -> Image.Image:
             if image.mode == "F":  # of no agreed range: PIL would make 0..1 black
                 raise InvalidValueError(f"image={path} has floating-point pixels; save it as a PNG or JPEG")
             return as_rgb(ImageOps.exif_transpose(image))
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except ComfyTpuError:
+        raise
+    # PIL's readers also let through what Python says of a damaged header or of a kind that they do not know.
+    except (OSError, SyntaxError, ValueError, NotImplementedError, Image.DecompressionBombError) as error:
         raise InvalidValueError(f"image={path} cannot be read as a picture ({error}); give a PNG or JPEG") from error
 
 
