@@ -16,8 +16,8 @@ from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux2, small_flux_loras
-from tests.families.small_flux2_loras import LAST_NORM, MODULATIONS, diffusers_style, factors
-from tests.families.small_flux_loras import comfy_style, fused_into, kohya_style, original_style
+from tests.families.small_flux2_loras import HIDDEN, LAST_NORM, MODULATIONS, diffusers_style, factors
+from tests.families.small_flux_loras import comfy_style, fused_into, kohya_style, original_style, peft_style
 from tests.pipeline.small_loras import Tensors, changed, error, loaded, write
 
 
@@ -139,3 +139,17 @@ def test_a_lora_of_the_first_generation_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", comfy_style(small_flux_loras.factors(top=False)))
     with pytest.raises(InvalidValueError, match=r"use a LoRA made for this size of Flux\.2 dev"):
         open_loras([Lora(path)], ModelFiles.open(small_flux2.directory("dev")))
+
+
+def test_attention_of_the_first_generation_is_refused_too(tmp_path: Path) -> None:
+    """Flux.1 is as wide as Flux.2 klein 4B: what their blocks have in common fits, and is the smaller part."""
+    double = [f"transformer_blocks.{number}.attn.{part}" for number in range(19) for part in ("to_q", "to_out.0")]
+    single = [f"single_transformer_blocks.{number}.attn.to_q" for number in range(38)]
+    square = torch.zeros(HIDDEN, 4), torch.zeros(4, HIDDEN)
+    path = write(tmp_path / "a.safetensors", peft_style(dict.fromkeys((*double, *single), square)))
+    with pytest.raises(
+        InvalidValueError,
+        match=r"was made for another model: .* has a place for 4 of its 76 modules, and not for transformer\.single_.* "
+        r"and 141 more; use a LoRA made for Flux\.2 klein",
+    ):
+        open_loras([Lora(path)], ModelFiles.open(small_flux2.directory("klein")))

@@ -147,6 +147,13 @@ def test_metadata_that_cannot_be_read(tmp_path: Path) -> None:
             opened(path)
 
 
+@pytest.mark.parametrize("pattern", [["to_q"], {"*": 2}, {"(": 2}], ids=repr)
+def test_a_pattern_that_is_none(pattern: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", GOOD, {"alpha_pattern": pattern})
+    with pytest.raises(CheckpointError, match=r"alpha_pattern in its \w+ is not PEFT's \(.*\); download"):
+        opened(path)
+
+
 def test_numbers_that_are_none_are_found_when_they_are_read(tmp_path: Path) -> None:
     tensors = with_(lora_B__weight=torch.full((96, 4), math.nan))
     loras = opened(write(tmp_path / "a.safetensors", tensors))

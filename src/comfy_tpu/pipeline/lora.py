@@ -139,6 +139,13 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}"
         )
     _check_shapes(lora.path, matched.factors, files)
+    # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
+    if matched.strangers > matched.known:
+        raise InvalidValueError(
+            f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known} of its "
+            f"{matched.known + matched.strangers} modules, and not for {listed(matched.unknown, 3)}; use a LoRA made "
+            f"for {files.family.name}"
+        )
     if matched.text_keys:
         logger.warning(
             "lora=%s: its %d text encoder tensors are ignored; the text encoder stays as it is",

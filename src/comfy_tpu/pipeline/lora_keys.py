@@ -146,6 +146,10 @@ class Matched:
     unknown: list[str]
     """Keys that the model has no place for."""
     text_keys: list[str]
+    known: int
+    """Of the file's modules, those that the model has; text encoders' are not counted."""
+    strangers: int
+    """And those that it does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +193,16 @@ class LoraFile:
         factors: dict[str, Factors] = {}
         unknown = [key for key in self.others if not key.startswith(_TEXT_ENCODERS)]
         text_keys = [key for key in self.others if key.startswith(_TEXT_ENCODERS)]
+        known = strangers = 0
         for module, parts in self.modules.items():
             found = targets.find(module)
-            if not found:
-                rest = text_keys if module.startswith(_TEXT_ENCODERS) else unknown
-                rest.extend(parts.values())
+            if found:
+                known += 1
+            elif module.startswith(_TEXT_ENCODERS):
+                text_keys.extend(parts.values())
+            else:
+                strangers += 1
+                unknown.extend(parts.values())
             for target in found:
                 made = self._factors(module, parts, target, targets.shapes)
                 if twice := next((name for name in made if name in factors), None):
@@ -203,7 +212,7 @@ class LoraFile:
                 factors |= made
                 if "bias" in parts and target.bias is None:
                     unknown.append(parts["bias"])
-        return Matched(factors, unknown, text_keys)
+        return Matched(factors, unknown, text_keys, known, strangers)
 
     def _factors(
         self, module: str, parts: Mapping[Part, str], target: Target, shapes: Mapping[str, tuple[int, ...]]
@@ -237,13 +246,21 @@ class LoraFile:
             tensor = self.checkpoint.read(parts["alpha"])
             alpha = float(tensor) if tensor.numel() == 1 else math.nan
         else:
-            patterns = self.adapter.get("alpha_pattern") or {}
-            # As PEFT matches: a pattern is the end of a module's name.
-            own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-            alpha = next(own, self.adapter.get("lora_alpha", rank))
+            alpha = self._alpha_by_pattern(module, self.adapter.get("lora_alpha", rank))
         if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise CheckpointError(f"lora={self.path}: alpha of {module} is not a finite number; download it again")
         return alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
+
+    def _alpha_by_pattern(self, module: str, otherwise: Any) -> Any:
+        """As PEFT matches: a pattern is the end of a module's name."""
+        patterns = self.adapter.get("alpha_pattern") or {}
+        try:
+            own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+            return next(own, otherwise)
+        except (AttributeError, re.error) as error:
+            raise CheckpointError(
+                f"lora={self.path}: alpha_pattern in its {_METADATA} is not PEFT's ({error}); download it again"
+            ) from error
 
 
 def _product(up: tuple[int, ...], down: tuple[int, ...], rows: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
