@@ -159,6 +159,8 @@ def test_stages_hand_the_picture_on(tmp_path: Any) -> None:
         ("2.2", 1, "image is given, but model .* begins with a prompt alone; leave it out"),
         ("2.1 image", 0, "image is missing: model .* begins with a picture; give one"),
         ("2.1 image", 2, "image is given 2 times, but model .* takes a first picture only"),
+        ("2.1 first and last", 0, "image is missing: model .* begins with a picture; give one"),
+        ("2.1 first and last", 1, "last_image is missing: model .* takes a first and a last picture; give both"),
         ("2.2 image", 3, "image is given 3 times, but model .* takes a first and a last picture"),
     ],
 )
@@ -200,6 +202,13 @@ def test_a_picture_encoded_for_another_model_is_refused_by_the_next_stage(kind: 
     pipeline = opened(kind)
     with pytest.raises(InvalidValueError, match=f"encoded for another model: .* condition, image; {how}"):
         pipeline.denoise(read, pipeline.settings(**chosen(kind)))
+
+
+def test_one_picture_is_refused_by_the_next_stage_of_a_model_that_reads_two() -> None:
+    reader, pipeline = opened("2.1 image"), opened("2.1 first and last")
+    read = reader.encode(PROMPT, reader.settings(**CHOSEN), [picture(0)])
+    with pytest.raises(InvalidValueError, match="has 5 tokens, those of a first and a last picture are 10; encode"):
+        pipeline.denoise(read, pipeline.settings(**CHOSEN))
 
 
 def test_a_boundary_is_for_two_transformers() -> None:

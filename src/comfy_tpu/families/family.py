@@ -98,6 +98,8 @@ class ImageInput:
     """Embeddings that the model may do without. None: without a picture it makes nothing."""
     last: bool = False
     """A last picture may be given too."""
+    both: bool = False
+    """And must be: the model has a place for each of two, and none for one alone."""
     first_only: bool = False
     """Only the first frame is encoded: there is nothing to say about the others."""
     fit: Literal["squeeze", "crop"] = "squeeze"

@@ -11,6 +11,7 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families import wan
 from comfy_tpu.families.building import VISION_RULES, without_vision_prefix
 from comfy_tpu.families.family import Cache, Config, ImageInput
@@ -96,6 +97,11 @@ def prompt_cache(
         dtype = module.blocks.template.attn2.to_k.weight.dtype
         embedder = module.condition_embedder.image_embedder
         if embedder.pos_embed is not None:  # it would fold two pictures, which are in one row already, into one
+            if image.shape[1] != embedder.pos_embed.shape[1]:  # widths are the same in all models with CLIP
+                raise InvalidValueError(
+                    f"the picture was encoded for another model: image has {image.shape[1]} tokens, those of a first "
+                    f"and a last picture are {embedder.pos_embed.shape[1]}; encode both with this model"
+                )
             image = image.unflatten(1, (2, -1)).flatten(0, 1)
         context = embedder(image.to(dtype)).to(dtype)
         keys, values = module.blocks.map(lambda block: _image_keys_and_values(block.attn2, context))
@@ -152,4 +158,4 @@ def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, t
 
 IMAGE_INPUT = ImageInput(encode_frames, condition, last=True)
 CLIP_IMAGE_INPUT = ImageInput(encode_frames, condition, encoder=IMAGE_ENCODER, embed=embed_image)
-CLIP_FIRST_AND_LAST = dataclasses.replace(CLIP_IMAGE_INPUT, last=True)
+CLIP_FIRST_AND_LAST = dataclasses.replace(CLIP_IMAGE_INPUT, last=True, both=True)

@@ -73,6 +73,8 @@ def check_images(model: str, wanted: ImageInput | None, count: int, settings: Ge
     if count > (2 if wanted.last else 1):
         takes = "a first and a last picture" if wanted.last else "a first picture only"
         raise InvalidValueError(f"image is given {count} times, but model {model} takes {takes}; leave the others out")
+    if wanted.both and count == 1:
+        raise InvalidValueError(f"last_image is missing: model {model} takes a first and a last picture; give both")
     if count == 2 and settings.num_frames == 1:
         raise InvalidValueError("num_frames=1 has no last frame; give more frames, or one picture")
 
