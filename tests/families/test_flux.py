@@ -414,5 +414,9 @@ def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, cap
     ]:
         assert cli.main([*command, *more]) == 1
         assert message in capsys.readouterr().err
+    assert cli.main(["encode", *command[1:], "--image", "photograph.png"]) == 1
+    assert "makes a picture anew while it denoises, and no file hands it on; use comfy-tpu generate" in (
+        capsys.readouterr().err
+    )
     assert cli.main(["generate", PROMPT, "--model", "demo", "--mesh", "single", "--image", "photograph.png"]) == 1
     assert "--image is given, but model demo begins with a prompt alone; leave it out" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from comfy_tpu.cli import options
+from comfy_tpu.errors import InvalidValueError
 
 OUTPUT = "text.safetensors"
 
@@ -32,6 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
         session.take(images)
+        if images and session.pipeline.family.encode_picture is not None:
+            raise InvalidValueError(
+                f"image is given, but model {session.pipeline.model_name} makes a picture anew while it denoises, and "
+                "no file hands it on; use comfy-tpu generate"
+            )
         if session.is_there(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
         embeddings = session.pipeline.encode(prompt, settings, images)
