@@ -83,6 +83,16 @@ def test_sizes_that_are_refused(size: tuple[int, int]) -> None:
         fit(picture(3, *size))
 
 
+def test_they_are_refused_before_the_text_encoder_is_loaded() -> None:
+    told: list[str] = []
+    pipeline = VideoPipeline.open(
+        small_flux2.directory("klein"), mesh="single", on_progress=lambda progress: told.append(progress.what)
+    )
+    with pytest.raises(InvalidValueError, match="image is 63×100"):
+        pipeline.encode(PROMPT, pipeline.settings(**CHOSEN), [picture(3, 63, 100)])
+    assert not told
+
+
 def test_too_many_and_those_of_other_models() -> None:
     pipeline = opened("klein")
     settings = pipeline.settings(**CHOSEN)
@@ -113,7 +123,7 @@ def test_commands(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
         assert one.tobytes() == other.tobytes()
     for more, message in [
         (["--image", "0.png", "--last-image", "1.png"], "--last-image is for videos; leave it out"),
-        (["--image", "0.png", "--strength", "0.5"], "--strength 0.5 is for a picture that is made anew"),
+        (["--image", "0.png", "--strength", "0.5"], "give --image too, and a model such as Flux.1"),
         (["--image", "0.png"] * 5, "--image is given 5 times"),
     ]:
         assert cli.main(["generate", PROMPT, *model, *settings, *more]) == 1

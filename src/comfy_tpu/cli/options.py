@@ -204,7 +204,7 @@ def add_strength(parser: argparse.ArgumentParser) -> None:
         "--strength",
         type=number(float),
         metavar="X",
-        help=f"for Flux: how much of --image is made anew, over 0 to 1: all ({STRENGTH})",
+        help=f"for Flux.1: how much of --image is made anew, over 0 to 1: all ({STRENGTH})",
     )
 
 

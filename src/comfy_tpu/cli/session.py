@@ -73,7 +73,7 @@ class Session:
         starts = self.pipeline.family.encode_picture is not None
         if strength is not None and not (starts and images):
             raise InvalidValueError(
-                f"strength={strength} is for a picture that is made anew; give --image too, and a model such as Flux"
+                f"strength={strength} is for a picture that is made anew; give --image too, and a model such as Flux.1"
             )
         if not starts or not images:
             return None, images

@@ -105,6 +105,7 @@ class VideoPipeline(RunningModel):
     def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
         """`images`: the first frame and maybe the last, for models that begin with a picture; or those to look at."""
         check_images(self.model_name, self.family.image, len(images), settings)
+        self._fitted(images, settings)  # now: one of no use must not be found after the text encoder is loaded
         text = self.encode_text(prompt, settings)
         if not images:
             return text
@@ -143,9 +144,7 @@ class VideoPipeline(RunningModel):
         check_images(self.model_name, family, len(images), settings)
         assert family is not None
         assert self._vae.encode_frames is not None
-        images = [as_rgb(image) for image in images]
-        if family.fit == "crop":
-            images = [cropped(image, settings) for image in images]
+        images = self._fitted(images, settings)
         seen: dict[str, torch.Tensor] = {}
         if family.encoder is not None and family.embed is not None:
             values = as_values(self._files.image_processor(family.processor), images)
@@ -168,12 +167,20 @@ class VideoPipeline(RunningModel):
                 self._tell("encoding", "picture", done, len(parts))
         return seen | family.condition(latents, len(images), settings)
 
+    def _fitted(self, images: Sequence[Image.Image], settings: GenerationSettings) -> list[Image.Image]:
+        """As the family wants them, RGB, or refused. Those that are squeezed to the frame keep their sizes here."""
+        family = self.family.image
+        images = [as_rgb(image) for image in images]
+        if family is not None and family.references is not None:
+            return [family.references.fit(image) for image in images]
+        return [cropped(image, settings) for image in images] if family and family.fit == "crop" else images
+
     def _picture_parts(self, images: Sequence[Image.Image], settings: GenerationSettings) -> Iterable[torch.Tensor]:
         """What the VAE encodes at a time, [1, 3, frames, height, width] in -1..1."""
         family = self.family.image
         assert family is not None
         if family.references is not None:
-            return [as_pixels(family.references.fit(image)) for image in images]
+            return [as_pixels(image) for image in images]
         parts = video_parts(images, settings, self.family.temporal_scale)
         return itertools.islice(parts, 1 if family.first_only else None)
 
