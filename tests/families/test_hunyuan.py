@@ -29,6 +29,8 @@ QUOTED = 'a red circle says "left" and “to the right” on a black background'
 PLAIN = "a blue square"
 SIZES = {"80x48x9": (QUOTED, 80, 48, 9), "48x32x5": (PLAIN, 48, 32, 5)}
 NEGATIVE = "left"
+SAME = 100
+"""dB, where 134 are found. Another prompt changes a video of these small models by 44 dB, another guidance by 47."""
 
 
 def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -72,14 +74,14 @@ def expected(size: str) -> torch.Tensor:
 @on_every_mesh("size", SIZES)
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, size: str) -> None:
     assert expected(size).std() > 0.05, "the reference shows something"
-    assert psnr(video(opened(mesh), size), expected(size)) >= 40
+    assert psnr(video(opened(mesh), size), expected(size)) >= SAME
 
 
 def test_the_model_directory_says_shift_and_guidance() -> None:
     defaults = opened("single").defaults
     assert (defaults.flow_shift, defaults.guidance_scale) == (small_hunyuan.SHIFT, small_hunyuan.GUIDANCE_SCALE)
     other = video(opened("single"), "48x32x5", guidance_scale=2.0)
-    assert psnr(other, expected("48x32x5")) < 100, "guidance has an effect that the comparison above would see"
+    assert psnr(other, expected("48x32x5")) < SAME, "guidance has an effect that the comparison above would see"
 
 
 def test_one_compilation_for_every_prompt_of_a_size() -> None:

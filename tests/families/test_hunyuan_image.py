@@ -14,7 +14,7 @@ from comfy_tpu.pipeline.images import cropped
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan
 from tests.families.small_hunyuan_image import directory, image_encoder, reference
-from tests.families.test_hunyuan import QUOTED, psnr, random, run
+from tests.families.test_hunyuan import QUOTED, SAME, psnr, random, run
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
 
@@ -93,7 +93,7 @@ def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, width: int, hei
     """At the size that diffusers chooses by the picture."""
     wanted = expected(picture(width, height))
     actual = video(picture(width, height), mesh, height=wanted.shape[2], width=wanted.shape[3])
-    assert psnr(actual, wanted) >= 40
+    assert psnr(actual, wanted) >= SAME
 
 
 @pytest.mark.parametrize(("width", "height"), [(61, 143), (143, 61), (200, 30)])
@@ -104,7 +104,7 @@ def test_the_video_is_that_of_diffusers_at_a_size_of_another_shape(
         reference().video_processor, "calculate_default_height_width", lambda **_: (HEIGHT, WIDTH), raising=True
     )
     actual = video(picture(width, height), height=HEIGHT, width=WIDTH)
-    assert psnr(actual, expected(picture(width, height))) >= 40
+    assert psnr(actual, expected(picture(width, height))) >= SAME
 
 
 @pytest.mark.parametrize("given", [(80, 48), (61, 143), (143, 61), (200, 30), (7, 5), (1000, 999)])
