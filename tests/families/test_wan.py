@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from comfy_tpu.cli import main as cli
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import ResidencyConfig
@@ -168,6 +169,14 @@ def test_too_many_or_too_few_pictures(kind: str, pictures: int, text: str) -> No
     pipeline = opened(kind)
     with pytest.raises(InvalidValueError, match=text):
         pipeline.encode(PROMPT, pipeline.settings(**chosen(kind)), [picture(seed) for seed in range(pictures)])
+
+
+def test_the_command_says_which_picture_is_too_many(tmp_path: Any, capsys: Any) -> None:
+    picture(0).save(tmp_path / "a.png")
+    command = ["generate", PROMPT, "--model", str(wan_pipelines.directory("2.1 image")), "--mesh", "single"]
+    given = ["--image", str(tmp_path / "a.png"), "--last-image", str(tmp_path / "a.png")]
+    assert cli.main([*command, *given, "--output", str(tmp_path / "a.mp4")]) == 1
+    assert "--last-image is given, but model" in capsys.readouterr().err
 
 
 def test_one_frame_has_no_last_one() -> None:

@@ -63,6 +63,11 @@ class Session:
         """Notes which pictures are given."""
         if self.arguments.last_image is not None and self.makes_pictures:
             raise InvalidValueError("last_image is for videos; leave it out")
+        takes = self.pipeline.family.image
+        if self.arguments.last_image is not None and takes is not None and not takes.last:
+            raise InvalidValueError(
+                f"last_image is given, but model {self.pipeline.model_name} takes a first picture only; leave it out"
+            )
         self.pictures = fingerprint(images)
 
     def begin_with(
