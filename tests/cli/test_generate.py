@@ -165,6 +165,8 @@ LORAS = {
     "style.safetensors:": ("style.safetensors", "", "all"),
     "style.safetensors:0.8:high": ("style.safetensors", 0.8, "high"),
     "odd:name.safetensors:low": ("odd:name.safetensors", 1.0, "low"),
+    "style.safetensors:high:0.8": ("style.safetensors", 0.8, "high"),
+    "style.safetensors:high:low": ("style.safetensors", "high", "low"),
     "style.safetensors:strong:low": ("style.safetensors", "strong", "low"),
 }
 

@@ -167,6 +167,8 @@ def test_unknown_keys_are_listed_and_the_rest_is_applied(tmp_path: Path, caplog:
         f"{far}.lora_A.weight": torch.zeros(4, 96),
         f"{far}.lora_B.weight": torch.zeros(96, 4),
         "diffusion_model.blocks.0.diff_m": torch.zeros(1, 6, 96),
+        **{f"unknown.{letter}": torch.zeros(1) for letter in "abcdefgh"},
+        **{f"lora_unet_unknown_{number}_x": torch.zeros(1) for number in range(30)},
         "text_encoder.x.lora_A.weight": torch.zeros(4, 8),
         "text_encoder.x.lora_B.weight": torch.zeros(8, 4),
     }
@@ -178,6 +180,8 @@ def test_unknown_keys_are_listed_and_the_rest_is_applied(tmp_path: Path, caplog:
     assert "its 2 text encoder tensors are ignored" in text
     for key in ("blocks.0.diff_m", f"{far}.lora_A.weight", f"{far}.lora_B.weight"):
         assert key in unknown
+    assert "unknown.g, unknown.h" in unknown, "every one"
+    assert "lora_unet_unknown_*_x (30)" in unknown
     assert unknown.endswith("the rest is applied")
     assert "text_encoder" not in unknown
 

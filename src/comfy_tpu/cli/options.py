@@ -144,16 +144,25 @@ def parse_lora(text: str) -> Lora:
     """What is no number stays text: the check of LoRAs refuses it, in the same words as everywhere."""
     if Path(text).is_file():  # colons may be part of a path
         return Lora(Path(text))
-    rest, _, last = text.rpartition(":")
-    noise: Any = last if rest and last in ("high", "low") else "all"
-    rest = rest if noise != "all" else text
-    path, _, strength = rest.rpartition(":")
+    path, chosen = text, dict[str, Any]()
+    for _ in range(2):  # in either order
+        rest, _, last = path.rpartition(":")
+        if rest and last in ("high", "low") and "noise" not in chosen:
+            chosen["noise"] = last
+        elif rest and "strength" not in chosen and (_is_number(last) or rest.endswith(".safetensors")):
+            chosen["strength"] = float(last) if _is_number(last) else last
+        else:
+            break
+        path = rest
+    return Lora(Path(path), **chosen)
+
+
+def _is_number(text: str) -> bool:
     try:
-        return Lora(Path(path or rest), float(strength) if path else 1.0, noise)
+        float(text)
     except ValueError:
-        # Behind a whole file name it can only be meant as a strength.
-        given: Any = strength
-        return Lora(Path(path), given, noise) if path.endswith(".safetensors") else Lora(Path(rest), 1.0, noise)
+        return False
+    return True
 
 
 def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:

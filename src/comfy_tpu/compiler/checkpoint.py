@@ -171,7 +171,10 @@ def _nothing_found(directory: Path) -> str:
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
         return f"{directory} has no .safetensors files, only {listed(pickles)}: {_WHY_NO_PICKLE}"
-    return f"{directory} has no .safetensors files; give the directory of one model part, such as .../transformer"
+    return (
+        f"{directory} has no .safetensors files; download them, or give the directory of one model part that has them, "
+        "such as .../transformer"
+    )
 
 
 def _check_suffix(path: Path) -> None:

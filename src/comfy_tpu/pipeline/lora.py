@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -157,9 +158,17 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             "lora=%s: model %s has no place for %s; the rest is applied",
             lora.path,
             files.name,
-            listed(matched.unknown),
+            ", ".join(_by_layer(matched.unknown)),
         )
     return OpenLora(file, float(strength), lora.noise, _fingerprint(lora.path), matched.factors)
+
+
+def _by_layer(keys: list[str]) -> list[str]:
+    """All of them, those of several layers as one."""
+    alike: dict[str, list[str]] = {}
+    for key in keys:
+        alike.setdefault(re.sub(r"(?<=[._])\d+(?=[._])", "*", key), []).append(key)
+    return [f"{pattern} ({len(each)})" if len(each) > 1 else each[0] for pattern, each in alike.items()]
 
 
 def _check_shapes(path: Path, factors: dict[str, Factors], files: ModelFiles) -> None:
