@@ -20,13 +20,16 @@ from comfy_tpu.porting.vocabulary import (
     DESCRIBING_FUNCTIONS,
     DESCRIBING_METHODS,
     FALSE_HERE,
+    GENERATORS,
     MAKING,
     MAKING_LIKE,
     NUMBERS_OF,
     OTHER_DEVICES,
+    PROPERTIES,
     QUIET_CUDA,
     QUIET_DISTRIBUTED,
     RANDOM,
+    RANDOM_INITIAL,
     RANDOM_METHODS,
     SEVERAL,
     SHAPED_BY_DATA,
@@ -64,10 +67,13 @@ class CallReading:
             return None
         return dotted_name(node, self.imports)
 
-    def attribute_of(self, owner: Value, name: str) -> Value:
+    def attribute_of(self, node: ast.Attribute, owner: Value) -> Value:
         if owner.instance is None:
             return UNKNOWN
-        return _attributes(owner.instance).get(name, UNKNOWN)
+        found = method(owner.instance, node.attr)
+        if found is not None and any(name.split(".")[-1] in PROPERTIES for name in _decorators(found)):
+            return self.reader.read_function(found, {"self": owner}, building=self.building)
+        return _attributes(owner.instance).get(node.attr, UNKNOWN)
 
     def _value_of_Call(self, node: ast.Call) -> Value:  # noqa: N802
         arguments = [self.value(argument) for argument in node.args]
@@ -85,6 +91,9 @@ class CallReading:
                 return self._of_dict(node, node.func, owner)
             if owner.is_tensor or (node.func.attr == "cuda" and owner.instance is None and owner.items is None):
                 return self._method(node, owner, node.func.attr, arguments, keywords)
+            if owner.is_random:
+                self.report("python-random", node)
+                return UNKNOWN
             if owner.instance is not None:
                 found = method(owner.instance, node.func.attr)
                 if found is not None:
@@ -123,8 +132,7 @@ class CallReading:
         around: Mapping[str, Value] | None = None,
     ) -> Value:
         assert not isinstance(found.node, ast.ClassDef)
-        decorators = {ast.unparse(decorator) for decorator in found.node.decorator_list}
-        if owner is not None and "staticmethod" not in decorators:
+        if owner is not None and "staticmethod" not in _decorators(found):
             arguments = [owner, *arguments]
         parameters = [*found.node.args.posonlyargs, *found.node.args.args]
         bound = default_arguments(found.node.args)
@@ -170,9 +178,9 @@ class CallReading:
         if name in ("list", "tuple", "reversed", "sorted", "iter"):
             return arguments[0] if arguments else Value(items=UNKNOWN)
         if name == "zip":
-            return Value(items=several([value.items or UNKNOWN for value in arguments]))
+            return Value(items=several([value.each for value in arguments]))
         if name == "enumerate":
-            return Value(items=several([UNKNOWN, arguments[0].items or UNKNOWN if arguments else UNKNOWN]))
+            return Value(items=several([UNKNOWN, arguments[0].each if arguments else UNKNOWN]))
         found = definition_of(name, self.module, self.imports)
         if found is None:
             return UNKNOWN  # a builtin, or a library's
@@ -188,11 +196,15 @@ class CallReading:
     def _torch(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> Value:
         short = name.split(".")[-1]
         values = [*arguments, *keywords.values(), *(value.items for value in arguments if value.items is not None)]
+        if name == "_assert":
+            if arguments and arguments[0].is_traced:
+                self.report("tensor-assert", node)
+            return UNKNOWN
         if name == "is_tensor":
             return known(True) if arguments and arguments[0].is_tensor else UNKNOWN
         if f"torch.{name}" in DESCRIBING_FUNCTIONS or short[:1].isupper():
             return UNKNOWN
-        if name in RANDOM:
+        if name in RANDOM or (name.startswith("nn.init.") and short in RANDOM_INITIAL):
             self.report("random-in-forward", node)
             return self._made(node, keywords, values)
         if name in MAKING:
@@ -205,10 +217,13 @@ class CallReading:
             result = UNKNOWN if not name.endswith("_like") else TRACED
         if result.is_traced:
             self._check_data(node, short, arguments, keywords)
-            if name == "nn.functional.dropout" and keywords.get("training", UNKNOWN).truth:
+            training = keywords.get("training", (*arguments[2:3], UNKNOWN)[0])
+            if name == "nn.functional.dropout" and training.truth:
                 self.report("random-in-forward", node)
-            if short in COMPLEX or name.startswith("fft."):
+            if short in COMPLEX or name.startswith("fft.") or any(value.is_complex for value in values):
                 self.report("complex", node)
+            if keywords.get("out", UNKNOWN).place is Place.HOST:
+                self.host_written(node, keywords["out"])
             if short in DECIDING:
                 return TRACED
             self._check_float64(node, arguments, keywords)
@@ -238,16 +253,17 @@ class CallReading:
                 return self._moved(node, owner, arguments, keywords)
             if not result.is_traced:
                 return dataclasses.replace(owner, is_mask=name in COMPARING or owner.is_mask)
-        if name.endswith("_") and not name.endswith("__") and isinstance(node.func, ast.Attribute):
-            self._check_write_through(node.func.value)
-        if name in MAKING_LIKE:
+        if name.endswith("_") and not name.endswith("__") and owner.is_strided:
+            self.report("strided-write", node)
+        if name in MAKING_LIKE or (name == "expand" and owner.is_mask):
             self._check_square(node)
         # `*shape` is a shape as a rule, and the rule is easier to see than the shape.
         sizes = [value for value, size in zip(arguments, node.args, strict=True) if not isinstance(size, ast.Starred)]
-        if name in ("expand", "repeat", "view", "reshape") and any(value.is_traced for value in sizes):
+        shaped = ("expand", "repeat", "view", "reshape", "new_zeros", "new_ones", "new_empty")
+        if name in shaped and any(value.is_traced for value in sizes):
             self.report("tensor-to-number", node, "a shape is made of the value of a tensor, which must be known")
         self._check_data(node, name, [owner, *arguments], keywords)
-        if name in COMPLEX_METHODS:
+        if name in COMPLEX_METHODS or any(value.is_complex for value in (*arguments, *keywords.values())):
             self.report("complex", node)
         if name in DECIDING:
             return TRACED
@@ -302,6 +318,8 @@ class CallReading:
         repeated = name == "repeat_interleave" and any(value.is_traced for value in repeats)
         if ((name in SHAPED_BY_DATA or one_armed) and arguments and arguments[0].is_traced) or repeated:
             self.report("data-dependent-shape", node)
+        if name == "one_hot" and len(arguments) == 1 and "num_classes" not in keywords:
+            self.report("tensor-to-number", node, "one_hot without num_classes asks for the largest value of a tensor")
 
     def _check_float64(
         self, node: ast.Call, arguments: list[Value], keywords: Mapping[str, Value], name: str = ""
@@ -320,27 +338,27 @@ class CallReading:
         ):
             self.report("square-mask", node)
 
-    def check_outer_product(self, node: ast.BinOp) -> None:
+    def check_outer_product(self, left: ast.expr, right: ast.expr, *, is_mask: bool) -> None:
         """`m[:, None, :] * m[:, :, None]`: a row of keys by a column of queries."""
-        positions = [_new_dimension(side) for side in (node.left, node.right)]
+        positions = [_new_dimension(side) for side in (left, right)]
         if None not in positions and positions[0] != positions[1]:
-            sides = [_base(side) for side in (node.left, node.right)]
-            if sides[0] == sides[1] or all("mask" in side for side in sides):
-                self.report("square-mask", node)
-
-    def _check_write_through(self, owner: ast.expr) -> None:
-        if isinstance(owner, ast.Subscript) and is_strided(owner.slice):
-            self.report("strided-write", owner)
+            sides = [_base(side) for side in (left, right)]
+            if all("mask" in side for side in sides) or (is_mask and sides[0] == sides[1]):
+                self.report("square-mask", left)
 
 
 def is_strided(index: ast.expr) -> bool:
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return any(
-        isinstance(part, ast.Slice)
-        and part.step is not None
-        and not (isinstance(part.step, ast.Constant) and part.step.value in (None, 1))
-        for part in parts
-    )
+    steps = [_step(part) for part in parts]
+    return any(step is not None and not (isinstance(step, ast.Constant) and step.value in (None, 1)) for step in steps)
+
+
+def _step(part: ast.expr) -> ast.expr | None:
+    if isinstance(part, ast.Slice):
+        return part.step
+    if isinstance(part, ast.Call) and ast.unparse(part.func) == "slice" and len(part.args) == 3:
+        return part.args[2]
+    return None
 
 
 def _new_dimension(node: ast.expr) -> int | None:
@@ -354,9 +372,13 @@ def _new_dimension(node: ast.expr) -> int | None:
         argument = node.args[0] if node.args else None
         if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
             return argument.value
-        if isinstance(argument, ast.UnaryOp):
-            return -100
+        if isinstance(argument, ast.UnaryOp) and isinstance(argument.operand, ast.Constant):
+            return -int(argument.operand.value)  # type: ignore[arg-type]
     return None
+
+
+def _decorators(found: Definition) -> set[str]:
+    return {ast.unparse(decorator) for decorator in found.node.decorator_list}
 
 
 def _base(node: ast.expr) -> str:
@@ -401,5 +423,7 @@ def _built(call: ast.Call, module: Module) -> Value:
         return UNKNOWN
     if name.startswith("torch.") and name.split(".")[-1] in MAKING:
         return Value(Place.HOST, made_at=call.lineno)
+    if name in GENERATORS:
+        return Value(is_random=True)
     found = definition_of(name, module, module.imports)
     return Value(instance=found) if found is not None and found.is_class else UNKNOWN

@@ -6,10 +6,17 @@ import ast
 import dataclasses
 import functools
 
-from comfy_tpu.porting.calls import CallReading
+from comfy_tpu.porting.calls import CallReading, is_strided
 from comfy_tpu.porting.source import Definition
 from comfy_tpu.porting.values import UNKNOWN, Value, computed, constant, joined, known, several
-from comfy_tpu.porting.vocabulary import FALSE_ATTRIBUTES, FALSE_HERE, FLOAT64, OTHER_DEVICES, TENSOR_ATTRIBUTES
+from comfy_tpu.porting.vocabulary import (
+    COMPLEX_DTYPES,
+    FALSE_ATTRIBUTES,
+    FALSE_HERE,
+    FLOAT64,
+    OTHER_DEVICES,
+    TENSOR_ATTRIBUTES,
+)
 
 
 class ExpressionReading(CallReading):
@@ -19,10 +26,7 @@ class ExpressionReading(CallReading):
         raise NotImplementedError
 
     def iterated(self, node: ast.expr) -> Value:
-        value = self.value(node)
-        if value.items is not None:
-            return value.items
-        return dataclasses.replace(value, truth=None) if value.is_tensor else UNKNOWN
+        return self.value(node).each
 
     def decide(self, node: ast.expr) -> bool | None:
         """Whether a condition holds, if that is known; a trap if it needs the value of a tensor."""
@@ -73,18 +77,25 @@ class ExpressionReading(CallReading):
         self.names = before
         return value
 
+    def _value_of_DictComp(self, node: ast.DictComp) -> Value:  # noqa: N802
+        for part in (node.key, node.value):
+            self._value_of_ListComp(ast.ListComp(elt=part, generators=node.generators))
+        return UNKNOWN
+
     _value_of_GeneratorExp = _value_of_SetComp = _value_of_ListComp  # noqa: N815
 
     def _value_of_Attribute(self, node: ast.Attribute) -> Value:  # noqa: N802
         name = self.dotted(node)
         if name in FLOAT64:
             return Value(is_float64=True)
+        if name in COMPLEX_DTYPES:
+            return Value(is_complex=True)
         if name in FALSE_HERE or (node.attr in FALSE_ATTRIBUTES):
             return known(False)
         owner = self.value(node.value)
         if owner.is_tensor:
             return dataclasses.replace(owner, is_mask=False) if node.attr in TENSOR_ATTRIBUTES else UNKNOWN
-        return self.attribute_of(owner, node.attr)
+        return self.attribute_of(node, owner)
 
     def _value_of_Subscript(self, node: ast.Subscript) -> Value:  # noqa: N802
         base = self.value(node.value)
@@ -111,7 +122,10 @@ class ExpressionReading(CallReading):
             chosen = self.value(part)
             if chosen.is_traced and chosen.is_mask:
                 self.report("mask-indexing", node)
-        return dataclasses.replace(computed(base, index), is_mask=base.is_mask, made_at=base.made_at)
+        strided = base.is_strided or is_strided(node.slice)
+        return dataclasses.replace(
+            computed(base, index), is_mask=base.is_mask, is_strided=strided, made_at=base.made_at
+        )
 
     def _value_of_Slice(self, node: ast.Slice) -> Value:  # noqa: N802
         return UNKNOWN
@@ -124,6 +138,8 @@ class ExpressionReading(CallReading):
                 return known(isinstance(operator, ast.Is) == values[0].is_none)
             return UNKNOWN
         if isinstance(operator, (ast.In, ast.NotIn)):
+            if values[1].is_traced:
+                self.report("tensor-condition", node)
             return UNKNOWN
         if (
             isinstance(other, ast.Constant)
@@ -131,6 +147,8 @@ class ExpressionReading(CallReading):
             and isinstance(operator, (ast.Eq, ast.NotEq))
         ):
             return known(isinstance(operator, ast.NotEq))
+        if len(values) == 2:
+            self.check_outer_product(node.left, other, is_mask=True)
         result = computed(*values)
         return dataclasses.replace(result, is_mask=True) if result.is_tensor else UNKNOWN
 
@@ -162,8 +180,10 @@ class ExpressionReading(CallReading):
         if (left.items is not None or right.items is not None) and not (left.is_tensor or right.is_tensor):
             return joined(left, right)
         if isinstance(node.op, (ast.Mult, ast.BitAnd, ast.BitOr)) and left.is_tensor and right.is_tensor:
-            self.check_outer_product(node)
+            self.check_outer_product(node.left, node.right, is_mask=left.is_mask and right.is_mask)
         result = computed(left, right)
+        if result.is_traced and (left.is_complex or right.is_complex):
+            self.report("complex", node)
         is_mask = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor)) and (left.is_mask or right.is_mask)
         return dataclasses.replace(result, is_mask=is_mask, made_at=left.made_at or right.made_at)
 

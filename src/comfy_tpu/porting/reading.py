@@ -7,6 +7,7 @@ the program is certainly in it.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from comfy_tpu.porting.arguments import expected_arguments
@@ -256,10 +257,13 @@ class FunctionReading(ExpressionReading):
         through = self._run(node.body)
         self._guarded -= 1
         after = dict(self.names)
+        recovered = False
         for handler in node.handlers:
-            self._run(handler.body)
+            self.names = dict(after)
+            recovered = self._run(handler.body) or recovered
         self.names = after
-        return through and self._run(node.orelse) and self._run(node.finalbody)
+        through = through and self._run(node.orelse)
+        return self._run(node.finalbody) and (through or recovered)
 
     def assign(self, target: ast.expr, value: Value) -> None:
         if isinstance(target, ast.Name):
@@ -278,21 +282,24 @@ class FunctionReading(ExpressionReading):
 
     def _augment(self, node: ast.AugAssign) -> None:
         value = self.value(node.value)
+        before = self.value(node.target)
         if isinstance(node.target, ast.Subscript):
             self._write(node.target, value)
             return
-        before = self.value(node.target)
         if before.place is Place.HOST and value.is_traced:
             self.host_written(node, before)
+        elif before.is_traced and before.is_strided:
+            self.report("strided-write", node)
         if isinstance(node.target, ast.Name):
-            self.names[node.target.id] = computed(before, value) if before.is_tensor or value.is_tensor else before
+            result = dataclasses.replace(computed(before, value), is_strided=before.is_strided)
+            self.names[node.target.id] = result if result.is_tensor else before
 
     def _write(self, target: ast.Subscript, value: Value) -> None:
         base = self.value(target.value)
         self.value(target.slice)
         if base.place is Place.HOST and value.holds_traced():
             self.host_written(target, base)
-        elif base.is_traced and is_strided(target.slice):
+        elif base.is_traced and (base.is_strided or is_strided(target.slice)):
             self.report("strided-write", target)
         elif base.named is not None and isinstance(target.value, ast.Name):
             self.names[target.value.id] = base.with_entry(target.slice, value)

@@ -38,6 +38,12 @@ class Value:
     is_none: bool = False
     is_float64: bool = False
     """A dtype."""
+    is_complex: bool = False
+    """A dtype, or a number that is written down."""
+    is_strided: bool = False
+    """A view of every second element, or third."""
+    is_random: bool = False
+    """A generator of Python's or numpy's."""
     made_at: int = 0
     """The line that made a host tensor."""
 
@@ -51,6 +57,13 @@ class Value:
 
     def holds_traced(self) -> bool:
         return self.is_traced or (self.items is not None and self.items.holds_traced())
+
+    @property
+    def each(self) -> Value:
+        """What a loop over it gives: the items of a list, the rows of a tensor."""
+        if self.items is not None:
+            return self.items
+        return Value(self.place, is_mask=self.is_mask) if self.is_tensor else UNKNOWN
 
     def entry(self, key: ast.expr) -> Value:
         """Of a dict."""
@@ -81,6 +94,8 @@ def constant(value: object) -> Value:
     """Of something written down in the source."""
     if value is None:
         return NONE
+    if isinstance(value, complex):
+        return Value(is_complex=True)
     return known(value) if isinstance(value, bool) else UNKNOWN
 
 
@@ -108,6 +123,8 @@ def joined(one: Value, other: Value) -> Value:
         truth=None,
         is_none=one.is_none and other.is_none,
         is_float64=one.is_float64 or other.is_float64,
+        is_complex=one.is_complex or other.is_complex,
+        is_strided=one.is_strided or other.is_strided,
     )
 
 

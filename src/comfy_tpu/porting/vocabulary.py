@@ -158,9 +158,26 @@ RANDOM_METHODS = frozenset(
         "uniform_",
     ]
 )
+RANDOM_INITIAL = frozenset(
+    [
+        "kaiming_normal_",
+        "kaiming_uniform_",
+        "normal_",
+        "orthogonal_",
+        "trunc_normal_",
+        "uniform_",
+        "xavier_normal_",
+        "xavier_uniform_",
+    ]
+)
+"""Of torch.nn.init."""
+GENERATORS = frozenset(
+    ["numpy.random.default_rng", "numpy.random.Generator", "numpy.random.RandomState", "random.Random"]
+)
 COMPLEX = frozenset(["complex", "polar", "view_as_complex", "stft", "istft"])
 COMPLEX_METHODS = frozenset(["cfloat", "cdouble", "view_as_complex"])
 FLOAT64 = frozenset(["torch.float64", "torch.double", "torch.complex128", "torch.cdouble"])
+COMPLEX_DTYPES = frozenset(["torch.complex32", "torch.complex64", "torch.cfloat", "torch.chalf"])
 QUIET_CUDA = frozenset(
     [
         "amp",
@@ -217,4 +234,5 @@ FALSE_HERE = frozenset(
 )
 """At inference on a machine with TPUs."""
 FALSE_ATTRIBUTES = frozenset(["training", "gradient_checkpointing", "is_cuda"])
+PROPERTIES = frozenset(["property", "cached_property"])
 OTHER_DEVICES = frozenset(["cuda", "mps", "npu", "hpu"])

@@ -8,6 +8,8 @@ class Trapped(torch.nn.Module):
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))  # trap: complex
         angles = x.float()[..., :4]
         turned = pairs * torch.polar(torch.ones_like(angles), angles)  # trap: complex
+        turned = turned + angles.to(torch.complex64)  # trap: complex
+        turned = turned * torch.exp(1j * angles)  # trap: complex
         return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 

@@ -11,7 +11,9 @@ class Trapped(torch.nn.Module):
         total += x.sum((0, 1))  # trap: host-tensor-written
         held = torch.empty(2, 4, 8)
         held.copy_(x)  # trap: host-tensor-written
-        return out + total + held
+        doubled = torch.empty(2, 4, 8)
+        torch.mul(x, 2, out=doubled)  # trap: host-tensor-written
+        return out + total + held + doubled
 
 
 class Mended(torch.nn.Module):
@@ -20,6 +22,7 @@ class Mended(torch.nn.Module):
         out[:, 0] = x[:, 0]
         total = torch.zeros_like(x[0, 0])
         total += x.sum((0, 1))
+        torch.mul(x[0, 0], 2, out=total)
         positions = torch.arange(8)
         positions[0] = 3
         return out + total + positions + torch.tensor([1.0], dtype=x.dtype) + x.new_zeros(8)

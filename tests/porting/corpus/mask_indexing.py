@@ -6,7 +6,9 @@ import torch
 class Trapped(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = x[..., 0] > 0
-        return x[mask].sum(0) + x[~mask].sum(0)  # trap: mask-indexing
+        y = x.clone()
+        y[mask] += 1  # trap: mask-indexing
+        return y.sum((0, 1)) + x[mask].sum(0) + x[~mask].sum(0)  # trap: mask-indexing
 
 
 class Mended(torch.nn.Module):

@@ -13,6 +13,8 @@ class Trapped(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + torch.randn_like(x)  # trap: random-in-forward
         x = x + torch.rand(8, device=x.device)  # trap: random-in-forward
+        x = x + torch.nn.init.trunc_normal_(torch.empty(8))  # trap: random-in-forward
+        x = F.dropout(x, 0.1, True)  # trap: random-in-forward
         return F.dropout(x, 0.5, training=True)  # trap: random-in-forward
 
 
@@ -27,4 +29,5 @@ class Mended(torch.nn.Module):
             x = x + torch.randn_like(x)
         if noise is not None:
             x = x + noise
+        x = F.dropout(x, 0.1, False) + torch.nn.init.constant_(torch.empty(8, dtype=x.dtype), 0.5)
         return self.dropout(F.dropout(x, 0.5, training=self.training))
