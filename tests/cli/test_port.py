@@ -236,7 +236,46 @@ def test_a_name_that_a_star_brings_is_found(capsys):
 def test_a_file_that_ends_the_program_is_not_tried(capsys, file):
     status, out, _ = run(capsys, "check", file("import sys\nsys.exit(3)\n" + MODEL), *INPUTS)
     assert status == 1
-    assert "model.py cannot be imported (SystemExit: 3); mend that, or use --static" in out
+    assert "model.py cannot be imported (SystemExit: 3); mend that, or only read it: comfy-tpu port check --sta" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("def __init__(self):\n        raise SystemExit(3)", "Model cannot be built (SystemExit: 3); give --config"),
+        ("def forward(self, x):\n        raise SystemExit(3)", "PyTorch itself does not run it here (SystemExit: 3 at"),
+    ],
+    ids=["built", "run"],
+)
+def test_a_model_that_ends_the_program_ends_its_trial_only(capsys, file, line, said):
+    path = file(f"{MODEL}\n    {line}\n")
+    status, out, _ = run(capsys, "check", path, *INPUTS)
+    assert status == 1
+    assert said in out
+    status, _, err = run(capsys, "ops", path, *INPUTS)
+    assert status == 1
+    assert said in err
+
+
+def test_a_file_of_a_package_is_to_be_named_by_it(capsys, file, tmp_path, monkeypatch):
+    (tmp_path / "drawing").mkdir()
+    file("", "drawing/__init__.py")
+    file("def twice(x):\n    return x * 2\n", "drawing/parts.py")
+    path = file(MODEL.replace("import torch", "import torch\nfrom .parts import twice", 1), "drawing/model.py")
+    status, out, _ = run(capsys, "check", path, *INPUTS)
+    assert status == 1
+    assert "name it by its package, from the folder above that: package.model:Model" in out
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, _ = run(capsys, "check", "drawing.model:Model", *INPUTS)
+    assert status == 0, out
+
+
+@pytest.mark.parametrize("command", ["check", "ops"])
+def test_what_a_model_prints_is_not_in_the_json(capsys, file, command):
+    status, out, err = run(capsys, command, file(MODEL.replace("return", "print('hello'); return")), *INPUTS, "--json")
+    assert status == 0
+    assert json.loads(out)["schema"] == 1
+    assert "hello" in err
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ not, or could not be tried. `ops` exits with 1 if an operator is missing, or the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 from comfy_tpu.cli import port_new
@@ -64,7 +66,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.targets import find_targets
 
     given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
-    checks = [check(target, static=arguments.static, **given) for target in find_targets(arguments.target)]
+    with _models_print_to_stderr():
+        checks = [check(target, static=arguments.static, **given) for target in find_targets(arguments.target)]
     print(as_json(checks) if arguments.json else _printable(as_text(checks)))
     return 1 if any(each.blocked for each in checks) else 0
 
@@ -75,7 +78,8 @@ def _ops(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.targets import find_targets
 
     given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
-    lists = [operators_of(target, **given) for target in find_targets(arguments.target)]
+    with _models_print_to_stderr():
+        lists = [operators_of(target, **given) for target in find_targets(arguments.target)]
     found = sorted({each for operators, _ in lists for each in operators})
     ends = [end for _, end in lists if end is not None]
     if arguments.json:
@@ -84,6 +88,11 @@ def _ops(arguments: argparse.Namespace) -> int:
     else:
         print(_printable(operators_as_text(found, ends)))
     return 1 if ends or any(each.by == "missing" for each in found) else 0
+
+
+def _models_print_to_stderr() -> AbstractContextManager[object]:
+    """What this command prints may be read by a program."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _printable(text: str) -> str:

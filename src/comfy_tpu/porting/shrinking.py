@@ -15,7 +15,7 @@ from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.porting.inputs import Inputs, given_inputs, guessed_inputs
 from comfy_tpu.porting.small_models import SMALL_MODELS
-from comfy_tpu.porting.targets import Target
+from comfy_tpu.porting.targets import ANY_ERROR, Target
 from comfy_tpu.quiet import quiet
 
 PARAMETERS_MAX = 150_000_000
@@ -71,7 +71,7 @@ def make_small(
                     getattr(model, method)(**values)
         except (UnsupportedError, InvalidValueError):
             raise
-        except Exception as error:
+        except ANY_ERROR as error:
             errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
             if config is not None or not target.is_of_diffusers:
                 raise UnsupportedError(

@@ -17,6 +17,9 @@ import torch
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, listed
 from comfy_tpu.porting.source import Definition, Function, Package, definition_of, is_module_class, method
 
+ANY_ERROR = (Exception, SystemExit)
+"""Of a model's code: one that ends the program ends only what was done with it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -35,9 +38,12 @@ class Target:
         module = self.definition.module
         try:
             loaded = importlib.import_module(module.name) if module.package.name else _import_file(module.path)
-        except (Exception, SystemExit) as error:
+        except ANY_ERROR as error:
+            advice = "mend that, or only read it: comfy-tpu port check --static"
+            if isinstance(error, ImportError) and "relative import" in str(error):
+                advice = f"name it by its package, from the folder above that: package.{module.path.stem}:{self.name}"
             raise UnsupportedError(
-                f"{module.path} cannot be imported ({type(error).__name__}: {error}); mend that, or use --static"
+                f"{module.path} cannot be imported ({type(error).__name__}: {error}); {advice}"
             ) from error
         found = getattr(loaded, self.definition.node.name)
         if not isinstance(found, type) or not issubclass(found, torch.nn.Module):

@@ -18,6 +18,7 @@ from comfy_tpu.bridge.model_source import raising_place
 from comfy_tpu.errors import ComfyTpuError, section_of
 from comfy_tpu.porting.recording import EagerRun, Place, Record, dispatched, lines_reached, values_in_text
 from comfy_tpu.porting.shrinking import SmallModel
+from comfy_tpu.porting.targets import ANY_ERROR
 from comfy_tpu.porting.traps import TRAPS, Finding, finding
 from comfy_tpu.quiet import quiet
 
@@ -128,7 +129,7 @@ def _eager(small: SmallModel, trial: Trial, files: Set[str]) -> list[torch.Tenso
         try:
             inputs = jax.tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, small.inputs)
             result = getattr(small.model, small.method)(**inputs)
-        except Exception as error:  # noqa: BLE001 it is the model's
+        except ANY_ERROR as error:  # it is the model's
             if watch.kept:
                 trial.whole = False
                 _keep(trial, watch.kept)
@@ -164,11 +165,11 @@ def _incomparable(expected: list[torch.Tensor]) -> str | None:
 
 def _trace(call: _Call, trial: Trial) -> Record | None:
     """None if it did not come to its end."""
-    failed: Exception | None = None
+    failed: BaseException | None = None
     with dispatched() as record:
         try:
             jax.eval_shape(call, *call.abstract())
-        except Exception as error:  # noqa: BLE001 it is the model's
+        except ANY_ERROR as error:  # it is the model's
             failed = error
     if failed is not None:
         _, section = section_of(failed)
@@ -194,7 +195,7 @@ def _trace_again(call: _Call, first: Record, trial: Trial) -> bool:
         returned = any(id(leaf) in past for leaf in jax.tree.leaves(results))
         return results
 
-    with dispatched(first) as record, contextlib.suppress(Exception):  # JAX notices some of them, in its own words
+    with dispatched(first) as record, contextlib.suppress(*ANY_ERROR):  # JAX notices some of them, in its own words
         jax.eval_shape(watching, *call.abstract())
     _keep(trial, record.kept)
     if returned and not record.kept:
@@ -212,7 +213,7 @@ def _operators_with_values(call: _Call, before: Record, trial: Trial) -> Record:
     with _quickly_compiled(), values_in_text(), dispatched() as record:
         try:
             call(to_device(call.weights), to_device(call.tensors))
-        except Exception as error:  # noqa: BLE001 it is the model's
+        except ANY_ERROR as error:  # it is the model's
             file, line, _ = _place(error) or ("", 0, "")
             trial.operators_end = f"{file}:{line}: {_first_line(error)}" if file else _first_line(error)
     record.rows |= before.rows
@@ -300,7 +301,7 @@ def _narrow(call: _Call, trial: Trial) -> None:
     with dispatched() as record:
         try:
             shapes = jax.eval_shape(watching, *call.abstract(torch.bfloat16))
-        except Exception as error:  # noqa: BLE001 it is the model's
+        except ANY_ERROR as error:  # it is the model's
             _located(trial, "dtype-drift", error, f"in bfloat16 it does not run ({_first_line(error)})")
             trial.low_precision = "none"
             return

@@ -6,9 +6,7 @@ import torch
 class Trapped(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = x[..., 0] > 0
-        y = x.clone()
-        y[mask] += 1  # trap: mask-indexing
-        return y.sum((0, 1)) + x[mask].sum(0) + x[~mask].sum(0)  # trap: mask-indexing
+        return x[mask].sum(0) + x[~mask].sum(0)  # trap: mask-indexing
 
 
 class Mended(torch.nn.Module):
