@@ -146,6 +146,31 @@ CASES: dict[str, Case] = {
 }
 
 
+NARROW = (normal(3, 5, dtype=torch.bfloat16), torch.tensor(0.3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, s: x + s,
+        lambda x, s: s * x,
+        lambda x, s: x / s,
+        lambda x, s: x.abs() ** s,
+        lambda x, s: torch.where(x > 0, x, s),
+        lambda x, s: x.clamp(max=s),
+        lambda x, s: x * torch.tensor(0.3),
+        lambda x, s: torch.where(x > 0, s, s),
+        lambda x, s: x.float() * s.bfloat16(),
+        lambda x, s: (x > 0) * s,
+    ],
+    ids=["add", "mul", "div", "pow", "where", "clamp", "constant", "no values", "the other way", "another kind"],
+)
+def test_a_tensor_without_dimensions_does_not_widen_the_result(call: Any) -> None:
+    expected, actual = call(*NARROW), run_traced(call, *NARROW)
+    assert actual.dtype == expected.dtype
+    assert relative_error(actual, expected) <= 8e-3
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_torch(name: str) -> None:
     _, call, tensors = CASES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from comfy_tpu.bridge.aliasing import Kind, custom_definition, kind_of, layout_of_result, recipes_of, returns_several
 from comfy_tpu.bridge.compat import load_torchax, replaced
-from comfy_tpu.bridge.dtypes import as_numpy, check_integer_range
+from comfy_tpu.bridge.dtypes import as_numpy, check_integer_range, numpy_dtype
 from comfy_tpu.bridge.layouts import ROW_MAJOR, is_row_major, kept_by_a_copy, strides_of, viewed
 from comfy_tpu.bridge.memory import adopt, get_item, may_share, set_item, share_memory, view_of
 from comfy_tpu.bridge.model_source import calling_line
@@ -158,11 +159,25 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         operator = self._ops.get(func) or self._ops.get(getattr(func, "overloadpacket", None))
         if operator is not None and operator.is_jax_function:  # otherwise the operators that it is made of did this
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            result = self._of_torchs_dtype(func, result, leaves)
             tensors = [(t._layout, t._value.shape) for t in leaves if isinstance(t, torchax.tensor.Tensor)]
             for leaf in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(leaf, torchax.tensor.Tensor):
                     leaf._layout = layout_of_result(func, tensors)
         return result
+
+    def _of_torchs_dtype(self, func: Any, result: Any, operands: list[Any]) -> Any:
+        """torch makes bfloat16 of bfloat16 and a float32 tensor without dimensions, jax float32."""
+        if not isinstance(result, torchax.tensor.Tensor) or not result.is_floating_point():
+            return result
+        tensors = [each for each in operands if isinstance(each, torch.Tensor)]
+        dtypes = [each.dtype for each in tensors if each.ndim > 0]
+        if len(tensors) == len(dtypes) or not dtypes or torch.Tag.pointwise not in getattr(func, "tags", ()):
+            return result
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        if not dtype.is_floating_point or dtype.itemsize >= result.dtype.itemsize:
+            return result
+        return torchax.tensor.Tensor(result._elem.astype(numpy_dtype(dtype)), self)
 
     def _views(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         parent: Any = args[0]
