@@ -102,10 +102,14 @@ def test_several_videos_at_once() -> None:
     assert relative_error(run(tiny(), decoding.decode, "dp=2,sp=4", latents), expected) <= 1e-4
 
 
-@pytest.mark.parametrize("pixels", [39, 41])
-def test_encode_pixels_that_make_no_whole_latents(pixels: int) -> None:
+@pytest.mark.parametrize(
+    ("pixels", "mesh"),
+    [(39, "single"), (41, "single"), pytest.param(41, "dp=2,sp=4", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("encode", [decoding.encode, whole_videos.encode_scanned], ids=["flax", "torchax"])
+def test_encode_pixels_that_make_no_whole_latents(encode: Callable[..., Any], pixels: int, mesh: str) -> None:
     video, expected = encoded(four_levels, 5, pixels, pixels + 2)
-    actual = run(four_levels(), decoding.encode, "single", video)
+    actual = run(four_levels(), encode, mesh, video)
     assert actual.shape == expected.shape
     assert relative_error(actual, expected) <= 1e-4
 
