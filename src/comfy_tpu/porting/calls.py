@@ -1,62 +1,29 @@
-"""Reading calls: of torch's functions and tensors' methods, of the package's own, and of submodules."""
+"""Reading calls: of torch, of the package itself and of submodules; what is written in Python is followed."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from comfy_tpu.porting.arguments import default_arguments, expected_arguments
-from comfy_tpu.porting.source import Definition, Module, bases, definition_of, dotted_name, method
-from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, computed, joined, known, several
-from comfy_tpu.porting.vocabulary import (
-    AS_NUMBERS,
-    COMPARING,
-    COMPLEX,
-    COMPLEX_METHODS,
-    DECIDING,
-    DESCRIBING_FUNCTIONS,
-    DESCRIBING_METHODS,
-    FALSE_HERE,
-    GENERATORS,
-    MAKING,
-    MAKING_LIKE,
-    NUMBERS_OF,
-    OTHER_DEVICES,
-    PROPERTIES,
-    QUIET_CUDA,
-    QUIET_DISTRIBUTED,
-    RANDOM,
-    RANDOM_INITIAL,
-    RANDOM_METHODS,
-    SEVERAL,
-    SHAPED_BY_DATA,
-    SIZED,
-)
+from comfy_tpu.porting.attributes import attributes_of
+from comfy_tpu.porting.source import Definition, Module, definition_of, dotted_name, method
+from comfy_tpu.porting.torch_calls import TorchCallReading
+from comfy_tpu.porting.values import UNKNOWN, Value, computed, joined, known, several
+from comfy_tpu.porting.vocabulary import FALSE_HERE, NUMBERS_OF, PROPERTIES, QUIET_CUDA, QUIET_DISTRIBUTED
 
 if TYPE_CHECKING:
     from comfy_tpu.porting.reading import Reader
 
 
-class CallReading:
+class CallReading(TorchCallReading):
     """The part of reading a function that is about its calls."""
 
     reader: Reader
     module: Module
     names: dict[str, Value]
     imports: dict[str, str]
-    building: bool
-
-    def report(self, trap: str, node: ast.AST, reason: str | None = None) -> None:
-        raise NotImplementedError
-
-    def value(self, node: ast.expr | None) -> Value:
-        raise NotImplementedError
-
-    def host_written(self, node: ast.AST, value: Value) -> None:
-        raise NotImplementedError
 
     def dotted(self, node: ast.expr) -> str | None:
         """The name of something imported; None for a local name."""
@@ -73,7 +40,7 @@ class CallReading:
         found = method(owner.instance, node.attr)
         if found is not None and any(name.split(".")[-1] in PROPERTIES for name in _decorators(found)):
             return self.reader.read_function(found, {"self": owner}, building=self.building)
-        return _attributes(owner.instance).get(node.attr, UNKNOWN)
+        return attributes_of(owner.instance).get(node.attr, UNKNOWN)
 
     def _value_of_Call(self, node: ast.Call) -> Value:  # noqa: N802
         arguments = [self.value(argument) for argument in node.args]
@@ -90,7 +57,7 @@ class CallReading:
             if owner.named is not None:
                 return self._of_dict(node, node.func, owner)
             if owner.is_tensor or (node.func.attr == "cuda" and owner.instance is None and owner.items is None):
-                return self._method(node, owner, node.func.attr, arguments, keywords)
+                return self.tensor_method(node, owner, node.func.attr, arguments, keywords)
             if owner.is_random:
                 self.report("python-random", node)
                 return UNKNOWN
@@ -158,7 +125,7 @@ class CallReading:
                 self.report("distributed", node)
             return arguments[0] if arguments and arguments[0].is_traced else UNKNOWN
         if root == "torch":
-            return self._torch(node, rest, arguments, keywords)
+            return self.torch_function(node, rest, arguments, keywords)
         if root == "random" or name.startswith("numpy.random."):
             self.report("python-random", node)
             return UNKNOWN
@@ -193,237 +160,6 @@ class CallReading:
             return known("Tensor" in ast.unparse(node.args[1]))
         return UNKNOWN
 
-    def _torch(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> Value:
-        short = name.split(".")[-1]
-        values = [*arguments, *keywords.values(), *(value.items for value in arguments if value.items is not None)]
-        if name == "_assert":
-            if arguments and arguments[0].is_traced:
-                self.report("tensor-assert", node)
-            return UNKNOWN
-        if name == "is_tensor":
-            return known(True) if arguments and arguments[0].is_tensor else UNKNOWN
-        if f"torch.{name}" in DESCRIBING_FUNCTIONS or short[:1].isupper():
-            return UNKNOWN
-        if name in RANDOM or (name.startswith("nn.init.") and short in RANDOM_INITIAL):
-            self.report("random-in-forward", node)
-            return self._made(node, keywords, values)
-        if name in MAKING:
-            self._check_square(node)
-            if name in SIZED and any(value.is_traced for value in arguments):
-                self.report("tensor-to-number", node, "the size of a tensor is the value of another, and must be known")
-            return self._made(node, keywords, values)
-        result = computed(*values)
-        if not result.is_tensor and not name.startswith(("nn.functional.", "special.", "linalg.", "fft.")):
-            result = UNKNOWN if not name.endswith("_like") else TRACED
-        if result.is_traced:
-            self._check_data(node, short, arguments, keywords)
-            training = keywords.get("training", (*arguments[2:3], UNKNOWN)[0])
-            if name == "nn.functional.dropout" and training.truth:
-                self.report("random-in-forward", node)
-            if short in COMPLEX or name.startswith("fft.") or any(value.is_complex for value in values):
-                self.report("complex", node)
-            if keywords.get("out", UNKNOWN).place is Place.HOST:
-                self.host_written(node, keywords["out"])
-            if short in DECIDING:
-                return TRACED
-            self._check_float64(node, arguments, keywords)
-        if short in ("tril", "triu"):
-            return dataclasses.replace(result, is_mask=bool(arguments) and arguments[0].is_mask)
-        return self._result(short, result, several=short in SEVERAL, has_dim=len(arguments) > 1 or "dim" in keywords)
-
-    def _method(
-        self, node: ast.Call, owner: Value, name: str, arguments: list[Value], keywords: Mapping[str, Value]
-    ) -> Value:
-        if name == "cuda":
-            self.report("cuda", node, ".cuda() is called, which fails where there is no NVIDIA GPU")
-            return TRACED
-        if name in DESCRIBING_METHODS and not (name == "type" and arguments):
-            return UNKNOWN
-        if name in AS_NUMBERS:
-            if owner.is_traced:
-                self.report("tensor-to-number", node)
-            return UNKNOWN
-        if name in RANDOM_METHODS:
-            self.report("random-in-forward", node)
-        result = computed(owner, *arguments, *keywords.values())
-        if owner.place is Place.HOST:
-            if name.endswith("_") and result.is_traced:
-                self.host_written(node, owner)
-            if name in ("to", "type_as"):
-                return self._moved(node, owner, arguments, keywords)
-            if not result.is_traced:
-                return dataclasses.replace(owner, is_mask=name in COMPARING or owner.is_mask)
-        if name.endswith("_") and not name.endswith("__") and owner.is_strided:
-            self.report("strided-write", node)
-        if name in MAKING_LIKE or (name == "expand" and owner.is_mask):
-            self._check_square(node)
-        # `*shape` is a shape as a rule, and the rule is easier to see than the shape.
-        sizes = [value for value, size in zip(arguments, node.args, strict=True) if not isinstance(size, ast.Starred)]
-        shaped = ("expand", "repeat", "view", "reshape", "new_zeros", "new_ones", "new_empty")
-        if name in shaped and any(value.is_traced for value in sizes):
-            self.report("tensor-to-number", node, "a shape is made of the value of a tensor, which must be known")
-        self._check_data(node, name, [owner, *arguments], keywords)
-        if name in COMPLEX_METHODS or any(value.is_complex for value in (*arguments, *keywords.values())):
-            self.report("complex", node)
-        if name in DECIDING:
-            return TRACED
-        self._check_float64(node, arguments, keywords, name)
-        if name == "to" and any(ast.unparse(argument) == "torch.bool" for argument in node.args):
-            return dataclasses.replace(result, is_mask=True)
-        if name in (
-            "to",
-            "unsqueeze",
-            "squeeze",
-            "view",
-            "reshape",
-            "expand",
-            "flatten",
-            "repeat",
-            "contiguous",
-            "clone",
-        ):
-            converted = name == "to" and any("dtype" in ast.unparse(argument) for argument in node.args)
-            return dataclasses.replace(result, is_mask=owner.is_mask and not converted)
-        return self._result(name, result, several=name in SEVERAL, has_dim=bool(arguments or "dim" in keywords))
-
-    def _result(self, name: str, result: Value, *, several: bool, has_dim: bool) -> Value:
-        if several or (name in ("max", "min", "median", "mode") and has_dim):
-            return Value(items=result)
-        return dataclasses.replace(result, is_mask=name in COMPARING and result.is_tensor)
-
-    def _made(self, node: ast.Call, keywords: Mapping[str, Value], values: list[Value]) -> Value:
-        device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
-        is_bool = any(
-            keyword.arg == "dtype" and ast.unparse(keyword.value) == "torch.bool" for keyword in node.keywords
-        )
-        on_host = device is None or (isinstance(device, ast.Constant) and device.value in (None, "cpu"))
-        if isinstance(device, ast.Constant) and self.building and str(device.value).split(":")[0] in OTHER_DEVICES:
-            self.report("cuda", node, f"a tensor is made on {device.value!r} while the model is built")
-        if on_host and not any(value.is_traced for value in values):
-            return Value(Place.HOST, is_mask=is_bool, made_at=node.lineno)
-        if not on_host:
-            self._check_float64(node, [], keywords)
-        return dataclasses.replace(TRACED, is_mask=is_bool)
-
-    def _moved(self, node: ast.Call, owner: Value, arguments: list[Value], keywords: Mapping[str, Value]) -> Value:
-        text = " ".join(ast.unparse(each) for each in (*node.args, *(keyword.value for keyword in node.keywords)))
-        named_device = any(keyword.arg == "device" for keyword in node.keywords) and "cpu" not in text
-        if "device" in text or named_device or any(value.is_traced for value in arguments):
-            return dataclasses.replace(TRACED, is_mask=owner.is_mask)
-        return owner
-
-    def _check_data(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> None:
-        one_armed = name == "where" and len(arguments) == 1 and not keywords
-        repeats = (*arguments[1:2], *(value for key, value in keywords.items() if key == "repeats"))
-        repeated = name == "repeat_interleave" and any(value.is_traced for value in repeats)
-        if ((name in SHAPED_BY_DATA or one_armed) and arguments and arguments[0].is_traced) or repeated:
-            self.report("data-dependent-shape", node)
-        if name == "one_hot" and len(arguments) == 1 and "num_classes" not in keywords:
-            self.report("tensor-to-number", node, "one_hot without num_classes asks for the largest value of a tensor")
-
-    def _check_float64(
-        self, node: ast.Call, arguments: list[Value], keywords: Mapping[str, Value], name: str = ""
-    ) -> None:
-        if name == "double" or any(value.is_float64 for value in (*arguments, *keywords.values())):
-            self.report("float64", node)
-
-    def _check_square(self, node: ast.Call) -> None:
-        sizes = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
-        if sizes and isinstance(sizes[0], (ast.Tuple, ast.List)):
-            sizes = list(sizes[0].elts)
-        if (
-            len(sizes) >= 2
-            and not isinstance(sizes[-1], (ast.Constant, ast.UnaryOp))
-            and ast.dump(sizes[-1]) == ast.dump(sizes[-2])
-        ):
-            self.report("square-mask", node)
-
-    def check_outer_product(self, left: ast.expr, right: ast.expr, *, is_mask: bool) -> None:
-        """`m[:, None, :] * m[:, :, None]`: a row of keys by a column of queries."""
-        positions = [_new_dimension(side) for side in (left, right)]
-        if None not in positions and positions[0] != positions[1]:
-            sides = [_base(side) for side in (left, right)]
-            if all("mask" in side for side in sides) or (is_mask and sides[0] == sides[1]):
-                self.report("square-mask", left)
-
-
-def is_strided(index: ast.expr) -> bool:
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    steps = [_step(part) for part in parts]
-    return any(step is not None and not (isinstance(step, ast.Constant) and step.value in (None, 1)) for step in steps)
-
-
-def _step(part: ast.expr) -> ast.expr | None:
-    if isinstance(part, ast.Slice):
-        return part.step
-    if isinstance(part, ast.Call) and ast.unparse(part.func) == "slice" and len(part.args) == 3:
-        return part.args[2]
-    return None
-
-
-def _new_dimension(node: ast.expr) -> int | None:
-    """Where an expression puts a dimension of one."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-        positions = [
-            index for index, part in enumerate(node.slice.elts) if isinstance(part, ast.Constant) and part.value is None
-        ]
-        return positions[-1] if positions else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze":
-        argument = node.args[0] if node.args else None
-        if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
-            return argument.value
-        if isinstance(argument, ast.UnaryOp) and isinstance(argument.operand, ast.Constant):
-            return -int(argument.operand.value)  # type: ignore[arg-type]
-    return None
-
 
 def _decorators(found: Definition) -> set[str]:
     return {ast.unparse(decorator) for decorator in found.node.decorator_list}
-
-
-def _base(node: ast.expr) -> str:
-    while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return ast.unparse(node)
-
-
-@functools.cache
-def _attributes(definition: Definition) -> dict[str, Value]:
-    """What the attributes are that a class gives its objects when it is built."""
-    found: dict[str, Value] = {}
-    for each in reversed(bases(definition)):
-        initial = next(
-            (node for node in each.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
-        )
-        for node in ast.walk(initial) if initial is not None else ():
-            found.update(_given(node, each.module))
-    return found
-
-
-def _given(node: ast.AST, module: Module) -> dict[str, Value]:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer":
-        name = node.args[0] if node.args else None
-        return {str(name.value): TRACED} if isinstance(name, ast.Constant) else {}
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
-        return {}
-    names = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
-    return dict.fromkeys(names, _built(node.value, module)) if names else {}
-
-
-def _built(call: ast.Call, module: Module) -> Value:
-    name = dotted_name(call.func, module.imports) or ""
-    if name.split(".")[-1] == "Parameter":
-        return TRACED
-    if name.split(".")[-1] == "ModuleList":
-        for node in ast.walk(call):
-            if isinstance(node, ast.Call) and node is not call:
-                item = _built(node, module)
-                if item.instance is not None:
-                    return Value(items=item)
-        return UNKNOWN
-    if name.startswith("torch.") and name.split(".")[-1] in MAKING:
-        return Value(Place.HOST, made_at=call.lineno)
-    if name in GENERATORS:
-        return Value(is_random=True)
-    found = definition_of(name, module, module.imports)
-    return Value(instance=found) if found is not None and found.is_class else UNKNOWN

@@ -6,8 +6,9 @@ import ast
 import dataclasses
 import functools
 
-from comfy_tpu.porting.calls import CallReading, is_strided
+from comfy_tpu.porting.calls import CallReading
 from comfy_tpu.porting.source import Definition
+from comfy_tpu.porting.torch_calls import is_strided
 from comfy_tpu.porting.values import UNKNOWN, Value, computed, constant, joined, known, several
 from comfy_tpu.porting.vocabulary import (
     COMPLEX_DTYPES,

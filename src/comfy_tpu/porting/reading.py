@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from comfy_tpu.porting.arguments import expected_arguments
-from comfy_tpu.porting.calls import is_strided
 from comfy_tpu.porting.expressions import ExpressionReading
 from comfy_tpu.porting.source import Definition, Function, Module, definition_of, imported_names, method
+from comfy_tpu.porting.torch_calls import is_strided
 from comfy_tpu.porting.traps import Finding, finding
 from comfy_tpu.porting.values import UNKNOWN, Place, Value, computed, joined
 from comfy_tpu.porting.vocabulary import GPU_LIBRARIES
