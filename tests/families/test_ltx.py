@@ -81,7 +81,7 @@ expected = functools.cache(by_diffusers)
 @on_every_mesh("size", SIZES)
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, size: str) -> None:
     assert expected(size).std() > 0.05, "the reference shows something"
-    assert psnr(video(opened(mesh), size), expected(size)) >= 40
+    assert psnr(video(opened(mesh), size), expected(size)) >= 100
 
 
 def test_other_frame_rates_are_other_videos_and_no_other_program() -> None:
@@ -90,7 +90,7 @@ def test_other_frame_rates_are_other_videos_and_no_other_program() -> None:
     with count_compilations() as count:
         slower = video(pipeline, "64x32x9", fps=8)
     assert count.requested == 0
-    assert psnr(slower, by_diffusers("64x32x9", frame_rate=8)) >= 40
+    assert psnr(slower, by_diffusers("64x32x9", frame_rate=8)) >= 100
     assert psnr(slower, expected("64x32x9")) < 60, "which the comparison above would see"
 
 
@@ -124,7 +124,7 @@ def from_a_picture(size: str) -> torch.Tensor:
 )
 def test_a_video_from_a_first_frame_is_that_of_diffusers(mesh: str, size: str) -> None:
     wanted = from_a_picture(size)
-    assert psnr(video(opened(mesh), size, images=[picture()]), wanted) >= 40
+    assert psnr(video(opened(mesh), size, images=[picture()]), wanted) >= 100
     assert psnr(wanted, expected(size)) < 40, "the picture has an effect"
 
 
@@ -132,7 +132,7 @@ def test_a_video_from_a_first_frame_is_that_of_diffusers(mesh: str, size: str) -
 def test_a_decoder_that_takes_noise_away_is_told_that_there_is_none(mesh: str) -> None:
     wanted = by_diffusers("64x32x9", small_ltx.reference(conditioned=True))
     assert wanted.std() > 0.05
-    assert psnr(video(opened(mesh, conditioned=True), "64x32x9"), wanted) >= 40
+    assert psnr(video(opened(mesh, conditioned=True), "64x32x9"), wanted) >= 100
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ def test_the_video_is_that_of_diffusers_with_one_for_each(mesh: str, tmp_path: P
     pairs = ((Lora(high, 1.0, "high"), Lora(low, 1.0, "low")), (Lora(high, 1.0, "low"), Lora(low, 1.0, "high")))
     references = [reference(*pair) for pair in pairs]
     assert psnr(*references) < 35, "which of them gets it shows"
-    assert psnr(video(*pairs[0]), references[0]) >= 40
+    assert psnr(video(*pairs[0]), references[0]) >= 100
     with count_compilations() as count:
         exchanged = video(*pairs[1])
-    assert psnr(exchanged, references[1]) >= 40
+    assert psnr(exchanged, references[1]) >= 100
     assert count.requested == 0
 
 

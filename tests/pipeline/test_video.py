@@ -70,24 +70,24 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "sp=8"])
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
     assert expected().std() > 0.05, "the reference shows something"
-    assert psnr(video(opened(mesh)), expected()) >= 40
+    assert psnr(video(opened(mesh)), expected()) >= 100
 
 
 @pytest.mark.parametrize("scheduler", ["euler", "dpm++"])
 def test_other_schedulers(scheduler: str) -> None:
     actual = video(opened("single"), scheduler=scheduler)
-    assert psnr(actual, expected(scheduler)) >= 40
+    assert psnr(actual, expected(scheduler)) >= 100
     assert psnr(actual, expected(scheduler)) > psnr(actual, expected("unipc")) + 20, "it is that scheduler and no other"
 
 
 def test_without_guidance_there_is_one_branch() -> None:
-    assert psnr(video(opened("dp=2,tp=4"), guidance_scale=1.0), expected(guidance_scale=1.0)) >= 40
+    assert psnr(video(opened("dp=2,tp=4"), guidance_scale=1.0), expected(guidance_scale=1.0)) >= 100
 
 
 def test_several_videos_at_once() -> None:
     actual = video(opened("single"), num_videos=2)
     assert actual.shape[0] == 2
-    assert psnr(actual, expected(num_videos=2)) >= 40
+    assert psnr(actual, expected(num_videos=2)) >= 100
 
 
 def test_the_same_seed_is_the_same_video_bit_for_bit_and_another_is_another() -> None:
@@ -186,7 +186,7 @@ def test_a_listener_that_raises_ends_the_run_and_the_next_works() -> None:
     with pytest.raises(CancelledError):
         video(pipeline)
     pipeline.on_progress = lambda progress: None
-    assert psnr(video(pipeline), expected()) >= 40
+    assert psnr(video(pipeline), expected()) >= 100
 
 
 def test_a_prompt_over_the_limit_says_what_was_cut() -> None:
