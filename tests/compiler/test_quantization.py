@@ -32,12 +32,15 @@ def test_a_layer(kind):
     assert small.dtype == dtype
     arrays = [jnp.asarray(t.numpy()) for t in (x, scale, bias)]
     packed = jnp.asarray(small.view(torch.int8).numpy()).view(jnp.float8_e4m3fn if kind == "fp8" else jnp.int8)
-    out = np.asarray(quantized_linear(arrays[0], packed, arrays[1], arrays[2], platform="cpu"))
-    expected = torch.nn.functional.linear(x, weight, bias).numpy()
+    out = np.asarray(quantized_linear(arrays[0], packed, arrays[1], None, platform="cpu"))
+    expected = torch.nn.functional.linear(x.double(), weight.double()).numpy()
     # Every token and every output feature has a scale of its own, so the error is small beside each of them.
     size = x.norm(dim=-1, keepdim=True).numpy() * weight.norm(dim=1).numpy() / math.sqrt(64)
     assert np.abs((out - expected) / size).max() < 4 * tolerance
     assert np.sqrt(np.mean(np.square((out - expected) / size))) < tolerance
+    # A bias of 1 rounds products of a millionth away: it is looked at alone.
+    with_bias = np.asarray(quantized_linear(*arrays[:1], packed, *arrays[1:], platform="cpu"))
+    assert (np.abs(with_bias - (out + bias.numpy())) <= 1e-6 * (np.abs(out) + np.abs(bias.numpy()))).all()
 
 
 @every_kind
