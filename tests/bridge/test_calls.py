@@ -1,10 +1,12 @@
 """What a model keeps for later is not kept beyond its trace."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -25,6 +27,10 @@ def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         return cached(*args)
 
     return wrapper
+
+
+foreign = functools.cache(operator.neg)
+"""As if it were imported."""
 
 
 class Plain:
@@ -81,3 +87,13 @@ def test_a_second_trace_makes_its_own(way: str) -> None:
         expected = x * torch.arange(3.0)
         assert torch.equal(to_host(program(to_device(x))), expected)
         assert torch.equal(model(x, way), expected), "what PyTorch keeps meanwhile stays PyTorch's"
+
+
+def test_caches_that_a_file_only_imports_stay() -> None:
+    assert foreign.__module__ == "_operator"
+    foreign(3)
+    jax.eval_shape(
+        lambda x: call_module(build_skeleton(Model), {}, (x, "function"), context=TraceContext()), jnp.ones(3)
+    )
+    assert foreign.cache_info().currsize == 1
+    assert table.cache_info().currsize == 0

@@ -61,7 +61,7 @@ def _caches_beside(module: torch.nn.Module) -> Iterator[Any]:
         for thing in itertools.chain.from_iterable(list(names.values()) for names in (written, *classes)):
             within = thing.__closure__ or () if isinstance(thing, types.FunctionType) else ()  # a decorator's
             for each in (thing, *(cell.cell_contents for cell in within if cell != _EMPTY)):
-                if isinstance(each, _LruCache):
+                if isinstance(each, _LruCache) and each.__module__ == file:  # what it imports is not its own
                     yield each
 
 
