@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
-import itertools
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,53 +11,11 @@ import torch
 import torch.nn.utils.stateless
 
 from comfy_tpu.bridge.failures import explained
+from comfy_tpu.bridge.keeping import nothing_kept
 from comfy_tpu.bridge.scope import TraceContext, trace_scope
 from comfy_tpu.errors import TraceError, see
 
 Weights = Mapping[str, jax.Array]
-
-_LruCache = type(functools.lru_cache(lambda: None))
-_EMPTY = types.CellType()  # compared with it, a cell says whether it has contents
-
-
-@contextlib.contextmanager
-def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
-    """A forward may keep tensors on the module (a VAE its frame cache), or in functools' caches beside it (Qwen-Image's
-    RoPE); traced ones must not outlive the trace."""
-    contents: dict[int, tuple[Any, Any]] = {}
-    for owner in module.modules():
-        _remember(vars(owner), contents, type(owner).__module__)
-    try:
-        yield
-    finally:
-        # In place, so that containers shared by two modules stay shared.
-        for container, content in contents.values():
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
-        for cache in _caches_beside(module):
-            cache.cache_clear()
-
-
-def _remember(container: Any, contents: dict[int, tuple[Any, Any]], file: str) -> None:
-    if type(container) not in (dict, list, collections.OrderedDict) or id(container) in contents:
-        return
-    contents[id(container)] = (container, container.copy())
-    for item in container.values() if isinstance(container, dict) else container:
-        # A plain object counts as the module's own if the same file defines it: Z-Image's RopeEmbedder.
-        own = type(item).__module__ == file and not isinstance(item, torch.nn.Module) and hasattr(item, "__dict__")
-        _remember(vars(item) if own else item, contents, file)
-
-
-def _caches_beside(module: torch.nn.Module) -> Iterator[Any]:
-    """Those of functions and methods in the files of its classes."""
-    for file in {type(owner).__module__ for owner in module.modules()}:
-        written = vars(sys.modules[file]) if file in sys.modules and not file.startswith("torch.") else {}
-        classes = [vars(each) for each in list(written.values()) if isinstance(each, type) and each.__module__ == file]
-        for thing in itertools.chain.from_iterable(list(names.values()) for names in (written, *classes)):
-            within = thing.__closure__ or () if isinstance(thing, types.FunctionType) else ()  # a decorator's
-            for each in (thing, *(cell.cell_contents for cell in within if cell != _EMPTY)):
-                if isinstance(each, _LruCache) and each.__module__ == file:  # what it imports is not its own
-                    yield each
 
 
 def _computed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -117,7 +70,7 @@ def call_function(
         # of 75,600 rows) would be worked out on the host and become a constant of its own.
         parameters = environment.as_torch(environment.t2j_copy(_computed_buffers(module)) | arrays)
         with (
-            _attributes_kept(module),
+            nothing_kept(module),
             torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True),
         ):
             return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
