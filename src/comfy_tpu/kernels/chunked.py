@@ -117,15 +117,23 @@ def _update(
     wide = state.total.dtype
     # float32 stays float32: the default of TPUs and newer GPUs rounds it to bfloat16 or TF32.
     precision = lax.Precision.HIGHEST if grouped.dtype == wide else lax.Precision.DEFAULT
-    scores = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, key, precision=precision, preferred_element_type=wide) * scale
+    # [B, Hkv, G, Lq, D] · [B, Hkv, Lk, D] -> [B, Hkv, G, Lq, Lk]
+    scores = scale * lax.dot_general(
+        grouped, key, (((4,), (3,)), ((0, 1), (0, 1))), precision=precision, preferred_element_type=wide
+    )
     scores = _hide(scores, masking, row, column, fresh)
     maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1))
     # A row that has seen no key has maximum -inf, and -inf - -inf is NaN: exp(-inf - 0) is the 0 that is meant.
     anchor = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weights = jnp.exp(scores - anchor[..., None])
     shrink = jnp.exp(state.maximum - anchor)
-    product = jnp.einsum(
-        "bhgqk,bhkd->bhgqd", weights.astype(value.dtype), value, precision=precision, preferred_element_type=wide
+    # [B, Hkv, G, Lq, Lk] · [B, Hkv, Lk, Dv] -> [B, Hkv, G, Lq, Dv]
+    product = lax.dot_general(
+        weights.astype(value.dtype),
+        value,
+        (((4,), (2,)), ((0, 1), (0, 1))),
+        precision=precision,
+        preferred_element_type=wide,
     )
     return _State(
         maximum,
@@ -164,8 +172,11 @@ def _hide(scores: Array, masking: Masking, row: Array | int, column: Array | int
 
 
 def _finish(state: _State) -> tuple[Array, Array]:
-    """A row without any visible key is zeros, as in torch, with log-sum-exp -inf."""
-    seen = state.weight > 0.0
-    weight = jnp.where(seen, state.weight, 1.0)
-    out = jnp.where(seen[..., None], state.total / weight[..., None], 0.0)
-    return out, jnp.where(seen, state.maximum + jnp.log(weight), -jnp.inf)
+    """A row without any visible key is zeros, as in torch, with log-sum-exp -inf.
+
+    Such a row weighs exactly 0. `weight > 0` would also be false for NaN, and turn a broken row into zeros.
+    """
+    empty = state.weight == 0.0
+    weight = jnp.where(empty, 1.0, state.weight)
+    out = jnp.where(empty[..., None], 0.0, state.total / weight[..., None])
+    return out, jnp.where(empty, -jnp.inf, state.maximum + jnp.log(weight))

@@ -82,10 +82,15 @@ def attention(
     if implementation == "splash" and config.smooth_keys:
         key = smooth(key, masking)
 
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    if scale <= 0:
+        # cuDNN answers NaN to a scale below zero, and our Hopper kernel hides keys before it scales.
+        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+
     local = functools.partial(
         _local,
         implementation=implementation,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        scale=scale,
         platform=platform,
         chip=chip,
         config=config,
@@ -173,9 +178,9 @@ def _local(
             interpret=platform == "cpu",
             partial=partial,
         )
-    if implementation == "hopper" and scale > 0:  # it hides keys before it scales
+    if implementation == "hopper":
         return hopper(query, key, value, scale=scale), None
-    if implementation in ("hopper", "cudnn"):
+    if implementation == "cudnn":
         return cudnn(query, key, value, masking, scale=scale), None
     out, logsumexp = chunked(query, key, value, masking, scale=scale, whole=implementation == "dense")
     return (out, logsumexp) if partial else (out.astype(query.dtype), None)

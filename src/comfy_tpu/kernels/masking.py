@@ -80,8 +80,8 @@ def split_mask(mask: Array, batch: int, heads: int, queries: int, keys: int) -> 
 
 
 def attended(mask: Array) -> Array:
-    """A key mask as bool: True where the key can have any weight."""
-    return mask if mask.dtype == jnp.bool_ else mask > -jnp.inf
+    """A key mask as bool: True where the key can have any weight. NaN does: it must reach the result."""
+    return mask if mask.dtype == jnp.bool_ else ~jnp.isneginf(mask)
 
 
 def _visible_keys(masking: Masking, keys: int) -> Array | None:

@@ -298,10 +298,11 @@ def _kernel(
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
         weight = sum_ref[:1]
-        # No visible key: torch returns zeros, and a ring merges the row with weight 0.
-        seen = weight > 0.0
-        inverse = jnp.where(seen, 1.0 / jnp.where(seen, weight, 1.0), 0.0)
+        # No visible key: torch returns zeros, and a ring merges the row with weight 0. Not `weight > 0`, which is also
+        # false for NaN.
+        empty = weight == 0.0
+        inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
         out_ref[...] = jnp.transpose(total_ref[...] * inverse).astype(out_ref.dtype)
         if logsumexp_ref is not None:
-            natural = math.log(2.0) * (maximum_ref[:1] + jnp.log2(jnp.where(seen, weight, 1.0)))
-            logsumexp_ref[...] = jnp.where(seen, natural, -jnp.inf)
+            natural = math.log(2.0) * (maximum_ref[:1] + jnp.log2(jnp.where(empty, 1.0, weight)))
+            logsumexp_ref[...] = jnp.where(empty, -jnp.inf, natural)
