@@ -1,32 +1,49 @@
 """The persistent compile cache: a second process compiles nothing, and a bad cache never stops a run."""
 
+import base64
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.export
+import jax.numpy as jnp
 import pytest
 from jax._src.compilation_cache import compress_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+import comfy_tpu
 from comfy_tpu.compiler.cache import cache_directory, enable_cache
-from comfy_tpu.config import CacheConfig
+from comfy_tpu.config import AttentionConfig, CacheConfig
+from comfy_tpu.kernels import attention
+from comfy_tpu.kernels.hopper import hopper
 from comfy_tpu.quiet import quiet
+from tests.kernels.attention_reference import absent_placement
 
 PROCESS = Path(__file__).with_name("run_small_transformer.py")
 
 
+SETTINGS = ("jax_compilation_cache_dir", "jax_hlo_source_file_canonicalization_regex")
+
+
 @pytest.fixture(autouse=True)
 def cache_setting() -> Iterator[None]:
-    before = jax.config.values["jax_compilation_cache_dir"]
+    before = {name: jax.config.values[name] for name in SETTINGS}
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+def entries(cache: Path) -> set[str]:
+    return {entry.name for entry in cache.glob("*-cache")}
 
 
 def run_process(cache: Path) -> dict[str, object]:
@@ -42,25 +59,65 @@ def run_process(cache: Path) -> dict[str, object]:
     return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
-def test_a_second_process_compiles_nothing_and_a_damaged_entry_is_replaced(tmp_path: Path) -> None:
-    first = run_process(tmp_path)
+def test_a_second_process_compiles_nothing_from_a_copy_and_a_damaged_entry_is_replaced(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "elsewhere" / "copy"
+    first = run_process(original)
     assert first["compiled"] > 0
     assert first["ready from cache"] is False
-    second = run_process(tmp_path)
+    shutil.copytree(original, copy)
+    second = run_process(copy)
     assert second["compiled"] == 0
     assert second["ready from cache"] is True
     assert second["requested"] == first["requested"]
     assert second["checksum"] == first["checksum"]
+    assert entries(copy) == entries(original), "a program of the copy was stored again under another key"
 
-    for entry in tmp_path.glob("*-cache"):
+    for entry in copy.glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
-    damaged = run_process(tmp_path)
+    damaged = run_process(copy)
     assert damaged["compiled"] == first["compiled"]
     assert damaged["checksum"] == first["checksum"]
     assert "is damaged" in damaged["stderr"]
     assert "Traceback" not in damaged["stderr"]
-    healed = run_process(tmp_path)
+    healed = run_process(copy)
     assert healed["compiled"] == 0
+
+
+def lower_splash() -> str:
+    placement = absent_placement("tpu", "v6e")
+    query = jax.ShapeDtypeStruct((1, 1, 8192, 128), jnp.bfloat16)
+
+    def run(query: jax.Array) -> jax.Array:
+        return attention(query, query, query, placement=placement, config=AttentionConfig())
+
+    return jax.export.export(jax.jit(run), platforms=["tpu"])(query).mlir_module()
+
+
+def lower_hopper() -> str:
+    query = jax.ShapeDtypeStruct((1, 1, 1000, 128), jnp.bfloat16)
+
+    def run(query: jax.Array) -> jax.Array:
+        return hopper(query, query, query, scale=0.1)
+
+    return jax.export.export(jax.jit(run), platforms=["cuda"])(query).mlir_module()
+
+
+def kernels_in(module: str) -> bytes:
+    """The bytes of the kernels in the text of a program: base64 between escaped quotes for TPUs, escaped for GPUs."""
+    encoded = b"".join(base64.b64decode(text) for text in re.findall(r"body\\22: ?\\22([A-Za-z0-9+/=]+)", module))
+    return encoded or "".join(re.findall(r'module = "(ML(?:[^"\\]|\\.)*)"', module)).encode()
+
+
+@pytest.mark.parametrize("lower", [lower_splash, lower_hopper], ids=["TPU", "GPU"])
+def test_kernels_do_not_name_the_directory_they_are_installed_in(lower: Callable[[], str], tmp_path: Path) -> None:
+    """They are part of the cache's keys, byte for byte."""
+    place = str(Path(comfy_tpu.__file__).parents[1]).encode()
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", None)
+    assert place in kernels_in(lower()), "this is what JAX does by itself"
+    enable_cache(CacheConfig(directory=tmp_path))
+    found = kernels_in(lower())
+    assert place not in found
+    assert b"comfy_tpu/kernels" in found
 
 
 def test_only_the_damaged_entry_is_replaced(tmp_path: Path) -> None:

@@ -44,7 +44,25 @@ def enable_cache(config: CacheConfig) -> Path | None:
     # Small programs count too: a second process must compile nothing at all.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _remove_paths_from_keys()
     return directory
+
+
+_PACKAGE_PARENT = r".*[\\/](?=comfy_tpu[\\/])"
+
+
+def _remove_paths_from_keys() -> None:
+    """An entry's key is a hash of the program and its options. Paths in either would make a cache useless that was
+    copied to another directory, or that another installation of this package reads.
+
+    JAX puts a directory for XLA's GPU autotuning, inside the cache, into the options on every platform. A Pallas kernel
+    is part of the program as bytes, with the names of its source files.
+    """
+    import jax
+
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    if jax.config.values["jax_hlo_source_file_canonicalization_regex"] is None:
+        jax.config.update("jax_hlo_source_file_canonicalization_regex", _PACKAGE_PARENT)
 
 
 @functools.cache  # one answer, and one warning, per directory
