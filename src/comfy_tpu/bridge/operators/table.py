@@ -11,7 +11,7 @@ from comfy_tpu.errors import InvalidValueError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-OPERATOR_MODULES = ("attention", "convolution", "normalization", "resampling", "shapes")
+OPERATOR_MODULES = ("attention", "convolution", "normalization", "products", "resampling", "shapes")
 
 
 @dataclasses.dataclass(frozen=True)
