@@ -76,6 +76,10 @@ class UnsupportedError(ComfyTpuError, NotImplementedError):
     """A known feature was asked for in a form that is not implemented."""
 
 
+class NotFiniteError(ComfyTpuError):
+    """A stage of a pipeline computed NaN or infinity."""
+
+
 class EscapeError(ComfyTpuError):
     """A device tensor was about to leave through a boundary that promises host data."""
 

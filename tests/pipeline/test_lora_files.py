@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], type[ComfyTpuErr
     "alpha that is no number": (
         lambda: with_(alpha=torch.tensor(math.nan)),
         CheckpointError,
-        f"alpha of {Q} is not a finite number; download it again",
+        f"{Q}.alpha holds NaN or infinity; download it again",
     ),
     "several alphas": (lambda: with_(alpha=torch.ones(2)), CheckpointError, f"alpha of {Q} is not a finite number"),
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy_api.latest import InputImpl, Types
 
+from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def from_conditioning(
     for own, tensor in found.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 + len(shapes[own]):
             raise InvalidValueError(f"{name} has no {own}, which this model reads; use the family's own text encoder")
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
     read = {own: tensor.detach().cpu().float() for own, tensor in found.items() if tensor is not None}
     missing = max(tokens - embeds.shape[1], 0) if filled else 0
@@ -91,7 +92,7 @@ def from_images(name: str, images: Any) -> Image:
             f"{name} holds {images.shape[0]} pictures of {images.shape[2]}×{images.shape[1]}, expected one; choose one "
             "with Get Image from Batch"
         )
-    if not bool(torch.isfinite(images).all()):
+    if not is_finite(images):
         raise InvalidValueError(f"{name} holds NaN or infinity; make the picture again")
     picture = images[0, :, :, :3].detach().cpu().float().expand(-1, -1, 3)
     return fromarray((picture.clamp(0, 1) * 255).round().byte().numpy())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.errors import CheckpointError, listed
 
 REMAP_BYTES = 64 * 1024**2
@@ -110,6 +111,8 @@ class Checkpoint:
             tensor = self._files[info.file].get_tensor(name)
         if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
             raise CheckpointError(f"{info.file} changed while it was being read ({name}); load the checkpoint again")
+        if not is_finite(tensor):
+            raise CheckpointError(f"{info.file}: {name} holds NaN or infinity; download it again")
         self._read_bytes += info.nbytes
         return tensor
 

@@ -36,6 +36,18 @@ class WeightChange:
         assert self.difference is not None
         return tuple(self.difference.shape)
 
+    @property
+    def bound(self) -> float:
+        """No number of the change is larger: NaN or infinity where it may be so."""
+
+        def largest(tensor: torch.Tensor) -> float:
+            return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+        bound = 0.0 if self.difference is None else largest(self.difference)
+        if self.up is not None and self.down is not None:
+            bound += largest(self.up) * largest(self.down) * self.up.shape[1]
+        return bound
+
     def added_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """float32: whoever rounds it then rounds once."""
         total = tensor.float()

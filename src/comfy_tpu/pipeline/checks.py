@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.text import Embeddings, PromptEmbeddings
@@ -35,6 +36,8 @@ def check_embeddings(
                 f"embeddings have {_widths(found)} features, this model wants {_widths(wanted)}; "
                 "encode the prompt with this model"
             )
+        if odd := [name for name, rows in every.items() if not is_finite(rows)]:
+            raise InvalidValueError(f"embeddings hold NaN or infinity ({odd[0]}); encode the prompt again")
     if guided and embeddings.negative is None:
         raise InvalidValueError(
             "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
@@ -77,8 +80,18 @@ def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: Ge
             f"latents have shape {tuple(latents.shape)}, expected {expected} for {size_text(settings)}; "
             "decode with the settings and the model they were made with"
         )
-    if not bool(torch.isfinite(latents).all()):
+    if not is_finite(latents):
         raise InvalidValueError("latents hold NaN or infinity; denoise again, with other settings or in float32")
+
+
+def check_made(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> None:
+    """Raises NotFiniteError for what a stage computed: passed on, NaN could end as a picture that looks like one."""
+    if odd := [name for name, tensor in made.items() if not is_finite(tensor)]:
+        advice = "try dtype=float32, or " if dtype != "float32" else ""
+        raise NotFiniteError(
+            f"{stage} gave NaN or infinity ({odd[0]}, computed in {dtype}); {advice}check the model's weights and the "
+            "settings"
+        )
 
 
 def warn_of_ignored(family: VideoFamily, defaults: GenerationSettings, settings: GenerationSettings) -> None:

@@ -28,6 +28,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline import atomic
@@ -284,7 +285,7 @@ def _as_bytes(frames: Float[Tensor, "t height width 3"]) -> Iterator[Frame]:
             f"frames are {frames.dtype} {list(frames.shape)}, expected floats [t, height, width, 3]"
         )
     for frame in frames.detach():
-        if not torch.isfinite(frame).all():
+        if not is_finite(frame):
             raise ComfyTpuError("a frame holds values that are not numbers; try dtype float32, or report it")
         yield frame.float().mul(255).round_().clamp_(0, 255).to(torch.uint8).contiguous().numpy()
 

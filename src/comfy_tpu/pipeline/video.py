@@ -28,7 +28,14 @@ from comfy_tpu.config import (
 )
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.parallel.mesh import make_placement
-from comfy_tpu.pipeline.checks import check_boundary, check_embeddings, check_latents, size_text, warn_of_ignored
+from comfy_tpu.pipeline.checks import (
+    check_boundary,
+    check_embeddings,
+    check_latents,
+    check_made,
+    size_text,
+    warn_of_ignored,
+)
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
 from comfy_tpu.pipeline.images import as_pixels, as_rgb, as_values, cropped, fingerprint, video_parts
@@ -132,7 +139,9 @@ class VideoPipeline(RunningModel):
             program = self._program(encoder.component, encoder.encode)
             with self._weights(encoder.component) as weights:
                 self._tell("encoding", "prompt", done, count)
-                rows |= {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
+                made = {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
+                check_made(f"the {encoder.component.name}", made, self.dtype_name)
+                rows |= made
                 self._tell("encoding", "prompt", done + 1, count)
         positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
         return PromptEmbeddings(prompt, positive, negative if guided else None, cut)
@@ -152,6 +161,7 @@ class VideoPipeline(RunningModel):
             with self._weights(family.encoder) as weights:
                 self._tell("encoding", "picture", 0, 1)
                 seen |= {name: to_host(array) for name, array in embed(weights, pixel_values=values).items()}
+            check_made(f"the {family.encoder.name}", seen, self.dtype_name)
         self._size = size_text(settings)
         encode = self._program(
             self.family.vae, self._vae.encode_frames, input_axes=self._vae.encode_axes, donate=("cache",)
@@ -165,6 +175,9 @@ class VideoPipeline(RunningModel):
                 cache = None if family.references else after
                 latents.append(to_host(latent))
                 self._tell("encoding", "picture", done, len(parts))
+        check_made(
+            "the VAE's encoder", {f"part {index}": latent for index, latent in enumerate(latents)}, self.dtype_name
+        )
         return seen | family.condition(latents, len(images), settings)
 
     def _fitted(self, images: Sequence[Image.Image], settings: GenerationSettings) -> list[Image.Image]:
@@ -195,7 +208,9 @@ class VideoPipeline(RunningModel):
         program = self._program(self.family.vae, encode, input_axes={"picture": (None, None, MESH_AXES)})
         noise, _ = picture_noise(self.latent_shape(settings), settings.seed)
         with self._weights(self.family.vae) as weights:
-            return Beginning(to_host(program(weights, picture=picture, noise=noise)), strength)
+            latents = to_host(program(weights, picture=picture, noise=noise))
+        check_made("the VAE's encoder", {"latents": latents}, self.dtype_name)
+        return Beginning(latents, strength)
 
     def denoise(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings, beginning: Beginning | None = None
@@ -204,6 +219,7 @@ class VideoPipeline(RunningModel):
         for samples, _ in self._steps(embeddings, settings, beginning):
             latents = samples[0]
         made = to_host(latents, consume=True)
+        check_made("denoising", {"latents": made}, self.dtype_name)
         image = self.family.image
         return image.finish(made, embeddings.shared) if image and image.finish and embeddings.shared else made
 
@@ -244,6 +260,7 @@ class VideoPipeline(RunningModel):
                 tiles=self.family.tiles,
             )
             for index, part in enumerate(frames):
+                check_made("the VAE's decoder", {"frames": part}, self.dtype_name)
                 self._tell("decoding", self._size, index + 1, total)
                 yield part
 
@@ -315,6 +332,8 @@ class VideoPipeline(RunningModel):
                     # So that a step that is announced is done, and Ctrl-C is heard between two.
                     samples[0].block_until_ready()
                     done += 1
+                    if done == 1:  # broken weights show at once: 49 steps later would be minutes
+                        check_made("the first step", {"latents": to_host(samples[0])}, self.dtype_name)
                     preview = functools.partial(_finished, samples[1], outputs[0], step.sigma)
                     self._tell("denoising", self._size, done, len(plan), preview, reused=step.reused)
                     yield samples, outputs
