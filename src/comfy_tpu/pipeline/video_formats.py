@@ -46,8 +46,8 @@ class Mp4:
         self._container = av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"})
         self._container.metadata["title"] = metadata.get("prompt", "")
         self._container.metadata["comment"] = comment(metadata)
-        # crf 16 and not x264's 23: demo videos have 64 pixels a side, where every artefact is a pixel large.
-        self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": "16"})
+        self._stream = self._container.add_stream("libx264", rate=fps, options=_X264_OPTIONS)
+        self._stream.codec_context.thread_type = "FRAME"
 
     def add(self, frame: Frame) -> None:
         # 4:2:0 has one colour sample for 2×2 pixels. An odd side gets its last row or column twice.
@@ -71,6 +71,18 @@ class Mp4:
         with contextlib.suppress(av.error.FFmpegError):  # it writes the index on closing: the disk may be full
             self._container.close()
 
+
+_X264_OPTIONS = {
+    # Not x264's 23: demo videos have 64 pixels a side, where every artefact is a pixel large.
+    "crf": "16",
+    # The macroblock tree reads memory that x264 never wrote: one video of 832×480×81 had 1,414,959 bytes in one run and
+    # 1,417,105 in the next. Without it a filmed video of that size needs 10 % more bytes at the same PSNR.
+    "mbtree": "0",
+    # By default as many as the machine has cores, and each number gives other bytes. Eight that encode frames side by
+    # side give files of one thread's size (-0.1 % to +0.4 %), unlike eight that share a frame (+0.8 to +1.2 %).
+    "threads": "8",
+}
+"""The file is a function of the frames, whatever the machine's memory and cores."""
 
 _BT709 = 1
 _LIMITED = 1
