@@ -203,11 +203,14 @@ def read_metadata(output: str | Path) -> dict[str, str]:
     if path.suffix == ".npy":
         return {}
     path = path.with_name(number_in(path.name, 0))
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file; expected one that comfy-tpu wrote")
     try:
         found = json.loads(read_comment(path) or "{}")
     except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
         return {}
-    except (OSError, SyntaxError, av.error.FFmpegError) as error:  # Pillow raises SyntaxError on a damaged picture
+    # Pillow raises SyntaxError on a damaged picture.
+    except (OSError, SyntaxError, av.error.FFmpegError, Image.DecompressionBombError) as error:
         raise CheckpointError(f"{path} cannot be read as {path.suffix[1:]} ({error}); write it again") from error
     return found if isinstance(found, dict) else {}
 

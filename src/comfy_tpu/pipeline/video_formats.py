@@ -16,6 +16,7 @@ import numpy.typing as npt
 from PIL import GifImagePlugin, Image, PngImagePlugin
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline.picture_files import open_picture
 
 Frame = npt.NDArray[np.uint8]
 """[height, width, 3]"""
@@ -233,12 +234,14 @@ def write_png(file: IO[bytes], picture: Image.Image, metadata: Metadata) -> None
 
 
 def read_comment(path: Path) -> Any:
-    """The comment's text, or None."""
-    if path.suffix == ".mp4":
-        with av.open(str(path)) as container:
-            return container.metadata.get("comment")
-    with Image.open(path) as picture:
-        found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
+    """The comment's text, or None. The file is read as what its name says: others may lead on to other files or
+    programs, as playlists and PostScript do."""
+    with path.open("rb") as file:
+        if path.suffix == ".mp4":
+            with av.open(file, format="mp4") as container:
+                return container.metadata.get("comment")
+        with open_picture(file, [path.suffix[1:].upper()]) as picture:
+            found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
     return found.decode() if isinstance(found, bytes) else found
 
 
