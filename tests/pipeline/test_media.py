@@ -392,6 +392,23 @@ def test_reading_a_video_opens_no_other_file(content, tmp_path):
         os.close(watch)
 
 
+def test_sequence_whose_frames_are_not_of_one_video_is_not_taken_for_the_video(tmp_path):
+    """As runs that were killed left it before: the first frame is of the old video, others are of the new one."""
+    write(f"{tmp_path}/", moving_square())
+    write(f"{tmp_path}/new/", moving_square(), metadata={"prompt": "new"})
+    pattern = tmp_path / "frame_%04d.png"
+    assert media.find_metadata(pattern, 9) == METADATA
+    (tmp_path / "new" / "frame_0005.png").replace(tmp_path / "frame_0005.png")
+    assert media.find_metadata(pattern, 9) == {}
+
+
+@pytest.mark.parametrize("missing", [0, 4, 8])
+def test_sequence_without_a_frame_is_not_taken_for_the_video(missing, tmp_path):
+    write(f"{tmp_path}/", moving_square())
+    (tmp_path / f"frame_{missing:04}.png").unlink()
+    assert media.find_metadata(tmp_path / "frame_%04d.png", 9) == {}
+
+
 def test_sequence_without_its_last_frame_is_not_taken_for_the_video(tmp_path):
     write(f"{tmp_path}/", moving_square())
     pattern = tmp_path / "frame_%04d.png"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from PIL import GifImagePlugin, Image, PngImagePlugin
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline.frame_names import number_in
 from comfy_tpu.pipeline.picture_files import open_picture
 
 Frame = npt.NDArray[np.uint8]
@@ -202,22 +202,6 @@ class Pngs:
 
     def abandon(self) -> None:
         pass
-
-
-NUMBER = re.compile(r"%0?(?P<digits>\d*)d")
-"""Where a frame's number goes in a name. Any other % is just a character."""
-
-
-def number_in(name: str, number: int) -> str:
-    return NUMBER.sub(lambda match: f"{number:0{int(match['digits'] or 1)}d}", name)
-
-
-def numbered(name: str) -> re.Pattern[str]:
-    """Matches the names that `number_in` gives."""
-    match = NUMBER.search(name)
-    assert match is not None
-    digits = rf"\d{{{int(match['digits'] or 1)},}}"
-    return re.compile(re.escape(name[: match.start()]) + digits + re.escape(name[match.end() :]))
 
 
 def comment(metadata: Metadata) -> str:
