@@ -45,8 +45,6 @@ def generate(cache: Path, output: Path) -> tuple[dict[str, Any], dict[str, int]]
 
 
 def test_a_second_process_compiles_nothing_and_makes_the_same_video(tmp_path: Path) -> None:
-    # Frames as they are: x264 in a process that compiled before may decide otherwise than in one that did not, over the
-    # same frames (seen on some ARM machines).
     report, first = generate(tmp_path / "cache", tmp_path / "a.npy")
     assert first["compiled"] > 0
     assert report["outputs"] == [str(tmp_path / "a.npy")]

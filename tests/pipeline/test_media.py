@@ -1,5 +1,7 @@
+import ctypes
 import errno
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -363,6 +365,48 @@ def test_metadata_of_other_peoples_files(tmp_path):
         media.read_metadata(tmp_path / "x.gif")
     assert media.find_metadata(tmp_path / "x.gif") == {}
     assert media.find_metadata(tmp_path / "missing.mp4") == {}
+
+
+OTHER_FILES = {
+    "concat": "ffconcat version 1.0\nfile secret.mp4\n",
+    "hls": "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nsecret.mp4\n#EXT-X-ENDLIST\n",
+}
+
+
+@pytest.mark.parametrize("content", OTHER_FILES.values(), ids=OTHER_FILES)
+def test_reading_a_video_opens_no_other_file(content, tmp_path):
+    """FFmpeg knows a playlist by its content, and follows it, to other protocols too."""
+    secret = tmp_path / "secret.mp4"
+    write(secret, moving_square())
+    (tmp_path / "x.mp4").write_text(content)
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(watch, os.fsencode(secret), 0x20) > 0, os.strerror(ctypes.get_errno())  # IN_OPEN
+    try:
+        assert media.find_metadata(tmp_path / "x.mp4") == {}
+        with pytest.raises(BlockingIOError):  # nothing to tell
+            os.read(watch, 4096)
+        secret.read_bytes()
+        assert os.read(watch, 4096)
+    finally:
+        os.close(watch)
+
+
+def test_sequence_whose_frames_are_not_of_one_video_is_not_taken_for_the_video(tmp_path):
+    """As runs that were killed left it before: the first frame is of the old video, others are of the new one."""
+    write(f"{tmp_path}/", moving_square())
+    write(f"{tmp_path}/new/", moving_square(), metadata={"prompt": "new"})
+    pattern = tmp_path / "frame_%04d.png"
+    assert media.find_metadata(pattern, 9) == METADATA
+    (tmp_path / "new" / "frame_0005.png").replace(tmp_path / "frame_0005.png")
+    assert media.find_metadata(pattern, 9) == {}
+
+
+@pytest.mark.parametrize("missing", [0, 4, 8])
+def test_sequence_without_a_frame_is_not_taken_for_the_video(missing, tmp_path):
+    write(f"{tmp_path}/", moving_square())
+    (tmp_path / f"frame_{missing:04}.png").unlink()
+    assert media.find_metadata(tmp_path / "frame_%04d.png", 9) == {}
 
 
 def test_sequence_without_its_last_frame_is_not_taken_for_the_video(tmp_path):

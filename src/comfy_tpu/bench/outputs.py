@@ -11,6 +11,7 @@ from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.bench.svg import Bar, bars
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 COMPARED = ("transformer", "vae", "text", "end-to-end")
 """Parts in which peers do the same thing."""
@@ -27,9 +28,11 @@ class Places:
     @classmethod
     def check(cls, *, json: Path | None, markdown: Path | None, plot: Path | None) -> Places:
         """Before anything is measured: a place that cannot be written would cost the whole run."""
-        for field, path in (("json", json), ("markdown", markdown), ("plot", plot)):
-            if path is not None:
-                check_place(path, field=field)
+        given = {"json": json, "markdown": markdown, "plot": plot}
+        places = [(field, path) for field, path in given.items() if path is not None]
+        for field, path in places:
+            check_place(path, field=field)
+        check_conflicts(places)
         if plot is not None and plot.suffix != ".svg":
             raise InvalidValueError(f"--plot {plot} is written as SVG; give it a name in .svg")
         earlier = read_runs(json) if json is not None and json.exists() else []

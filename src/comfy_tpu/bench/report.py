@@ -13,6 +13,7 @@ from comfy_tpu.bench.outputs import plot_of
 from comfy_tpu.bench.results import Row, Run, read_runs
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 Found = list[tuple[Run, Row]]
 
@@ -57,6 +58,7 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
     if output.suffix != ".md":
         raise InvalidValueError(f"output={output} is Markdown; give it a name in .md")
     check_place(output)
+    check_conflicts([("output", output)], files)
     output.parent.mkdir(exist_ok=True)
     runs = sorted((run for file in files for run in read_runs(file)), key=lambda run: run.date)
     if not runs:

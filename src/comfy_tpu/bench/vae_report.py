@@ -12,6 +12,7 @@ from comfy_tpu.bench.svg import Bar, bars
 from comfy_tpu.bench.vae_choices import START, TURNS, VARIANTS
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 Language = Literal["en", "zh-CN"]
 Cell = Callable[[Row], str]
@@ -128,10 +129,12 @@ def _in_order(run: Run, part: str, what: str) -> list[Row]:
     return [found[name] for name in VARIANTS if name in found]
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, json: Path | None = None) -> None:
+    """`json`: where the samples go."""
     if path.suffix != ".md":
         raise InvalidValueError(f"output={path} is Markdown; give it a name in .md")
     check_place(path)
+    check_conflicts([*([] if json is None else [("json", json)]), ("output", path)])
 
 
 def write_output(path: Path, run: Run) -> None:

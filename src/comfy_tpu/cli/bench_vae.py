@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     places = outputs.Places.check(json=arguments.json, markdown=None, plot=None)
     if arguments.output is not None:
-        vae_report.check_output(arguments.output)
+        vae_report.check_output(arguments.output, arguments.json)
     measured = vae_runner.run_comparison(choices, say=say, keep=places.keep)
     if arguments.output is not None:
         vae_report.write_output(arguments.output, measured)

@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_session(arguments, arguments.model) as session:
         output = arguments.output or session.pipeline.directory / reuse.FILE
         atomic.check_place(output)
+        session.check_outputs(output)
         settings = session.settings()
         curve = calibration.measure_curve(session.pipeline, prompts, settings)
         calibration.save(output, curve, session.pipeline, prompts, settings)

@@ -23,13 +23,14 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.pipeline import artifacts, media
 
     header = artifacts.read_header(arguments.latents, "latents")
-    sessions.check_video_output(arguments)
+    sessions.check_video_output(arguments, header.settings.num_videos)
     with sessions.open_session(arguments, arguments.model or header.model_name) as session:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.pictures = header.loras, header.pictures
         settings = session.settings(header.settings)
         own = arguments.latents.with_suffix(".png" if session.makes_pictures else ".mp4")
         paths = media.check_output(arguments.output or own, settings)
+        session.check_outputs(*paths)
         there = session.videos_are_there(paths, header.prompt, settings)
         if not there:
             session.write_videos(latents, header.prompt, settings, paths)

@@ -26,8 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     header = artifacts.read_header(arguments.text, "text")
     output = arguments.output or arguments.text.with_name(OUTPUT)
-    there = sessions.artifact_there(output, "latents", arguments.force)
+    there = sessions.artifact_there(output, "latents", arguments)
     with sessions.open_session(arguments, arguments.model or header.model_name) as session:
+        session.check_outputs(output)
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
         if session.pipeline.family.guidance == "branches":

@@ -29,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = options.read_prompt(arguments)
     images = options.read_images(arguments)
     output = arguments.output or Path(OUTPUT)
-    there = sessions.artifact_there(output, "text", arguments.force)
+    there = sessions.artifact_there(output, "text", arguments)
     with sessions.open_session(arguments, arguments.model) as session:
+        session.check_outputs(output)
         settings = session.settings()
         session.take(images)
         if images and session.pipeline.family.encode_picture is not None:

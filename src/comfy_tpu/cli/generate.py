@@ -28,13 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     prompt = options.read_prompt(arguments)
     images = options.read_images(arguments)
-    sessions.check_video_output(arguments)
+    sessions.check_video_output(arguments, arguments.num_videos or 1)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
         session.take(images)
         own = PICTURE if session.makes_pictures else OUTPUT
         output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)
+        session.check_outputs(*paths)
         beginning, given = session.begin_with(images, settings)
         embeddings = session.pipeline.encode(prompt, settings, given)
         sessions.warn_of_cut(embeddings.cut)

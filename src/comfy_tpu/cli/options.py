@@ -108,6 +108,13 @@ def read_images(arguments: argparse.Namespace) -> list[Image]:
     return [read_image(path) for path in (*arguments.image, *last)]
 
 
+def list_input_files(arguments: argparse.Namespace) -> list[Path]:
+    """All files that the command line gives to read."""
+    single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
+    loras = [lora.path for lora in getattr(arguments, "lora", ())]
+    return [*getattr(arguments, "image", ()), *loras, *(path for path in single if path is not None)]
+
+
 def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     group = parser.add_argument_group("settings", "A model has its own defaults; those of Wan 2.1 are shown.")
     group.add_argument(

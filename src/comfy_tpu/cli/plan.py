@@ -53,6 +53,8 @@ def _from_model(arguments: argparse.Namespace) -> Plan:
         raise InvalidValueError("plan needs a MODEL and --tpu, or --from; try: comfy-tpu plan demo --tpu v6e-8")
     from comfy_tpu.cli.progress import say
     from comfy_tpu.parallel.chips import parse_slice
+    from comfy_tpu.pipeline.model_files import list_model_files
+    from comfy_tpu.pipeline.path_conflicts import check_conflicts
     from comfy_tpu.planning.models import find_model
     from comfy_tpu.planning.plan import make_plan, parse_size
     from comfy_tpu.planning.program_file import check_export, write_program
@@ -61,6 +63,8 @@ def _from_model(arguments: argparse.Namespace) -> Plan:
     if arguments.export is not None:
         check_export(arguments.export)
     model = find_model(arguments.model)
+    if arguments.export is not None:
+        check_conflicts([("export", arguments.export)], list_model_files(Path(arguments.model)))
     size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"
     chosen = {"num_videos": arguments.num_videos, **({"guidance_scale": 1.0} if arguments.no_guidance else {})}
     plan, program = make_plan(

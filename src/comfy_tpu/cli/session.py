@@ -31,9 +31,10 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display, say
 from comfy_tpu.config import VAE_BACKEND, CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.pipeline import artifacts, atomic, media, picture, video
+from comfy_tpu.pipeline import artifacts, atomic, media, picture, reuse, video
 from comfy_tpu.pipeline.images import as_frame, fingerprint
-from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
+from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.settings import make_settings
 
 
@@ -111,6 +112,11 @@ class Session:
             found.append(media.find_metadata(sheet, 1))
         return self.is_there(paths[0], prompt, settings, *found)
 
+    def check_outputs(self, *paths: Path) -> None:
+        """Raises where an output would replace another one, or a file that this run reads. --force changes nothing."""
+        model = [path for path in list_model_files(self.pipeline.directory) if path.name != reuse.FILE]
+        check_conflicts(_outputs(self.arguments, paths), [*options.list_input_files(self.arguments), *model])
+
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
         made_from = {"pictures": self.pictures, "loras": self.loras}
         description = artifacts.describe(prompt, settings, self.pipeline, **made_from) | self._from_picture
@@ -177,22 +183,30 @@ def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
     make_settings(files.defaults, options.chosen(arguments, files.family.presets), files.family.limits)
 
 
-def check_video_output(arguments: argparse.Namespace) -> None:
+def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:
     """As much as can be said before the model is opened, which may mean to download it."""
-    if arguments.output is not None:
-        media.check_output(arguments.output)
+    paths = () if arguments.output is None else media.check_output(arguments.output)
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
             raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is a picture; give it a name in .png")
         atomic.check_place(arguments.contact_sheet, field="contact_sheet")
+    if num_videos == 1:  # several have other names
+        check_conflicts(_outputs(arguments, paths), options.list_input_files(arguments))
 
 
-def artifact_there(path: Path, stage: artifacts.Stage, force: bool) -> dict[str, str]:
+def _outputs(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple[str, Path]]:
+    """With their fields, for errors; the contact sheet is one."""
+    sheet = getattr(arguments, "contact_sheet", None)
+    return [*(("output", path) for path in paths), *([] if sheet is None else [("contact_sheet", sheet)])]
+
+
+def artifact_there(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:
     """The metadata of the artifact at `path`, empty if nothing is there. What is no artifact is not replaced."""
     if path.suffix != artifacts.SUFFIX:
         raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}")
     atomic.check_place(path)
-    if force or not path.exists():
+    check_conflicts([("output", path)], options.list_input_files(arguments))
+    if arguments.force or not path.exists():
         return {}
     try:
         return artifacts.read_metadata(path, stage)

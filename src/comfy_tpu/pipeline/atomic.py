@@ -1,30 +1,47 @@
-"""Files that are there whole or not at all: written beside their place, and moved into it at the end."""
+"""Files that are there whole or not at all: written beside their place, and moved into it at the end.
+
+A link stays, and the file that it leads to is replaced. What is no file (a device, a named pipe, a socket) is refused,
+and so is a link to one, or to a directory that is not there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import secrets
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.pipeline.partial_files import open_partial, remove_abandoned
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+_KINDS = {
+    stat.S_IFBLK: "a block device",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
+"""Whatever is neither a file nor a link."""
 
-def check_place(path: Path, *, field: str = "output") -> None:
-    """A file can be put at `path`. Its directory may be missing if that one's parent is there.
+
+def check_place(path: Path, *, field: str = "output", new_directories: int = 1) -> None:
+    """A file can be put at `path`, whose last `new_directories` directories may be missing.
 
     `field` is what the path was given as, for the error.
     """
     if path.is_dir():
         raise InvalidValueError(f"{field}={path} is a directory, expected a file; add a file name")
-    directory = path.parent
-    place = directory if directory.exists() else directory.parent
+    target = _find_target(path, field)
+    directory = place = target.parent if path.is_symlink() else path.parent
+    for _ in range(new_directories):
+        place = place if place.exists() else place.parent
     if not place.exists():
         raise InvalidValueError(f"{field}={path} is in {directory}, and there is no {place}; create it first")
     if not place.is_dir():
@@ -38,29 +55,49 @@ def check_place(path: Path, *, field: str = "output") -> None:
         ) from error
 
 
+def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "output") -> None:
+    """All entries of `directory` with such names can be replaced."""
+    for entry in _list_entries(directory, names):
+        kind = _KINDS.get(stat.S_IFMT(entry.lstat().st_mode))
+        if kind is not None:
+            raise InvalidValueError(
+                f"{field}={directory} has {kind} where a frame would go, {entry.name}; move it away, or choose another "
+                "place"
+            )
+
+
 @contextlib.contextmanager
 def replacing(path: Path, *, field: str = "output") -> Iterator[Path]:
     """Gives a temporary sibling to write. It takes `path` when the block ends, and is gone if the block raises."""
-    target = Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
-    with _sibling(target, field) as partial:
+    target = _find_target(path, field)
+    with _partial(target.parent, path, field) as partial:
         yield partial
         with explained(path, field=field):
             partial.replace(target)
 
 
 @contextlib.contextmanager
-def replacing_files(directory: Path) -> Iterator[Path]:
-    """The same for many files: a temporary directory, whose files go to `directory` when the block ends."""
+def replacing_sequence(directory: Path, names: re.Pattern[str]) -> Iterator[Path]:
+    """The same for many files: a temporary directory, whose files go to `directory` when the block ends, in the place
+    of all that are there with such names.
+
+    The first file says what the others are, so that it must not be found beside others than its own: the old one goes
+    before all others, the new one comes after all others. A run that is killed in between leaves none.
+    """
+    _check_links(directory, directory, "output")
     directory = Path(os.path.realpath(directory))
-    with _sibling(directory / "files") as partial:
+    with _partial(directory, directory, "output", is_directory=True) as partial:
+        new, old = partial / "new", partial / "old"
         with explained(directory):
-            partial.mkdir()
-        yield partial
+            new.mkdir()
+            old.mkdir()
+        yield new
+        check_sequence(directory, names)
         with explained(directory):
-            # The first file last: whoever finds it takes the rest for complete.
-            for file in sorted(partial.iterdir(), reverse=True):
-                file.replace(directory / file.name)
-            partial.rmdir()
+            leaving = [(path, old / path.name) for path in sorted(_list_entries(directory, names))]
+            coming = [(path, directory / path.name) for path in sorted(new.iterdir(), reverse=True)]
+            _move_all([*leaving, *coming])
+        shutil.rmtree(partial, ignore_errors=True)  # the new files are in their places, and stay
 
 
 @contextlib.contextmanager
@@ -76,25 +113,80 @@ def explained(path: Path, *, field: str = "output") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sibling(target: Path, field: str = "output") -> Iterator[Path]:
-    with explained(target, field=field):
-        made = _make_directories(target.parent)
-    # Not made of the target's name, which may be as long as names can be.
-    partial = target.with_name(f".comfy-tpu-{os.getpid()}-{secrets.token_hex(4)}.partial")
-    try:
+def _partial(directory: Path, path: Path, field: str, *, is_directory: bool = False) -> Iterator[Path]:
+    with contextlib.ExitStack() as stack:
+        with explained(path, field=field):
+            stack.enter_context(_made_directories(directory))
+            remove_abandoned(directory)
+            partial = stack.enter_context(open_partial(directory, is_directory=is_directory))
         yield partial
+
+
+@contextlib.contextmanager
+def _made_directories(directory: Path) -> Iterator[None]:
+    """Makes those that are missing; if the block raises, they are removed again."""
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
     except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
-        for directory in made:
+        for place in missing:
             with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
-                directory.rmdir()
+                place.rmdir()
         raise
 
 
-def _make_directories(directory: Path) -> list[Path]:
-    """Those that were missing, innermost first."""
-    missing = [place for place in (directory, *directory.parents) if not place.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing
+def _find_target(path: Path, field: str) -> Path:
+    """The file that `path` names, links followed; it need not be there."""
+    target = Path(os.path.realpath(path))
+    _check_links(path.parent, path, field)
+    if path.is_symlink() and (target.is_symlink() or not target.parent.is_dir()):  # the first: links in a circle
+        raise InvalidValueError(
+            f"{field}={path} is a link to {target}, and there is no directory {target.parent}; create it, or remove "
+            "the link"
+        )
+    try:
+        found = path.stat()
+    except OSError:  # nothing is there, or nothing can be: making the file will say why
+        return target
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode))
+    if kind is not None:
+        link = f"a link to {target}, " if path.is_symlink() else ""
+        raise InvalidValueError(f"{field}={path} is {link}{kind}, expected a file; choose another name")
+    for number, stream in ((1, "output"), (2, "error")):
+        with contextlib.suppress(OSError):  # it may be closed
+            if os.path.samestat(found, os.fstat(number)):
+                raise InvalidValueError(
+                    f"{field}={path} is the file that standard {stream} goes to; choose another name"
+                )
+    return target
+
+
+def _check_links(directory: Path, path: Path, field: str) -> None:
+    """Directories are made where the path says, never where a link in it leads to."""
+    for place in (directory, *directory.parents):
+        if place.is_symlink() and not place.exists():
+            raise InvalidValueError(
+                f"{field}={path} goes through {place}, a link to {os.path.realpath(place)}, and there is no such "
+                "directory; create it, or remove the link"
+            )
+
+
+def _list_entries(directory: Path, names: re.Pattern[str]) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if names.fullmatch(path.name)]
+
+
+def _move_all(moves: list[tuple[Path, Path]]) -> None:
+    """In this order; if one fails, all are moved back."""
+    begun: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            begun.append((source, target))  # before it is moved: a signal may come in between
+            source.replace(target)
+    except BaseException:
+        for source, target in reversed(begun):
+            if os.path.lexists(target):
+                target.replace(source)
+        raise

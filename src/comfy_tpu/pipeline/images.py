@@ -9,33 +9,48 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.pipeline.picture_files import describe_format, open_picture
 
 _SIDE_MAX = 16384
 """A picture with a longer side is refused before it is unpacked, or made so long."""
+_PIXELS_MAX = 89_478_485
+"""A picture of more is refused before it is unpacked: 256 MiB in RGB. Pillow warns of a bomb from there on."""
 
 
 def read_image(path: Path) -> Image.Image:
-    """RGB, upright. Transparency is dropped, as ComfyUI's Load Image does."""
+    """RGB, upright. Transparency is dropped, as ComfyUI's Load Image does.
+
+    Of an animation or a file of several pages the first picture is read, and the others are not looked for.
+    """
     if not path.is_file():
         raise InvalidValueError(f"image={path} is not a file; give a picture such as first.png")
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             if max(image.size) > _SIDE_MAX:
                 raise InvalidValueError(
                     f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller"
+                )
+            if image.width * image.height > _PIXELS_MAX:
+                raise InvalidValueError(
+                    f"image={path} is {image.width}×{image.height}, more than {_PIXELS_MAX} pixels; make it smaller"
                 )
             if image.mode == "F":  # of no agreed range: PIL would make 0..1 black
                 raise InvalidValueError(f"image={path} has floating-point pixels; save it as a PNG or JPEG")
             return as_rgb(ImageOps.exif_transpose(image))
     except ComfyTpuError:
         raise
+    except Image.DecompressionBombError as error:
+        raise InvalidValueError(
+            f"image={path} has more than {_PIXELS_MAX} pixels ({error}); make it smaller"
+        ) from error
     # PIL's readers also let through what Python says of a damaged header or of a kind that they do not know.
-    except (OSError, SyntaxError, ValueError, NotImplementedError, Image.DecompressionBombError) as error:
-        raise InvalidValueError(f"image={path} cannot be read as a picture ({error}); give a PNG or JPEG") from error
+    except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
+        reason = describe_format(path) if isinstance(error, UnidentifiedImageError) else error
+        raise InvalidValueError(f"image={path} cannot be read as a picture ({reason}); give a PNG or JPEG") from error
 
 
 def fingerprint(images: Sequence[Image.Image]) -> str:

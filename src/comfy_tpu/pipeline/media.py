@@ -32,8 +32,8 @@ from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline import atomic
+from comfy_tpu.pipeline.frame_names import NUMBER, is_sequence, number_in, numbered
 from comfy_tpu.pipeline.video_formats import (
-    NUMBER,
     Encoder,
     Frame,
     Gif,
@@ -41,8 +41,6 @@ from comfy_tpu.pipeline.video_formats import (
     Npy,
     Png,
     Pngs,
-    number_in,
-    numbered,
     read_comment,
     write_png,
 )
@@ -57,7 +55,7 @@ def output_paths(output: str | Path, num_videos: int = 1) -> tuple[Path, ...]:
     path = _full_path(output)
     if num_videos == 1:
         return (path,)
-    if _is_sequence(path):
+    if is_sequence(path):
         return tuple(path.parent / f"video-{index}" / path.name for index in range(num_videos))
     return tuple(path.with_stem(f"{path.stem}-{index}") for index in range(num_videos))
 
@@ -80,11 +78,12 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
     paths = output_paths(output, settings.num_videos if settings else 1)
     for path in paths:
         # The directory of each sequence among several is one level deeper, and ours to make.
-        nested = len(paths) > 1 and _is_sequence(path)
-        atomic.check_place(path.parent.parent / path.name if nested else path)
+        atomic.check_place(path, new_directories=2 if len(paths) > 1 and is_sequence(path) else 1)
+        if is_sequence(path):
+            atomic.check_sequence(path.parent, numbered(path.name))
     if settings is None:
         return paths
-    if paths[0].suffix == ".png" and not _is_sequence(paths[0]) and settings.num_frames > 1:
+    if paths[0].suffix == ".png" and not is_sequence(paths[0]) and settings.num_frames > 1:
         raise InvalidValueError(
             f"output={output} is one picture and the video has {settings.num_frames} frames; write "
             f"{Path(output).with_stem(Path(output).stem + '-%04d')}, or ask for num_frames=1"
@@ -204,23 +203,27 @@ def read_metadata(output: str | Path) -> dict[str, str]:
     if path.suffix == ".npy":
         return {}
     path = path.with_name(number_in(path.name, 0))
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file; expected one that comfy-tpu wrote")
     try:
         found = json.loads(read_comment(path) or "{}")
     except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
         return {}
-    except (OSError, SyntaxError, av.error.FFmpegError) as error:  # Pillow raises SyntaxError on a damaged picture
+    # Pillow raises SyntaxError on a damaged picture.
+    except (OSError, SyntaxError, av.error.FFmpegError, Image.DecompressionBombError) as error:
         raise CheckpointError(f"{path} cannot be read as {path.suffix[1:]} ({error}); write it again") from error
     return found if isinstance(found, dict) else {}
 
 
 def find_metadata(path: Path, num_frames: int = 1) -> dict[str, str]:
-    """The same of a video that may be missing or damaged, or a sequence without its last frame: then empty."""
-    if not path.with_name(number_in(path.name, num_frames - 1)).exists():
-        return {}
+    """The same of a video that may be missing or damaged: then empty. So it is of a sequence that lacks a frame, or
+    whose frames are not all from the same video."""
+    frames = [path.with_name(number_in(path.name, number)) for number in range(num_frames)]
     try:
-        return read_metadata(path)
+        found, *others = [read_metadata(frame) for frame in (frames if is_sequence(path) else [path])]
     except CheckpointError:
         return {}
+    return found if all(other == found for other in others) else {}
 
 
 def _full_path(output: str | Path) -> Path:
@@ -234,12 +237,8 @@ def _full_path(output: str | Path) -> Path:
     return path
 
 
-def _is_sequence(path: Path) -> bool:
-    return path.suffix == ".png" and NUMBER.search(path.name) is not None
-
-
 def _check_space(paths: Sequence[Path], settings: GenerationSettings) -> None:
-    place = next(place for place in paths[0].absolute().parents if place.exists())
+    place = next(place for place in Path(os.path.realpath(paths[0])).parents if place.exists())
     free = shutil.disk_usage(place).free
     pixels = settings.num_videos * settings.num_frames * settings.height * settings.width
     needed = pixels * _FORMATS[paths[0].suffix].bytes_per_pixel
@@ -252,23 +251,18 @@ def _check_space(paths: Sequence[Path], settings: GenerationSettings) -> None:
 
 @contextlib.contextmanager
 def _placed(path: Path) -> Iterator[Path]:
-    if not _is_sequence(path):
+    if not is_sequence(path):
         with atomic.replacing(path) as partial:
             yield partial
         return
-    with atomic.replacing_files(path.parent) as partial:
+    with atomic.replacing_sequence(path.parent, numbered(path.name)) as partial:
         yield partial
-        name = numbered(path.name)
-        with atomic.explained(path):
-            for file in path.parent.iterdir():
-                if name.fullmatch(file.name) and not (partial / file.name).exists():
-                    file.unlink()
 
 
 @contextlib.contextmanager
 def _encoded(path: Path, partial: Path, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
     encoder: Callable[..., Encoder] = _FORMATS[path.suffix]
-    if _is_sequence(path):
+    if is_sequence(path):
         encoder = functools.partial(Pngs, name=path.name)
     writer = FrameWriter(path, lambda: encoder(partial, fps, metadata))
     try:

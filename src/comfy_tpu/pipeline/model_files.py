@@ -26,6 +26,11 @@ _WANTED = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
 _SAMPLE_BYTES = 4096
 
 
+def list_model_files(directory: Path) -> list[Path]:
+    """Those in a model directory that may be read: configurations, weights, vocabularies."""
+    return [path for pattern in _WANTED for path in directory.glob(pattern)]
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
     name: str

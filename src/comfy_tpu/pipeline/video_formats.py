@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
@@ -16,6 +15,8 @@ import numpy.typing as npt
 from PIL import GifImagePlugin, Image, PngImagePlugin
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline.frame_names import number_in
+from comfy_tpu.pipeline.picture_files import open_picture
 
 Frame = npt.NDArray[np.uint8]
 """[height, width, 3]"""
@@ -46,8 +47,8 @@ class Mp4:
         self._container = av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"})
         self._container.metadata["title"] = metadata.get("prompt", "")
         self._container.metadata["comment"] = comment(metadata)
-        # crf 16 and not x264's 23: demo videos have 64 pixels a side, where every artefact is a pixel large.
-        self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": "16"})
+        self._stream = self._container.add_stream("libx264", rate=fps, options=_X264_OPTIONS)
+        self._stream.codec_context.thread_type = "FRAME"
 
     def add(self, frame: Frame) -> None:
         # 4:2:0 has one colour sample for 2×2 pixels. An odd side gets its last row or column twice.
@@ -71,6 +72,18 @@ class Mp4:
         with contextlib.suppress(av.error.FFmpegError):  # it writes the index on closing: the disk may be full
             self._container.close()
 
+
+_X264_OPTIONS = {
+    # Not x264's 23: demo videos have 64 pixels a side, where every artefact is a pixel large.
+    "crf": "16",
+    # The macroblock tree reads memory that x264 never wrote: one video of 832×480×81 had 1,414,959 bytes in one run and
+    # 1,417,105 in the next. Without it a filmed video of that size needs 10 % more bytes at the same PSNR.
+    "mbtree": "0",
+    # By default as many as the machine has cores, and each number gives other bytes. Eight that encode frames side by
+    # side give files of one thread's size (-0.1 % to +0.4 %), unlike eight that share a frame (+0.8 to +1.2 %).
+    "threads": "8",
+}
+"""The file is a function of the frames, whatever the machine's memory and cores."""
 
 _BT709 = 1
 _LIMITED = 1
@@ -191,22 +204,6 @@ class Pngs:
         pass
 
 
-NUMBER = re.compile(r"%0?(?P<digits>\d*)d")
-"""Where a frame's number goes in a name. Any other % is just a character."""
-
-
-def number_in(name: str, number: int) -> str:
-    return NUMBER.sub(lambda match: f"{number:0{int(match['digits'] or 1)}d}", name)
-
-
-def numbered(name: str) -> re.Pattern[str]:
-    """Matches the names that `number_in` gives."""
-    match = NUMBER.search(name)
-    assert match is not None
-    digits = rf"\d{{{int(match['digits'] or 1)},}}"
-    return re.compile(re.escape(name[: match.start()]) + digits + re.escape(name[match.end() :]))
-
-
 def comment(metadata: Metadata) -> str:
     """All of it as one JSON object: the comment is the one tag that every format and every player has."""
     return json.dumps(dict(metadata), ensure_ascii=False)
@@ -221,12 +218,14 @@ def write_png(file: IO[bytes], picture: Image.Image, metadata: Metadata) -> None
 
 
 def read_comment(path: Path) -> Any:
-    """The comment's text, or None."""
-    if path.suffix == ".mp4":
-        with av.open(str(path)) as container:
-            return container.metadata.get("comment")
-    with Image.open(path) as picture:
-        found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
+    """The comment's text, or None. The file is read as what its name says: others may lead on to other files or
+    programs, as playlists and PostScript do."""
+    with path.open("rb") as file:
+        if path.suffix == ".mp4":
+            with av.open(file, format="mp4") as container:
+                return container.metadata.get("comment")
+        with open_picture(file, [path.suffix[1:].upper()]) as picture:
+            found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
     return found.decode() if isinstance(found, bytes) else found
 
 

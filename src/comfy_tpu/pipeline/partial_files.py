@@ -1,0 +1,106 @@
+"""Temporary files beside their place, named .comfy-tpu-HOST-PID-TOKEN.partial, and those that killed runs left.
+
+Whoever writes one holds a lock on it (flock), which the kernel releases when the process ends, however it ends. A
+partial file that carries this machine's name and can be locked is therefore nobody's, and is removed by the next run
+that writes into the same directory. Those of other machines are left alone: not every network file system carries
+locks from one machine to another. Where files cannot be locked at all, nothing is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@contextlib.contextmanager
+def open_partial(directory: Path, *, is_directory: bool = False) -> Iterator[Path]:
+    """Creates a partial file or directory in `directory`, locked until the block ends and removed if it raises.
+
+    A block that succeeds moves or removes it itself.
+    """
+    partial, lock = _create_locked(directory, is_directory)
+    try:
+        yield partial
+    except BaseException:
+        _remove(partial)
+        raise
+    finally:
+        os.close(lock)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Removes partial files of this machine in `directory` whose process is gone. Never raises an OSError."""
+    name = re.compile(re.escape(_prefix()) + r"\d+-[0-9a-f]{8}\.partial")
+    with contextlib.suppress(OSError):
+        for path in [path for path in directory.iterdir() if name.fullmatch(path.name)]:
+            lock = _open(path)
+            if lock is None:
+                continue
+            try:
+                if _acquire(lock):
+                    _remove(path)
+            finally:
+                os.close(lock)
+
+
+def _prefix() -> str:
+    return f".comfy-tpu-{re.sub(r'[^A-Za-z0-9._-]', '_', os.uname().nodename)[:64]}-"
+
+
+def _create_locked(directory: Path, is_directory: bool) -> tuple[Path, int]:
+    while True:  # until no other run takes it for an abandoned one before it is locked
+        # Not made of the target's name, which may be as long as names can be.
+        partial = directory / f"{_prefix()}{os.getpid()}-{secrets.token_hex(4)}.partial"
+        if is_directory:
+            partial.mkdir()
+            try:
+                lock = os.open(partial, os.O_RDONLY | _FLAGS)
+            except FileNotFoundError:
+                continue
+        else:
+            lock = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | _FLAGS, 0o666)
+        if _acquire(lock) is not False and _names(partial, lock):
+            return partial, lock
+        os.close(lock)
+
+
+def _open(path: Path) -> int | None:
+    """None if it is gone, or is another user's."""
+    with contextlib.suppress(OSError):
+        # To be locked on NFS a file must be open for writing. A directory cannot be.
+        return os.open(path, _FLAGS | (os.O_RDONLY if path.is_dir() else os.O_RDWR))
+    return None
+
+
+def _acquire(lock: int) -> bool | None:
+    """Whether this process has the lock now; None where there are no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _names(path: Path, lock: int) -> bool:
+    """Whether `path` is the name of what `lock` has open."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(lock))
+    return False
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
