@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
+from comfy_tpu.terminal_text import sanitize
+
 GUIDE = "docs/porting.md"
 
 Section = Literal[
@@ -41,7 +43,10 @@ SECTIONS: tuple[str, ...] = get_args(Section)
 
 
 class ComfyTpuError(Exception):
-    """The root of all errors this package raises on purpose."""
+    """The root of all errors this package raises on purpose. Its text is safe to print, whatever a message quotes."""
+
+    def __str__(self) -> str:
+        return sanitize(super().__str__())
 
 
 class InvalidValueError(ComfyTpuError, ValueError):

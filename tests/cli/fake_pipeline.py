@@ -50,6 +50,7 @@ class FakePipeline:
         cls,
         model="demo",
         *,
+        name=None,
         mesh="auto",
         platform="auto",
         dtype="auto",
@@ -60,9 +61,10 @@ class FakePipeline:
         loras=(),
         check=lambda files: None,
     ):
-        if model not in MODELS:
+        name = name or str(model)
+        if name not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one")
-        pipeline = cls(model, on_progress)
+        pipeline = cls(name, on_progress)
         check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
         pipeline.opened_with = {
             "mesh": mesh,

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from comfy_tpu.cli import main as cli
 from comfy_tpu.pipeline import calibration, video
+from comfy_tpu.pipeline.images import fingerprint, read_image
 from tests.cli.fake_pipeline import FakePipeline
 
 
@@ -40,10 +42,40 @@ def test_it_has_prompts_of_its_own(directory, capsys):
     assert list(Path("demo").iterdir()) == []
 
 
+def test_pictures_go_to_every_prompt_and_are_noted(directory, capsys, monkeypatch):
+    Image.new("RGB", (8, 8), "red").save("first.png")
+    given = []
+    encode = FakePipeline.encode
+
+    def recording(self, prompt, settings, images=()):
+        given.append([image.size for image in images])
+        return encode(self, prompt, settings, images)
+
+    monkeypatch.setattr(FakePipeline, "encode", recording)
+    flags = ["--prompt", "a", "--prompt", "b", "--steps", "3", "-o", "x.json"]
+    assert cli.main(["calibrate", "demo", *flags, "--image", "first.png"]) == 0
+    assert given == [[(8, 8)], [(8, 8)]]
+    noted = json.loads(Path("x.json").read_text())["made_with"]["pictures"]
+    assert noted == fingerprint([read_image(Path("first.png"))])
+    assert cli.main(["calibrate", "demo", *flags]) == 0
+    assert "pictures" not in json.loads(Path("x.json").read_text())["made_with"]
+
+
+def test_a_model_that_begins_with_a_picture_asks_for_a_flag_that_there_is(tmp_path, capsys):
+    """The real model: refused before anything is loaded."""
+    assert (
+        cli.main(["calibrate", "demo-image", "--mesh", "single", "--steps", "2", "-o", str(tmp_path / "x.json")]) == 1
+    )
+    assert "--image is missing: model demo-image begins with a picture; give one" in capsys.readouterr().err
+
+
 REFUSED = {
-    "model": (["nowhere"], "--model nowhere is not a directory"),
+    "model": (["nowhere"], "MODEL nowhere is not a directory"),
     "one step": (["demo", "--steps", "1"], "--steps 1 leaves nothing to compare; give 2 or more, better 50"),
-    "empty prompt": (["demo", "--prompt", ""], "PROMPT '' is empty; say what the video should show"),
+    "empty prompt": (["demo", "--prompt", ""], "--prompt '' is empty; say what the video should show"),
+    "not UTF-8": (["demo", "--prompt", "caf\udce9"], "--prompt is not UTF-8 text"),
+    "negative prompt": (["demo", "--negative-prompt", "caf\udce9"], "--negative-prompt is not UTF-8 text"),
+    "no picture": (["demo", "--image", "none.png"], "--image none.png is not a file; give a picture such as first.png"),
     "no place": (["demo", "-o", "a/b/x.json"], "--output a/b/x.json is in a/b, and there is no a"),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -111,8 +112,8 @@ def install(models: Path) -> _Routes:
         add(f"comfy.{name}")
     add("comfy.cli_args", args=types.SimpleNamespace(listen="127.0.0.1"))
     add("comfy_api")
-    io = add("comfy_api.io", Schema=Schema, Custom=_declarer, **declarers)
-    add("comfy_api.latest", io=io, ComfyExtension=extension, ui=add("comfy_api.ui"))
+    inputs = add("comfy_api.io", Schema=Schema, Custom=_declarer, **declarers)
+    add("comfy_api.latest", io=inputs, ComfyExtension=extension, ui=add("comfy_api.ui"))
     add("comfy_execution")
     add("comfy_execution.utils")
     add("latent_preview")
@@ -164,6 +165,11 @@ def load(directory: Path, models: Path):
     schemas = [node.define_schema().declared for node in nodes]
     seconds = time.perf_counter() - start
     after = state()
+    printed = io.StringIO()
+    handler = logging.StreamHandler(printed)  # as ComfyUI's
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("comfy_tpu.pipeline.lora").warning("no place for %s", "\x1b[31m")
+    logging.getLogger().removeHandler(handler)
     samplers = [node for node in nodes if node.__name__ in ("Wan21TPUSampler", "LTXVideoTPUSampler")]
     counts = (13, 16, 17, 21, 80, 81, 121, 125, 257, 265)
     fresh = {name.split(".")[0] for name in set(sys.modules) - loaded}
@@ -180,6 +186,7 @@ def load(directory: Path, models: Path):
         "heavy": sorted(fresh & set(HEAVY)),
         "changed": {key: [before[key], after[key]] for key in before if before[key] != after[key]},
         "seconds": seconds,
+        "logged": printed.getvalue(),
         "torch": torch.__version__,
     }
 

@@ -328,6 +328,10 @@ def test_web_directory(pack):
     assert pack["legacy"] == []  # ComfyUI would read those and pass over the entry point
 
 
+def test_what_our_modules_log_has_no_control_characters(pack):
+    assert pack["logged"] == "no place for \\x1b[31m\n"
+
+
 def test_importing_loads_nothing_heavy_and_changes_nothing(pack):
     assert pack["heavy"] == []
     assert pack["changed"] == {}

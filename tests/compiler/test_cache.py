@@ -1,6 +1,7 @@
 """The persistent compile cache: a second process compiles nothing, and a bad cache never stops a run."""
 
 import base64
+import errno
 import json
 import logging
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.compilation_cache import compress_executable
+from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 
 import comfy_tpu
@@ -145,10 +148,39 @@ def test_a_directory_that_cannot_be_written_warns_and_compiles(
     with caplog.at_level(logging.WARNING):
         assert enable_cache(CacheConfig(directory=obstacle / "cache")) is None
     assert "cannot be written (Not a directory)" in caplog.text
-    assert "set JAX_COMPILATION_CACHE_DIR to a directory that can" in caplog.text
+    assert "choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR" in caplog.text
     seen = run_process(obstacle / "cache")
     assert seen["compiled"] == seen["requested"]
     assert "cannot be written" in seen["stderr"]
+
+
+def test_a_full_disk_is_one_warning_and_leaves_no_half_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = []
+
+    def put(self: LRUCache, key: str, value: bytes) -> None:
+        (tmp_path / f"{key}-cache").write_bytes(value[: len(value) // 2])
+        failed.append(key)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    enable_cache(CacheConfig(directory=tmp_path))
+    stored = tmp_path / "jit_doubled-aaaa-cache"
+    stored.write_bytes(compress_executable(b"an earlier program"))
+    monkeypatch.setattr(LRUCache, "put", put)
+    with quiet(), caplog.at_level(logging.WARNING):
+        for size in (3, 5):
+            assert jax.jit(doubled)(np.ones(size)).shape == (size,)
+    assert [key.startswith("jit_doubled-") for key in failed] == [True, True]
+    assert caplog.messages == [
+        f"compile cache {tmp_path} cannot be written (No space left on device): programs will be compiled again in the "
+        "next process; free some space, or choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR"
+    ]
+    assert list(tmp_path.glob("*-cache")) == [stored]
+
+
+def doubled(x: jax.Array) -> jax.Array:
+    return x * 2
 
 
 def test_a_disabled_cache_writes_nothing(tmp_path: Path) -> None:

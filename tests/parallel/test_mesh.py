@@ -53,7 +53,7 @@ def test_missing_platform_is_an_error_and_leaves_jax_usable(platform):
 
 
 def test_unknown_platform():
-    with pytest.raises(MeshError, match="unknown platform 'rocm2'; choose from auto, tpu, gpu, cpu"):
+    with pytest.raises(MeshError, match="platform='rocm2' is unknown; choose from auto, tpu, gpu, cpu"):
         find_devices("rocm2")
 
 
@@ -206,7 +206,7 @@ def test_abstract_placement_lowers_without_devices():
 
 
 def test_abstract_placement_checks_its_input():
-    with pytest.raises(MeshError, match="unknown platform 'rocm2'; choose from tpu, gpu, cpu"):
+    with pytest.raises(MeshError, match="platform='rocm2' is unknown; choose from tpu, gpu, cpu"):
         abstract_placement(MeshSizes(), platform="rocm2", chip="x")
     with pytest.raises(MeshError, match="dp=0 is not a size"):
         abstract_placement(MeshSizes(dp=0), platform="tpu", chip="v6e")

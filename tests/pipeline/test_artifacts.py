@@ -95,7 +95,7 @@ def truncate(path):
 settings_of_a_later_version = json.dumps({**dataclasses.asdict(SETTINGS), "sparkle": 1})
 
 REFUSED = {
-    "missing": (Path.unlink, InvalidValueError, "does not exist; make it with `comfy-tpu encode -o "),
+    "missing": (Path.unlink, InvalidValueError, "does not exist; make it with `comfy-tpu encode PROMPT -o "),
     "truncated": (truncate, CheckpointError, "truncated, damaged .* make it again with `comfy-tpu encode`"),
     "text file": (lambda path: path.write_text("hello"), CheckpointError, "cannot be read as safetensors"),
     "weights": (
@@ -131,6 +131,11 @@ REFUSED = {
         CheckpointError,
         "positive is missing",
     ),
+    "directory": (
+        lambda path: (path.unlink(), path.mkdir()),
+        InvalidValueError,
+        "x.safetensors is a directory; give the file that `comfy-tpu encode` made",
+    ),
     "flat tensor": (
         lambda path: rewritten(path, {"positive": torch.zeros(6)}),
         CheckpointError,
@@ -156,6 +161,18 @@ def test_other_models_artifact(tmp_path):
     assert str(refused.value) == (
         f"{path} was made with model demo (ab12), this is owner/wan (cd34); run `comfy-tpu denoise` again with "
         "--model owner/wan, or go on with --model demo"
+    )
+
+
+def test_the_same_model_with_other_files(tmp_path):
+    path = tmp_path / "x.safetensors"
+    artifacts.save_latents(path, torch.zeros(1, 1, 1, 1, 1), "p", SETTINGS, MODEL)
+    changed = types.SimpleNamespace(model_name="demo", model_fingerprint="cd34", dtype_name="float32")
+    with pytest.raises(InvalidValueError) as refused:
+        artifacts.load_latents(path, changed)
+    assert str(refused.value) == (
+        f"{path} was made with model demo (ab12), whose files have changed since (cd34); run `comfy-tpu denoise` "
+        "again, or give the directory of the earlier files with --model"
     )
 
 

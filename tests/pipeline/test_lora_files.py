@@ -75,7 +75,21 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], type[ComfyTpuErr
         r"changes blocks.0.attn1.to_q.weight by a tensor of shape \(96, 64\), and in model .* it has shape \(96, 96\): "
         r"use a LoRA made for this size of Wan 2\.1",
     ),
-    "ranks that differ": (lambda: with_(lora_A__weight=torch.zeros(5, 96)), InvalidValueError, r"\(96, 4, 5, 96\)"),
+    "ranks that differ": (
+        lambda: with_(lora_A__weight=torch.zeros(5, 96)),
+        InvalidValueError,
+        f": the halves of {Q} do not fit each other: down has rank 5, up has rank 4, expected the same; download it",
+    ),
+    "halves that make no product": (
+        lambda: with_(lora_B__weight=torch.zeros(96)),
+        InvalidValueError,
+        rf"{Q} do not fit each other: down has shape \(4, 96\), up has shape \(96,\), expected \(rank, inputs\) and",
+    ),
+    "an up half with a kernel": (
+        lambda: with_(lora_B__weight=torch.zeros(96, 4, 3)),
+        InvalidValueError,
+        r"down has shape \(4, 96\), up has shape \(96, 4, 3\)",
+    ),
     "a bias of another size": (lambda: with_(diff_b=torch.zeros(95)), InvalidValueError, r"to_q.bias by .*\(95,\)"),
     "half of a pair": (without_up, InvalidValueError, f"has {Q}.lora_A.weight without its other half; download it"),
     "one layer under two names": (under_two_names, InvalidValueError, "changes blocks.0.attn1.to_q.weight under two"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from comfy_tpu.bench.job import PARTS, PEERS, Choices, VideoSize
 from comfy_tpu.cli import bench_vae
-from comfy_tpu.cli.options import names, number
-from comfy_tpu.cli.progress import say
+from comfy_tpu.cli.options import names, number, path
+from comfy_tpu.cli.terminal import print_paths, print_text, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,20 +18,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="auto", choices=("auto", "full", "small"), help="full: Wan 2.1 14B")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
-        "--repeats", type=number(int), default=defaults.repeats, metavar="N", help=f"({defaults.repeats})"
+        "--repeats",
+        type=number(int),
+        default=defaults.repeats,
+        metavar="N",
+        help=f"times that each is measured ({defaults.repeats})",
     )
     parser.add_argument(
         "--steps", type=number(int), default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})"
     )
     parser.add_argument("--compile-regional", action="store_true", help="torch.compile of every block by itself")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="raw samples; a file that is there gets one more run")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="tables of this run")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="bars of this run, x.svg")
+    parser.add_argument(
+        "--json", type=path("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
+    )
+    parser.add_argument("--markdown", type=path("--markdown"), metavar="FILE", help="tables of this run")
+    parser.add_argument("--plot", type=path("--plot"), metavar="FILE", help="bars of this run, x.svg")
     commands = parser.add_subparsers(metavar="vae | report", title="others")
     bench_vae.add_parser(commands)
     report = commands.add_parser("report", help="a page from JSON files", description="a page from JSON files")
-    report.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
-    report.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE", help="x.md; plots go beside it")
+    report.add_argument("files", nargs="+", type=path("FILE"), metavar="FILE", help="what --json wrote")
+    report.add_argument(
+        "-o", "--output", type=path("--output"), required=True, metavar="PAGE", help="x.md; plots go beside it"
+    )
     report.set_defaults(bench=run_report)
     parser.set_defaults(bench=run_measurements)
 
@@ -58,13 +65,12 @@ def run_measurements(arguments: argparse.Namespace) -> int:
     places = outputs.Places.check(json=arguments.json, markdown=arguments.markdown, plot=arguments.plot)
     run = runner.run_bench(choices, say=say, keep=places.keep)
     places.finish(run)
-    print(outputs.tables(run))
+    print_text(outputs.tables(run))
     return 0
 
 
 def run_report(arguments: argparse.Namespace) -> int:
     from comfy_tpu.bench import report
 
-    for path in report.write_page(arguments.files, arguments.output):
-        print(path)
+    print_paths(report.write_page(arguments.files, arguments.output))
     return 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from comfy_tpu.bench.vae_choices import VARIANTS, VaeChoices
-from comfy_tpu.cli.options import names, number
-from comfy_tpu.cli.progress import say
+from comfy_tpu.cli.options import names, number, path
+from comfy_tpu.cli.terminal import print_text, say
 
 
 def add_parser(commands: Any) -> None:
@@ -19,14 +18,22 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--width", type=number(int), metavar="N", help="pixels (64; with --full-size 832)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
-        "--repeats", type=number(int), default=VaeChoices.repeats, metavar="N", help=f"({VaeChoices.repeats})"
+        "--repeats",
+        type=number(int),
+        default=VaeChoices.repeats,
+        metavar="N",
+        help=f"times that each is measured ({VaeChoices.repeats})",
     )
     parser.add_argument("--variants", help=f"of {','.join(VARIANTS)} (all; on a CPU without compile)")
     parser.add_argument(
         "--full-size", action="store_true", help="Wan 2.1's own channels, not a sixth: for accelerators"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="raw samples; a file that is there gets one more run")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="tables, x.md; plots go beside it")
+    parser.add_argument(
+        "--json", type=path("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
+    )
+    parser.add_argument(
+        "-o", "--output", type=path("--output"), metavar="FILE", help="tables, x.md; plots go beside it"
+    )
     parser.set_defaults(bench=run)
 
 
@@ -48,5 +55,5 @@ def run(arguments: argparse.Namespace) -> int:
     measured = vae_runner.run_comparison(choices, say=say, keep=places.keep)
     if arguments.output is not None:
         vae_report.write_output(arguments.output, measured)
-    print(vae_report.tables(measured))
+    print_text(vae_report.tables(measured))
     return 0

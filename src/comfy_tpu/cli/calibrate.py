@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.terminal import print_paths
 
 FIXED = ("num_videos", "fps", "reuse", "guidance_until")
 """Settings that a calibration does not have: it computes every step of one video at a time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a directory, a hub id, or demo")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="once or more (three of its own)")
-    parser.add_argument("-o", "--output", type=Path, metavar="PATH", help="x.json (default: reuse.json in the model)")
+    parser.add_argument("model", metavar="MODEL", help="a directory, a hub id, demo or demo-image")
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="may be repeated (default: three prompts of its own)"
+    )
+    options.add_images(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=options.path("--output"),
+        metavar="PATH",
+        help="x.json (default: reuse.json in the model)",
+    )
     options.add_settings(parser, without=FIXED)
     options.add_machine(parser)
 
@@ -24,12 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.pipeline import atomic, calibration, reuse
 
     prompts = arguments.prompt or calibration.PROMPTS
+    for prompt in prompts:
+        options.check_texts(prompt, arguments.negative_prompt)
+    images = options.read_images(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         output = arguments.output or session.pipeline.directory / reuse.FILE
         atomic.check_place(output)
         session.check_outputs(output)
         settings = session.settings()
-        curve = calibration.measure_curve(session.pipeline, prompts, settings)
-        calibration.save(output, curve, session.pipeline, prompts, settings)
-    print(output)
+        session.take(images)
+        curve = calibration.measure_curve(session.pipeline, prompts, settings, images)
+        calibration.save(output, curve, session.pipeline, prompts, settings, pictures=session.pictures)
+    print_paths([output])
     return 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from comfy_tpu.cli import options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("latents", metavar="LATENTS", type=Path, help="what `comfy-tpu denoise` made")
+    parser.add_argument(
+        "latents", metavar="LATENTS", type=options.path("LATENTS"), help="what `comfy-tpu denoise` made"
+    )
     options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for a picture")
     options.add_fps(parser)
     options.add_force(parser)
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     header = artifacts.read_header(arguments.latents, "latents")
     sessions.check_video_output(arguments, header.settings.num_videos)
-    with sessions.open_session(arguments, arguments.model or header.model_name) as session:
+    with sessions.open_next_stage(arguments, arguments.latents, header) as session:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.pictures = header.loras, header.pictures
         settings = session.settings(header.settings)

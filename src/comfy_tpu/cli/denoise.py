@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from comfy_tpu.cli import options
 
@@ -11,11 +10,11 @@ OUTPUT = "latents.safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", metavar="TEXT", type=Path, help="what `comfy-tpu encode` made")
+    parser.add_argument("text", metavar="TEXT", type=options.path("TEXT"), help="what `comfy-tpu encode` made")
     options.add_artifact_output(parser, f"{OUTPUT} beside TEXT")
     options.add_force(parser)
     options.add_report(parser)
-    options.add_settings(parser, without=options.OF_THE_TEXT)
+    options.add_settings(parser, without=options.OF_THE_TEXT, from_input="TEXT")
     options.add_model(parser, default=None)
     options.add_loras(parser)
 
@@ -27,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     header = artifacts.read_header(arguments.text, "text")
     output = arguments.output or arguments.text.with_name(OUTPUT)
     there = sessions.artifact_there(output, "latents", arguments)
-    with sessions.open_session(arguments, arguments.model or header.model_name) as session:
+    with sessions.open_next_stage(arguments, arguments.text, header) as session:
         session.check_outputs(output)
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from comfy_tpu.diagnosis import Finding
+from comfy_tpu.terminal_text import escape_controls
 
 SYMBOLS = {"ok": "✓", "warning": "!", "blocked": "✗"}
 ASCII_SYMBOLS = {"ok": "+", "warning": "!", "blocked": "x"}
@@ -32,7 +33,8 @@ def verdict(findings: Iterable[Finding]) -> str:
 
 
 def printable(lines: Iterable[str], encoding: str) -> str:
-    return "\n".join(lines).encode(encoding, "replace").decode(encoding)
+    """Lines of a report in an encoding that may lack characters, without control characters."""
+    return escape_controls("\n".join(lines)).encode(encoding, "replace").decode(encoding)
 
 
 def _symbols(encoding: str) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 from comfy_tpu.cli.findings import finding_lines, printable, verdict
+from comfy_tpu.cli.options import path
+from comfy_tpu.cli.terminal import print_text
 from comfy_tpu.diagnosis import Finding, examine, examine_comfyui
 from comfy_tpu.installation import ComfyUI, Outcome, Pack, place, remove
 
@@ -16,7 +17,9 @@ SHOWN = ("python", "devices", "tracing")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("comfyui_dir", type=Path, metavar="COMFYUI_DIR", help="the directory that holds main.py")
+    parser.add_argument(
+        "comfyui_dir", type=path("COMFYUI_DIR"), metavar="COMFYUI_DIR", help="the directory that holds main.py"
+    )
     parser.add_argument("--copy", action="store_true", help="copy the files where links are not possible")
     parser.add_argument("--uninstall", action="store_true", help="take the pack out again; models and outputs stay")
 
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     comfyui = ComfyUI.open(arguments.comfyui_dir)
     if arguments.uninstall:
-        print(remove(comfyui).detail)
+        print_text(remove(comfyui).detail)
         return 0
     pack = Pack.here()
     comfyui.check_version(pack.required_comfyui)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
+import errno
 import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from signal import SIGHUP, SIGTERM
 from types import FrameType
 from typing import NoReturn
 
 import comfy_tpu
-from comfy_tpu.cli.options import with_flags
+from comfy_tpu.cli.options import argument_names, with_flags
+from comfy_tpu.cli.terminal import print_error, warning_lines
 from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.terminal_text import sanitize
 
 INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
@@ -32,7 +36,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("generate", "make a video from a prompt", "comfy_tpu.cli.generate"),
+    Command("generate", "make a video or an image from a prompt", "comfy_tpu.cli.generate"),
     Command("encode", "first stage of generate: the prompt to a file of embeddings", "comfy_tpu.cli.encode"),
     Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
     Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),
@@ -47,26 +51,35 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    names: Mapping[str, str] = {}
     try:
         with _termination_unwinds():
-            arguments = _parser(argv).parse_args(argv)
-            status: int = arguments.run(arguments)
+            arguments = _parse(argv)
+            names = arguments.names
+            with warning_lines(lambda text: with_flags(text, names)):
+                status: int = arguments.run(arguments)
             sys.stdout.flush()  # here, where a closed pipe can still be handled
             return status
     except ComfyTpuError as error:
-        print(f"comfy-tpu: {with_flags(error)}", file=sys.stderr)
+        print_error(with_flags(str(error), names))
         return 1
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "comfy_tpu":
             raise
-        print(f'comfy-tpu: {error.name} is not installed; pip install "{error.name}"', file=sys.stderr)
+        print_error(f'{error.name} is not installed; pip install "{error.name}"')
         return 1
     except KeyboardInterrupt:
-        print("comfy-tpu: interrupted", file=sys.stderr)
+        print_error("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone (`comfy-tpu … | head`). Python would fail once more flushing stdout on the way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
+            raise
+        # pathlib raises these where it is asked whether a path that was given is a file.
+        print_error(f"{error.filename} cannot be opened ({error.strerror}); give another path")
         return 1
 
 
@@ -89,8 +102,33 @@ def _termination_unwinds() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(sanitize(message))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    arguments, unknown = _parser(argv).parse_known_args(argv)
+    if unknown:
+        parser: argparse.ArgumentParser = arguments.parser
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, arguments.names)}")
+    return arguments
+
+
+def _hint(unknown: Sequence[str], names: Mapping[str, str]) -> str:
+    """What was probably meant by arguments that the command does not have, or nothing."""
+    flags = [name for name in names.values() if name.startswith("--")]
+    for argument in unknown:
+        written = argument.partition("=")[0].replace("_", "-")
+        if meant := difflib.get_close_matches(written, flags, 1, cutoff=0.8) if written.startswith("--") else []:
+            return f"; did you mean {meant[0]}?"
+    if names.get("prompt") == "PROMPT" and not any(argument.startswith("-") for argument in unknown):
+        return "; put a PROMPT of several words in quotes"
+    return ""
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="comfy-tpu", description="Diffusion models on TPU, GPU and CPU through JAX.")
+    parser = Parser(prog="comfy-tpu", description="Diffusion models on TPU, GPU and CPU through JAX.")
     parser.add_argument("--version", action="version", version=f"comfy-tpu {comfy_tpu.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
@@ -98,5 +136,5 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if command.name in argv:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, parser=subparser, names=argument_names(subparser))
     return parser

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,11 +35,11 @@ SETTINGS = (
     Option("num_frames", ("--num-frames",), "frames: 4n+1, of LTX-Video 8n+1"),
     Option("num_inference_steps", ("--steps", "--num-inference-steps"), "denoising steps"),
     Option("guidance_scale", ("--guidance-scale",), "how closely to follow the prompt; up to 1: no negative prompt"),
-    Option("guidance_scale_2", ("--guidance-scale-2",), "of the second transformer, where there are two; 0: the same"),
+    Option("guidance_scale_2", ("--guidance-scale-2",), "the same for a second transformer; 0: as --guidance-scale"),
     Option("boundary", ("--boundary",), "share of the noise below which the second transformer takes over"),
     Option("flow_shift", ("--flow-shift",), "more for larger videos"),
-    Option("seed", ("--seed",), "of the noise: the same seed gives the same video"),
-    Option("scheduler", ("--scheduler",), "solver; an unknown name gets the list of them"),
+    Option("seed", ("--seed",), "seed of the noise: the same one gives the same video"),
+    Option("scheduler", ("--scheduler",), "the solver; a name that the model does not know gets a list of names"),
     Option("num_videos", ("--num-videos",), "videos from one prompt"),
     Option("fps", ("--fps",), "frames per second"),
     Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
@@ -82,6 +83,18 @@ FLAGS = {
 """How a user of the command says what an error calls by its name in Python."""
 
 
+def path(name: str, kind: Callable[[str], Any] = Path) -> Callable[[str], Any]:
+    """Parses a file or directory that is given as the argument `name`. Path("") would be the current directory."""
+
+    def parse(text: str) -> Any:
+        if not text:
+            # No InvalidValueError: argparse replaces the message of a ValueError.
+            raise ComfyTpuError(f"{name} is empty; give a path")
+        return kind(text)
+
+    return parse
+
+
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what the video should show; - reads it from standard input")
 
@@ -91,11 +104,13 @@ def add_images(parser: argparse.ArgumentParser) -> None:
         "--image",
         action="append",
         default=[],
-        type=Path,
+        type=path("--image"),
         metavar="PICTURE",
         help="the first frame of a video, a picture to start from, or one to look at, as often as the model takes one",
     )
-    parser.add_argument("--last-image", type=Path, metavar="PICTURE", help="the last frame, for models that take one")
+    parser.add_argument(
+        "--last-image", type=path("--last-image"), metavar="PICTURE", help="the last frame, for models that take one"
+    )
 
 
 def read_images(arguments: argparse.Namespace) -> list[Image]:
@@ -115,23 +130,32 @@ def list_input_files(arguments: argparse.Namespace) -> list[Path]:
     return [*getattr(arguments, "image", ()), *loras, *(path for path in single if path is not None)]
 
 
-def add_settings(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    group = parser.add_argument_group("settings", "A model has its own defaults; those of Wan 2.1 are shown.")
+def add_settings(
+    parser: argparse.ArgumentParser, *, without: Collection[str] = (), from_input: str | None = None
+) -> None:
+    """`from_input`: the argument whose file holds the settings that are not given."""
+    group = parser.add_argument_group(
+        "settings",
+        f"Those of {from_input} hold where none is given here."
+        if from_input
+        else "A model has its own defaults; those of Wan 2.1 are shown.",
+    )
     group.add_argument(
         "--size", metavar="NAME", help="height, width and flow shift by name: 480P, 720P; Flux: 512, 768, 1024"
     )
     for option in SETTINGS:
         if option.field not in without:
-            _add_setting(group, option)
+            _add_setting(group, option, with_default=from_input is None)
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:
-    _add_setting(parser, next(option for option in SETTINGS if option.field == "fps"))
+    """For a command whose input holds the settings."""
+    _add_setting(parser, next(option for option in SETTINGS if option.field == "fps"), with_default=False)
 
 
 def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     group = add_machine(parser, "model and machine")
-    shown = default or "the one the input was made with"
+    shown = default or "the one the input was made with, if it is on this machine"
     group.add_argument("--model", default=default, help=f"a directory, a hub id, demo or demo-image (default: {shown})")
 
 
@@ -140,7 +164,7 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
         "--lora",
         action="append",
         default=[],
-        type=parse_lora,
+        type=path("--lora", parse_lora),
         metavar="FILE[:STRENGTH][:high|low]",
         help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one "
         "of two transformers; may be repeated",
@@ -182,7 +206,7 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
         default="none",
         help="fp8 (H100 and newer, TPU v7x) or int8 (TPU v5e, v6e): faster, and not quite the same video",
     )
-    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="where compiled programs are kept")
+    group.add_argument("--cache-dir", type=path("--cache-dir"), metavar="DIR", help="where compiled programs are kept")
     return group
 
 
@@ -206,10 +230,13 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "-o",
         "--output",
+        type=path("--output", str),
         metavar="PATH",
         help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
-    parser.add_argument("--contact-sheet", type=Path, metavar="PNG", help="also a picture of every second frame")
+    parser.add_argument(
+        "--contact-sheet", type=path("--contact-sheet"), metavar="PNG", help="also a picture of every second frame"
+    )
 
 
 STRENGTH = 0.6
@@ -220,12 +247,14 @@ def add_strength(parser: argparse.ArgumentParser) -> None:
         "--strength",
         type=number(float),
         metavar="X",
-        help=f"for Flux.1: how much of --image is made anew, over 0 to 1: all ({STRENGTH})",
+        help=f"for Flux.1: how much of --image is made anew, above 0 and up to 1, which is all of it ({STRENGTH})",
     )
 
 
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="PATH", help=f"x.safetensors (default: {default})")
+    parser.add_argument(
+        "-o", "--output", type=path("--output"), metavar="PATH", help=f"x.safetensors (default: {default})"
+    )
 
 
 def chosen(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -243,28 +272,56 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     from comfy_tpu.pipeline.settings import check_prompt
 
     prompt: str = arguments.prompt
-    for field, text in (("prompt", prompt), ("negative_prompt", arguments.negative_prompt or "")):
-        try:
-            if field == "prompt" and text == "-":
-                prompt = sys.stdin.buffer.read().decode("utf-8").strip()
-            text.encode("utf-8")  # Python keeps bytes of a command line that are not UTF-8 as lone surrogates
-        except UnicodeError as error:
-            raise InvalidValueError(f"{field} is not UTF-8 text ({error}); convert it") from error
+    with _utf8("prompt"):
+        if prompt == "-":
+            prompt = sys.stdin.buffer.read().decode("utf-8").strip()
+    check_texts(prompt, arguments.negative_prompt)
     check_prompt(prompt)
     return prompt
 
 
-def with_flags(error: ComfyTpuError) -> str:
-    """The error's text, a field at its beginning as the flag it came from: `--height 100 is not divisible by 16`."""
-    match = re.match(r"(\w+)(=| )", str(error))
+def check_texts(prompt: str, negative_prompt: str | None) -> None:
+    for field, text in (("prompt", prompt), ("negative_prompt", negative_prompt or "")):
+        with _utf8(field):
+            text.encode("utf-8")  # Python keeps bytes of a command line that are not UTF-8 as lone surrogates
+
+
+@contextlib.contextmanager
+def _utf8(field: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeError as error:
+        raise InvalidValueError(f"{field} is not UTF-8 text ({error}); convert it") from error
+
+
+def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """What a user of this command calls each of its arguments, its subcommands' too: `--output`, `MODEL`."""
+    names: dict[str, str] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                names |= argument_names(subparser)
+        elif flags := [flag for flag in action.option_strings if flag.startswith("--")]:
+            names[action.dest.removesuffix("_")] = flags[0]  # from_, as Python has a word of that name
+        elif action.metavar:
+            names[action.dest] = str(action.metavar)
+    return names
+
+
+def with_flags(message: str, names: Mapping[str, str]) -> str:
+    """The message, a field at its beginning as the argument it came from: `--height 100 is not divisible by 16`.
+
+    `names` are the command's own: MODEL of `plan` is --model of others.
+    """
+    match = re.match(r"(\w+)(=| )", message)
     if match is None or match[1] not in FLAGS:
-        return str(error)
-    return f"{FLAGS[match[1]]} {str(error)[match.end() :]}"
+        return message
+    return f"{names.get(match[1], FLAGS[match[1]])} {message[match.end() :]}"
 
 
-def _add_setting(parser: argparse._ActionsContainer, option: Option) -> None:
+def _add_setting(parser: argparse._ActionsContainer, option: Option, *, with_default: bool) -> None:
     default = getattr(GenerationSettings, option.field)
-    shown = f" ({default})" if default != "" else ""
+    shown = f" ({default})" if with_default and default != "" else ""
     parser.add_argument(
         *option.flags,
         dest=option.field,

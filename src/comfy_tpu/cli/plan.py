@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from comfy_tpu.cli.options import path
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -23,8 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos from one prompt (1)")
     parser.add_argument("--no-guidance", action="store_true", help="one branch: no negative prompt")
     parser.add_argument("--mesh", help="choose this layout instead of the best: dp=2,sp=4, or seed")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="also write the program, to compile it elsewhere")
-    parser.add_argument("--from", dest="from_", type=Path, metavar="FILE", help="plan a program that --export wrote")
+    parser.add_argument(
+        "--export", type=path("--export"), metavar="FILE", help="also write the program, to compile it elsewhere"
+    )
+    parser.add_argument(
+        "--from", dest="from_", type=path("--from"), metavar="FILE", help="plan a program that --export wrote"
+    )
     parser.add_argument("--no-compile", action="store_true", help="do not ask the TPU compiler, also if it is here")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -41,7 +46,7 @@ def _from_file(arguments: argparse.Namespace) -> Plan:
     given = [name for name in ("model", "tpu", "size", "mesh", "export") if getattr(arguments, name) is not None]
     if given:
         raise InvalidValueError(f"from={arguments.from_} brings its own {given[0]}; leave that out")
-    from comfy_tpu.cli.progress import say
+    from comfy_tpu.cli.terminal import say
     from comfy_tpu.planning.plan import plan_program
     from comfy_tpu.planning.program_file import read_program
 
@@ -51,7 +56,7 @@ def _from_file(arguments: argparse.Namespace) -> Plan:
 def _from_model(arguments: argparse.Namespace) -> Plan:
     if arguments.model is None or arguments.tpu is None:
         raise InvalidValueError("plan needs a MODEL and --tpu, or --from; try: comfy-tpu plan demo --tpu v6e-8")
-    from comfy_tpu.cli.progress import say
+    from comfy_tpu.cli.terminal import say
     from comfy_tpu.parallel.chips import parse_slice
     from comfy_tpu.pipeline.model_files import list_model_files
     from comfy_tpu.pipeline.path_conflicts import check_conflicts

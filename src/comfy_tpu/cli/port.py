@@ -96,7 +96,7 @@ def _models_print_to_stderr() -> AbstractContextManager[object]:
 
 
 def _printable(text: str) -> str:
-    return printable(text.splitlines(), sys.stdout.encoding or "ascii")
+    return printable(text.split("\n"), sys.stdout.encoding or "ascii")
 
 
 def _object(arguments: argparse.Namespace, name: str) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli.findings import printable
+from comfy_tpu.terminal_text import sanitize
 
 if TYPE_CHECKING:
     from comfy_tpu.porting.scaffold.new import Scaffold
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.scaffold.way_back import way_back
 
     def tell(text: str) -> None:
-        print(f"[{time.perf_counter() - begin:5.1f} s] {text}", file=sys.stderr, flush=True)
+        print(sanitize(f"[{time.perf_counter() - begin:5.1f} s] {text}"), file=sys.stderr, flush=True)
 
     scaffold = make_scaffold(
         arguments.name,
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 outcome |= _test(scaffold, begin, quiet=arguments.json)
             except BaseException:  # Ctrl-C and other signals: they go on from here
-                print("\n".join(_kept(scaffold, outcome["undo"])), file=sys.stderr, flush=True)
+                print(sanitize("\n".join(_kept(scaffold, outcome["undo"]))), file=sys.stderr, flush=True)
                 raise
     if arguments.json:
         print(json.dumps({**as_document(scaffold), **outcome}, indent=2))
@@ -91,7 +92,7 @@ def _blocked(scaffold: Scaffold, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**as_document(scaffold), "tested": None, "seconds_to_a_frame": None, "undo": None}, indent=2))
     else:
-        _print(["", *as_text(check for check in scaffold.checks if check.blocked).splitlines()])
+        _print(["", *as_text(check for check in scaffold.checks if check.blocked).split("\n")])
         _print(["", "Nothing was written: a family of a model that does not run would not run either."])
     return 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.terminal_text import escape_controls
 
 Key = tuple[str, str]
 
@@ -65,21 +65,18 @@ class Account:
 
 
 class Display:
-    """Listens to a pipeline. Without a terminal on stderr it shows nothing, and warnings as plain lines."""
+    """Listens to a pipeline. Without a terminal on stderr it shows nothing."""
 
     def __init__(self) -> None:
         self.account = Account()
         self._bars: dict[Key, Any] = {}
-        self._handler = _WarningLines()
 
     def __enter__(self) -> Display:
-        logging.getLogger("comfy_tpu").addHandler(self._handler)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        logging.getLogger("comfy_tpu").removeHandler(self._handler)
         for bar in self._bars.values():
             bar.close()
         self._bars.clear()
@@ -93,7 +90,8 @@ class Display:
             self._bars[key] = self._new_bar(progress)
         bar = self._bars[key]
         if progress.reused:
-            bar.set_description_str(f"{progress.stage} {progress.what}, reused {spans(self.account.reused)}")
+            reused = spans(self.account.reused)
+            bar.set_description_str(escape_controls(f"{progress.stage} {progress.what}, reused {reused}"))
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
             if progress.stage == "compiling":
@@ -119,7 +117,7 @@ class Display:
         # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
         return tqdm(
             total=progress.total,
-            desc=text,
+            desc=escape_controls(text).replace("\n", r"\n"),
             bar_format=form,
             unit=unit,
             unit_scale=unit == "B",
@@ -133,16 +131,6 @@ class Display:
         )
 
 
-class _WarningLines(logging.Handler):
-    """The package's warnings as lines of the command, above the bars."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
-
-
 def spans(numbers: Sequence[int]) -> str:
     """The last few of them; neighbours as a span: "… 16–17, 19"."""
     spans: list[list[int]] = []
@@ -153,10 +141,3 @@ def spans(numbers: Sequence[int]) -> str:
             spans.append([number])
     shown = ", ".join("–".join(map(str, span)) for span in spans[-_SPANS:])
     return f"… {shown}" if len(spans) > _SPANS else shown
-
-
-def say(text: str) -> None:
-    """A line on stderr that does not disturb the bars."""
-    from tqdm import tqdm
-
-    tqdm.write(f"comfy-tpu: {text}", file=sys.stderr)

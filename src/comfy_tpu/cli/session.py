@@ -28,7 +28,8 @@ from typing import Any
 from PIL.Image import Image
 
 from comfy_tpu.cli import options
-from comfy_tpu.cli.progress import Display, say
+from comfy_tpu.cli.progress import Display
+from comfy_tpu.cli.terminal import print_paths, say
 from comfy_tpu.config import VAE_BACKEND, CacheConfig, GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts, atomic, media, picture, reuse, video
@@ -36,6 +37,7 @@ from comfy_tpu.pipeline.images import as_frame, fingerprint
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.settings import make_settings
+from comfy_tpu.terminal_text import excerpt
 
 
 class Session:
@@ -138,7 +140,7 @@ class Session:
         skipped: bool = False,
     ) -> int:
         if not self.arguments.json:
-            print(*outputs, sep="\n")
+            print_paths(outputs)
             return 0
         account = self.display.account
         total = account.total
@@ -160,11 +162,22 @@ class Session:
         return 0
 
 
+def open_next_stage(
+    arguments: argparse.Namespace, path: Path, header: artifacts.Header
+) -> contextlib.AbstractContextManager[Session]:
+    """With the model that --model names, else with the one that made the artifact at `path`, if it is here."""
+    if arguments.model is not None:
+        return open_session(arguments, arguments.model)
+    return open_session(arguments, artifacts.find_model(path, header), name=header.model_name)
+
+
 @contextlib.contextmanager
-def open_session(arguments: argparse.Namespace, model: str) -> Iterator[Session]:
+def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str | None = None) -> Iterator[Session]:
+    """`name`: what the model is called, instead of `model` itself."""
     with Display() as display:
         pipeline = video.VideoPipeline.open(
             model,
+            name=name,
             mesh=arguments.mesh,
             platform=arguments.platform,
             dtype=arguments.dtype,
@@ -218,4 +231,4 @@ def artifact_there(path: Path, stage: artifacts.Stage, arguments: argparse.Names
 
 def warn_of_cut(cut: str) -> None:
     if cut:
-        say(f"warning: PROMPT is longer than the model reads; this was cut off: {cut}")
+        say(f"warning: PROMPT is longer than the model reads; this was cut off: {excerpt(cut)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from comfy_api.latest import ComfyExtension, io
 
 from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
@@ -10,6 +12,7 @@ from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
 from comfy_tpu.comfy.node_families import NODE_FAMILIES
 from comfy_tpu.comfy.routes import add_routes
+from comfy_tpu.terminal_text import SanitizeRecords
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     *(node for family in NODE_FAMILIES for node in nodes_of(family)),
@@ -27,6 +30,14 @@ class TPUExtension(ComfyExtension):
         return list(NODES)
 
 
+def sanitize_warnings() -> None:
+    """ComfyUI's handler prints what our modules log; this one is asked before it."""
+    logger = logging.getLogger("comfy_tpu")
+    if not any(isinstance(handler, SanitizeRecords) for handler in logger.handlers):
+        logger.addHandler(SanitizeRecords())
+
+
 async def comfy_entrypoint() -> ComfyExtension:
+    sanitize_warnings()
     add_routes()
     return TPUExtension()

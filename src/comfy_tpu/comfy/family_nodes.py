@@ -25,6 +25,7 @@ from comfy_tpu.comfy.exchange import (
 from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.comfy.run import pipeline_run
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.terminal_text import excerpt
 
 if TYPE_CHECKING:
     from comfy_tpu.config import GenerationSettings
@@ -338,4 +339,4 @@ def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any
 
 def _warn_of_cut(cut: str) -> None:
     if cut:
-        logger.warning("prompt is longer than the model reads; this was cut off: %s", cut)
+        logger.warning("prompt is longer than the model reads; this was cut off: %s", excerpt(cut))

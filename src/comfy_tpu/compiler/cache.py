@@ -74,7 +74,7 @@ def _writable(directory: Path) -> Path | None:
     except OSError as error:
         logger.warning(
             "compile cache %s cannot be written (%s): programs will be compiled again in every process; "
-            "set JAX_COMPILATION_CACHE_DIR to a directory that can",
+            "choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR",
             directory,
             error.strerror or error,
         )
@@ -102,6 +102,31 @@ def _replace_damaged_entry(warning: re.Match[str]) -> None:
             logger.warning("compile cache: %s cannot be removed (%s); remove it by hand", entry, error.strerror)
 
 
+def _report_failed_write(warning: re.Match[str]) -> None:
+    """JAX warns of every program that it cannot store, and keeps what it has written of it: every later process would
+    find that damaged. Removed, and one warning for all programs."""
+    import jax
+
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    if directory is None:
+        return
+    for entry in Path(directory).glob(f"{glob.escape(warning['program'])}-*-cache"):
+        with contextlib.suppress(OSError):
+            if _is_damaged(entry):
+                entry.unlink()
+    _warn_of_failed_write(directory, warning["reason"])
+
+
+@functools.cache  # one warning per directory and reason
+def _warn_of_failed_write(directory: str, reason: str) -> None:
+    logger.warning(
+        "compile cache %s cannot be written (%s): programs will be compiled again in the next process; free some "
+        "space, or choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR",
+        directory,
+        reason,
+    )
+
+
 def _is_damaged(entry: Path) -> bool:
     try:
         from jax._src.compilation_cache import decompress_executable
@@ -113,6 +138,10 @@ def _is_damaged(entry: Path) -> bool:
 
 
 on_warning("Error reading persistent compilation cache entry for '(?P<program>[^']+)'.*", _replace_damaged_entry)
+on_warning(
+    r"Error writing persistent compilation cache entry for '(?P<program>[^']+)': \w+: (\[Errno \d+\] )?(?P<reason>.*)",
+    _report_failed_write,
+)
 
 
 @dataclasses.dataclass(eq=False)

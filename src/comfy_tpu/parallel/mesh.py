@@ -184,7 +184,7 @@ def divisors(number: int) -> str:
 
 def _check_platform(platform: str, choices: Sequence[str]) -> None:
     if platform not in choices:
-        raise MeshError(f"unknown platform {platform!r}; choose from {', '.join(choices)}")
+        raise MeshError(f"platform={platform!r} is unknown; choose from {', '.join(choices)}")
 
 
 def make_placement(

@@ -24,6 +24,7 @@ import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import atomic
+from comfy_tpu.pipeline.model_files import find_local, is_hub_id
 from comfy_tpu.pipeline.step_plan import guidance_of
 from comfy_tpu.pipeline.text import PromptEmbeddings
 
@@ -33,6 +34,8 @@ FORMAT = 2
 SUFFIX = ".safetensors"
 MAKER: Mapping[str, str] = {"text": "encode", "latents": "denoise"}
 """The command that makes the artifact of a stage."""
+GIVEN: Mapping[str, str] = {"text": "PROMPT", "latents": "TEXT"}
+"""And what it is given."""
 
 
 class Model(Protocol):
@@ -162,11 +165,28 @@ def read_header(path: Path, stage: Stage) -> Header:
     return _parse(path, read_metadata(path, stage), stage)
 
 
+def find_model(path: Path, header: Header) -> Path:
+    """The directory of the model that the artifact at `path` names. A file does not decide what is downloaded."""
+    name = header.model_name
+    directory = find_local(name)
+    if directory is not None:
+        return directory
+    if is_hub_id(name):
+        raise InvalidValueError(
+            f"{path} was made with {name}, which is not on this machine; add --model {name} to download it"
+        )
+    raise InvalidValueError(
+        f"{path} was made with {name}, and there is no such directory here; add --model and the model's directory"
+    )
+
+
 def read_metadata(path: Path, stage: Stage) -> dict[str, str]:
     """Of an artifact of this stage; whatever else is at `path` is an error that says what it is."""
     maker = MAKER[stage]
     if not path.exists():
-        raise InvalidValueError(f"{path} does not exist; make it with `comfy-tpu {maker} -o {path}`")
+        raise InvalidValueError(f"{path} does not exist; make it with `comfy-tpu {maker} {GIVEN[stage]} -o {path}`")
+    if path.is_dir():
+        raise InvalidValueError(f"{path} is a directory; give the file that `comfy-tpu {maker}` made")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -203,10 +223,15 @@ def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, tor
     header = read_header(path, stage)
     maker = MAKER[stage]
     if header.model_fingerprint != model.model_fingerprint:
+        made_with = f"{path} was made with model {header.model_name} ({header.model_fingerprint})"
+        if header.model_name == model.model_name:
+            raise InvalidValueError(
+                f"{made_with}, whose files have changed since ({model.model_fingerprint}); run `comfy-tpu {maker}` "
+                "again, or give the directory of the earlier files with --model"
+            )
         raise InvalidValueError(
-            f"{path} was made with model {header.model_name} ({header.model_fingerprint}), this is {model.model_name} "
-            f"({model.model_fingerprint}); run `comfy-tpu {maker}` again with --model {model.model_name}, or go on "
-            f"with --model {header.model_name}"
+            f"{made_with}, this is {model.model_name} ({model.model_fingerprint}); run `comfy-tpu {maker}` again with "
+            f"--model {model.model_name}, or go on with --model {header.model_name}"
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
@@ -24,8 +25,10 @@ PROMPTS = (
 _TOLD = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift", "seed", "scheduler")
 
 
-def measure_curve(pipeline: VideoPipeline, prompts: Sequence[str], settings: GenerationSettings) -> Curve:
-    """The mean over the prompts, each with a seed of its own."""
+def measure_curve(
+    pipeline: VideoPipeline, prompts: Sequence[str], settings: GenerationSettings, images: Sequence[Image.Image] = ()
+) -> Curve:
+    """The mean over the prompts, each with a seed of its own. `images`: as for `VideoPipeline.encode`."""
     if settings.num_inference_steps < 2:
         raise InvalidValueError(
             f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50"
@@ -34,7 +37,7 @@ def measure_curve(pipeline: VideoPipeline, prompts: Sequence[str], settings: Gen
     measured = []
     for number, prompt in enumerate(prompts):
         own = dataclasses.replace(settings, seed=settings.seed + number)
-        measured.append(differences(pipeline.velocities(pipeline.encode(prompt, own), own)))
+        measured.append(differences(pipeline.velocities(pipeline.encode(prompt, own, images), own)))
         if not np.isfinite(measured[-1]).all():
             raise InvalidValueError(
                 f"model {pipeline.model_name} answers prompt {prompt!r} with NaN, infinity or nothing but zeros, which "
@@ -46,9 +49,17 @@ def measure_curve(pipeline: VideoPipeline, prompts: Sequence[str], settings: Gen
 
 
 def save(
-    path: Path, curve: Curve, pipeline: VideoPipeline, prompts: Sequence[str], settings: GenerationSettings
+    path: Path,
+    curve: Curve,
+    pipeline: VideoPipeline,
+    prompts: Sequence[str],
+    settings: GenerationSettings,
+    *,
+    pictures: str = "",
 ) -> None:
+    """`pictures`: the fingerprint of those that were given."""
     made_with = {name: getattr(settings, name) for name in _TOLD} | {"prompts": list(prompts)}
+    made_with |= {"pictures": pictures} if pictures else {}
     family, fingerprint = pipeline.family.name, pipeline.model_fingerprint
     save_curve(path, curve, family=family, fingerprint=fingerprint, made_with=made_with)
 

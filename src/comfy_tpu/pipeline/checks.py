@@ -13,6 +13,7 @@ from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.text import Embeddings, PromptEmbeddings
+from comfy_tpu.terminal_text import excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ def warn_of_ignored(family: VideoFamily, defaults: GenerationSettings, settings:
     of_pairs = ("guidance_scale_2",) if len(family.transformers) == 1 else ()
     for name in (*ignored[family.guidance], *of_pairs):
         if getattr(settings, name) != getattr(defaults, name):
-            logger.warning("%s=%s has no effect: %s %s", name, getattr(settings, name), family.name, reasons[name])
+            value = excerpt(str(getattr(settings, name)))
+            logger.warning("%s=%s has no effect: %s %s", name, value, family.name, reasons[name])
 
 
 def size_text(settings: GenerationSettings) -> str:

@@ -189,7 +189,7 @@ class LoraFile:
         return cls(path, checkpoint, modules, tuple(others), _adapter(path))
 
     def match(self, targets: Targets) -> Matched:
-        """What the file adds to the model's tensors. Its shapes are said, not checked."""
+        """What the file adds to the model's tensors. Their shapes are noted, not compared with the model's."""
         factors: dict[str, Factors] = {}
         unknown = [key for key in self.others if not key.startswith(_TEXT_ENCODERS)]
         text_keys = [key for key in self.others if key.startswith(_TEXT_ENCODERS)]
@@ -227,6 +227,7 @@ class LoraFile:
             raise UnsupportedError(f"lora={self.path} has both a LoRA and a difference for {module}; use another file")
         if "up" in parts:
             up, down = (self.checkpoint.tensors[parts[part]].shape for part in ("up", "down"))
+            self._check_halves(module, up, down)
             product = _product(up, down, target.rows, shape)
             scale = self._scale(module, parts, rank=max(down[0], 1) if down else 1)
             made[target.weight] = Factors(shape, product, target.rows, parts["up"], parts["down"], scale)
@@ -235,6 +236,17 @@ class LoraFile:
         if "bias" in parts and target.bias is not None:
             made[target.bias] = self._difference(parts["bias"], target.rows, shapes[target.bias])
         return made
+
+    def _check_halves(self, module: str, up: tuple[int, ...], down: tuple[int, ...]) -> None:
+        """up [outputs, rank] and down [rank, inputs], or the same as kernels of convolutions, make a product."""
+        flat = len(up) >= 2 and len(down) >= 2 and math.prod(up[2:]) == 1
+        if flat and up[1] == down[0]:
+            return
+        found = f"down has rank {down[0]}, up has rank {up[1]}" if flat else f"down has shape {down}, up has shape {up}"
+        expected = "expected the same" if flat else "expected (rank, inputs) and (outputs, rank)"
+        raise InvalidValueError(
+            f"lora={self.path}: the halves of {module} do not fit each other: {found}, {expected}; download it again"
+        )
 
     def _difference(self, key: str, rows: Rows, shape: tuple[int, ...]) -> Factors:
         found = self.checkpoint.tensors[key].shape
@@ -265,8 +277,6 @@ class LoraFile:
 
 def _product(up: tuple[int, ...], down: tuple[int, ...], rows: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of up @ down: the model's own where the numbers agree, so that a linear layer's fits a 1×1×1 kernel."""
-    if len(up) < 2 or len(down) < 2 or up[1] != down[0] or math.prod(up[2:]) != 1:
-        return (*up, *down)  # no product at all: the two as they are, which fits nothing
     outputs = _cut(up, rows)[0]
     same = math.prod(down[1:]) == math.prod(shape[1:]) and len(shape) > 1
     return (outputs, *(shape[1:] if same else down[1:]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -192,11 +194,41 @@ def _find(model: str) -> Path:
         return Path(model)
     if Path(model).exists():
         raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout")
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+    if is_hub_id(model):
         return _download(model)
     raise InvalidValueError(
         f'model={model} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
     )
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether it reads as owner/name."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model, re.ASCII) is not None
+
+
+def find_local(model: str) -> Path | None:
+    """Where a model is on this machine: a demo model, a directory, or an earlier download of a hub id.
+
+    For names that a file gives: nothing is asked of a network.
+    """
+    if model in DEMO_DIRECTORIES:
+        return DEMO_DIRECTORIES[model]
+    if not model or model.startswith(("//", "\\\\")):  # a directory of another machine, on Windows
+        return None
+    with contextlib.suppress(OSError):  # pathlib raises for a name that is too long or may not be looked up
+        if Path(model).is_dir():
+            return Path(model)
+    return _find_download(model) if is_hub_id(model) else None
+
+
+def _find_download(model: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
 
 
 def _download(model: str) -> Path:

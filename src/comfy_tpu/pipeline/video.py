@@ -51,6 +51,7 @@ from comfy_tpu.pipeline.step_plan import Plan, PlannedStep, guidance_of, make_pl
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend
 from comfy_tpu.quiet import quiet
+from comfy_tpu.terminal_text import excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class VideoPipeline(RunningModel):
             tokens = tokenize(self._files, encoder, prompts, settings.max_sequence_length)
             cut = cut or tokens.cut[0]
             if any(tokens.cut[1:]):
-                logger.warning("negative_prompt is too long; this was cut: %s", tokens.cut[1])
+                logger.warning("negative_prompt is too long; this was cut: %s", excerpt(tokens.cut[1]))
             program = self._program(encoder.component, encoder.encode)
             with self._weights(encoder.component) as weights:
                 self._tell("encoding", "prompt", done, count)
@@ -318,9 +319,10 @@ class VideoPipeline(RunningModel):
                 self._placement.sizes.dp,
             )
         self._size = size_text(settings)
-        first = to_device(self._first_sample(plan, settings, beginning))
-        samples: list[Any] = [first, *(jax.numpy.zeros_like(first) for _ in range(HISTORY - 1))]
-        outputs: list[Any] = [jax.numpy.zeros_like(first) for _ in range(HISTORY)]
+        with quiet():  # these are programs too, which the compile cache may fail to read or store
+            first = to_device(self._first_sample(plan, settings, beginning))
+            samples: list[Any] = [first, *(jax.numpy.zeros_like(first) for _ in range(HISTORY - 1))]
+            outputs: list[Any] = [jax.numpy.zeros_like(first) for _ in range(HISTORY)]
         done = 0
         for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
             with self._weights(self.family.transformers[number]) as loaded:

@@ -1,0 +1,69 @@
+"""How the commands write lines: nothing that a file or an argument says reaches a terminal as a control character."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from comfy_tpu.terminal_text import escape_controls, sanitize
+
+
+def message_line(text: str) -> str:
+    """A message of the command. Further lines are indented: none in a quoted text can pass for one of ours."""
+    return f"comfy-tpu: {sanitize(text)}".replace("\n", "\n  ")
+
+
+def print_error(text: str) -> None:
+    print(message_line(text), file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """A line on stderr that does not disturb progress bars."""
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(message_line(text), file=sys.stderr)
+    else:
+        print(message_line(text), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def warning_lines(rename: Callable[[str], str]) -> Iterator[None]:
+    """Shows the package's warnings as lines of the command, each as `rename` gives it."""
+    logger, handler = logging.getLogger("comfy_tpu"), _WarningLines(rename)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _WarningLines(logging.Handler):
+    def __init__(self, rename: Callable[[str], str]) -> None:
+        super().__init__(logging.WARNING)
+        self._rename = rename
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self._rename(record.getMessage()))
+
+
+def print_text(text: str) -> None:
+    """A report, on stdout."""
+    encoding = sys.stdout.encoding or "ascii"
+    print(escape_controls(text).encode(encoding, "replace").decode(encoding), flush=True)
+
+
+def print_paths(paths: Iterable[Path | str]) -> None:
+    """One a line: escaped on a terminal, elsewhere exactly what the file system has, for the program that reads it."""
+    for path in map(str, paths):
+        if sys.stdout.isatty():
+            print_text(path.replace("\n", r"\n"))
+            continue
+        try:
+            path.encode(sys.stdout.encoding or "ascii")
+            print(path)
+        except UnicodeEncodeError:  # a name that is not UTF-8, or a locale that is not
+            sys.stdout.flush()
+            sys.stdout.buffer.write(os.fsencode(path) + b"\n")
