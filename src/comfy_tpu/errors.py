@@ -1,6 +1,7 @@
 """Every exception a user can meet. Messages say what happened, what was got, what was expected, what to do."""
 
 import contextlib
+import errno
 from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
@@ -65,6 +66,10 @@ class CheckpointError(ComfyTpuError):
     """A checkpoint is missing, damaged, or not the one the model needs."""
 
 
+class SkeletonSizeError(CheckpointError):
+    """A module asks for more weights or memory while it is built than its checkpoint, or any model, has."""
+
+
 class StackingError(ComfyTpuError):
     """A list of blocks cannot be run as one scanned block."""
 
@@ -109,6 +114,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ValueError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
+_HOST_MEMORY = (
+    "can't allocate memory",  # torch
+    "can't start new thread",  # Python: a stack is memory
+    "failed to map segment",  # the loader, of a library's code
+    "RESOURCE_EXHAUSTED",  # XLA, outside of a program
+    "std::bad_alloc",
+)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether an error is a library's way of saying that the process gets no more memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    known = isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in _HOST_MEMORY)
+    return known or isinstance(error, MemoryError)
+
+
 @contextlib.contextmanager
 def device_errors(what: str) -> Iterator[None]:
     """Turns the runtime's out-of-memory error into ours."""
@@ -121,6 +143,45 @@ def device_errors(what: str) -> Iterator[None]:
             f"{what} does not fit in device memory ({str(error).splitlines()[0]}); use a smaller size, fewer frames, "
             f"or a mesh with more devices{see('out-of-memory')}"
         ) from error
+
+
+@contextlib.contextmanager
+def config_errors(what: str) -> Iterator[None]:
+    """Turns whatever a number, text or list of the wrong kind leads to into a sentence about `what`, a file of a
+    model. Errors of ours are sentences already."""
+    try:
+        yield
+    except SkeletonSizeError as error:
+        raise CheckpointError(f"{what} {error}; download the model again") from error
+    except (ComfyTpuError, ImportError, OSError):  # not what a value leads to
+        raise
+    except MemoryError as error:
+        raise CheckpointError(
+            f"{what} leads to more memory than there is ({_short(error)}); close other programs, or download the model "
+            "again if its numbers are wrong"
+        ) from error
+    except Exception as error:  # libraries check their values in as many ways as there are libraries
+        raise CheckpointError(f"{what} cannot be used ({_short(error)}); download the model again") from error
+
+
+@contextlib.contextmanager
+def trace_errors(part: str, model: str) -> Iterator[None]:
+    """The same while a part of a model is traced, where a value that the library did not look at is first used."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ComfyTpuError):
+            raise
+        raise TraceError(
+            f"model={model}: the {part} cannot be run as its config.json describes it ({_short(error)}); download the "
+            f"model again, or report it with that file{see('trace')}"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """Its type and the beginning of its message, in one line."""
+    reason = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def listed(names: Iterable[str], most: int = 5, separator: str = ", ", before_rest: str = " ") -> str:

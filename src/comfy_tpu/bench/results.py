@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline.atomic import explained, replacing
 
 SCHEMA = 1
@@ -108,13 +109,15 @@ class Run:
 
 def read_runs(path: Path) -> list[Run]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if document["schema"] != SCHEMA:
             raise InvalidValueError(
                 f"{path} has schema {document['schema']}, expected {SCHEMA}; measure again with this version"
             )
         return [Run.from_json(entry) for entry in document["runs"]]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except InvalidValueError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InvalidValueError(
             f"{path} is not a file of benchmark results ({reason}); give one that `comfy-tpu bench --json` wrote"

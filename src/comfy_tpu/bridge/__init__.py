@@ -8,7 +8,7 @@ from comfy_tpu.bridge.layers import BlockCall, content_of, map_layers, run_layer
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.scope import TraceContext, current_trace, trace_scope
-from comfy_tpu.bridge.skeleton import build_skeleton, weight_shapes
+from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_shapes
 
 __all__ = [
     "BlockCall",
@@ -26,6 +26,7 @@ __all__ = [
     "run_layer",
     "run_layers",
     "scan",
+    "skeleton_limits",
     "to_device",
     "to_host",
     "trace_scope",

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from comfy_tpu.config import SkeletonLimits
+from comfy_tpu.errors import SkeletonSizeError
+
+
+def skeleton_limits(shapes: Iterable[tuple[int, ...]]) -> SkeletonLimits:
+    """For a module whose checkpoint holds these. Some modules ask for tied weights twice, or drop layers afterwards."""
+    sizes = [math.prod(shape) for shape in shapes]
+    known = f"and its checkpoint has {len(sizes)} with {sum(sizes)} numbers"
+    return SkeletonLimits(tensors=4 * len(sizes) + 256, elements=4 * sum(sizes) + 2**20, known=known)
+
+
+_FACTORIES = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros)
+_LARGE = 2**12
+"""Elements of an input from which on the size of a result is looked at before it is computed."""
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -16,6 +32,12 @@ class _EmptyOnMeta(TorchFunctionMode):
     A mode rather than a `torch.device("meta")` block, which would lose the computed buffers, and rather than a patch
     of nn.Module, which other threads would feel.
     """
+
+    def __init__(self, limits: SkeletonLimits) -> None:
+        super().__init__()
+        self._limits = limits
+        self._tensors = 0
+        self._elements = 0
 
     def __torch_function__(
         self,
@@ -27,7 +49,31 @@ class _EmptyOnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
+            weight = func(*args, **kwargs)
+            self._count(weight)
+            return weight
+        largest = max((each.numel() for each in args if isinstance(each, torch.Tensor) and not each.is_meta), default=0)
+        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):  # not every function works on meta
+            if func in _FACTORIES:
+                self._check_computed(func(*args, **{**kwargs, "device": "meta"}), largest)
+            elif largest >= _LARGE:
+                on_meta = (each.to("meta") if isinstance(each, torch.Tensor) else each for each in args)
+                self._check_computed(func(*on_meta, **kwargs), largest)
         return func(*args, **kwargs)
+
+    def _count(self, weight: torch.Tensor) -> None:
+        self._tensors += 1
+        self._elements += weight.numel()
+        if self._tensors > self._limits.tensors:
+            raise SkeletonSizeError(f"asks for more than {self._limits.tensors} weights, {self._limits.known}")
+        if self._elements > self._limits.elements:
+            elements = self._limits.elements
+            raise SkeletonSizeError(f"asks for weights with more than {elements} numbers, {self._limits.known}")
+
+    def _check_computed(self, tensor: Any, largest: int) -> None:
+        """Before it is computed, from inputs that have this many elements at most."""
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > max(self._limits.computed, largest):
+            raise SkeletonSizeError(f"asks for a table of shape {tuple(tensor.shape)}, which no known model has")
 
 
 @contextlib.contextmanager
@@ -39,17 +85,20 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def build_skeleton(factory: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+def build_skeleton(
+    factory: Callable[[], torch.nn.Module], limits: SkeletonLimits = SkeletonLimits()
+) -> torch.nn.Module:
     """The module that `factory` builds, in eval mode: weights on meta, computed buffers real and on the host.
 
-    Buffers that a checkpoint does not hold (persistent=False) become constants of the programs traced from it.
+    Buffers that a checkpoint does not hold (persistent=False) become constants of the programs traced from it. Raises
+    SkeletonSizeError as soon as the module asks for more than `limits`.
     """
     with torch.inference_mode(False):  # a module built inside one could not be used outside of it
-        return _emptied(factory)
+        return _emptied(factory, limits)
 
 
-def _emptied(factory: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    with _random_state_kept(), torch.no_grad(), _EmptyOnMeta():
+def _emptied(factory: Callable[[], torch.nn.Module], limits: SkeletonLimits) -> torch.nn.Module:
+    with _random_state_kept(), torch.no_grad(), _EmptyOnMeta(limits):
         module = factory()
     emptied: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import errno
 import importlib
-import os
+import resource
 import signal
 import sys
 import threading
@@ -19,12 +19,16 @@ from typing import NoReturn
 
 import comfy_tpu
 from comfy_tpu.cli.options import argument_names, with_flags
+from comfy_tpu.cli.streams import discard, output_fails, standard_streams
 from comfy_tpu.cli.terminal import print_error, warning_lines
-from comfy_tpu.errors import ComfyTpuError
-from comfy_tpu.terminal_text import sanitize
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory
+from comfy_tpu.terminal_text import excerpt, sanitize
 
 INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
+
+ADDRESS_SPACE_MIN = 3 * 2**30
+"""Bytes with which the demo model runs on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Command:
     summary: str
     module: str
     """Has add_arguments(parser) and run(arguments) -> exit status. Imported only when the command is asked for."""
+    runs_models: bool = True
 
 
 COMMANDS = (
@@ -44,43 +49,71 @@ COMMANDS = (
     Command("bench", "measure speed and error beside diffusers", "comfy_tpu.cli.bench"),
     Command("plan", "say what a TPU slice would do with a model, before renting it", "comfy_tpu.cli.plan"),
     Command("port", "say what stands between a PyTorch model and a TPU", "comfy_tpu.cli.port"),
-    Command("install", "put the nodes into a ComfyUI, and say what is missing", "comfy_tpu.cli.install"),
-    Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor"),
+    Command("install", "put the nodes into a ComfyUI, and say what is missing", "comfy_tpu.cli.install", False),
+    Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    with standard_streams():
+        return _run(sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     names: Mapping[str, str] = {}
     try:
         with _termination_unwinds():
-            arguments = _parse(argv)
-            names = arguments.names
-            with warning_lines(lambda text: with_flags(text, names)):
-                status: int = arguments.run(arguments)
+            try:
+                arguments = _parse(argv)
+                names = arguments.names
+                if arguments.runs_models:
+                    _check_address_space()
+                with warning_lines(lambda text: with_flags(text, names)):
+                    status: int = arguments.run(arguments)
+            except SystemExit:  # of --help, which has printed it
+                sys.stdout.flush()
+                raise
             sys.stdout.flush()  # here, where a closed pipe can still be handled
             return status
-    except ComfyTpuError as error:
-        print_error(with_flags(str(error), names))
-        return 1
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "comfy_tpu":
-            raise
-        print_error(f'{error.name} is not installed; pip install "{error.name}"')
-        return 1
     except KeyboardInterrupt:
         print_error("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone (`comfy-tpu … | head`). Python would fail once more flushing stdout on the way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone (`comfy-tpu … | head`)
+        discard(sys.stdout)
         return 1
-    except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        # pathlib raises these where it is asked whether a path that was given is a file.
-        print_error(f"{error.filename} cannot be opened ({error.strerror}); give another path")
+        print_error(with_flags(sentence, names))
         return 1
+
+
+def _sentence(error: Exception) -> str | None:
+    """What a user is told instead of a traceback; None of an error that is a bug."""
+    if isinstance(error, ComfyTpuError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] != "comfy_tpu":
+        return f'{error.name} is not installed; pip install "{error.name}"'
+    if is_out_of_host_memory(error):
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return f"the process got no more memory ({reason}); raise its limit (ulimit -v), or close other programs"
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:
+        # pathlib raises these where it is asked whether a path that was given is a file.
+        return f"{excerpt(str(error.filename))} cannot be opened ({error.strerror}); give another path"
+    if isinstance(error, OSError) and output_fails():
+        return f"standard output could not be written: {error.strerror or error}; send it elsewhere"
+    return None
+
+
+def _check_address_space() -> None:
+    """Before libraries are loaded: with less, OpenBLAS waits for ever for memory while SciPy is imported."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE_MIN:
+        raise InvalidValueError(
+            f"this process may have {limit / 2**30:.1f} GiB of addresses (ulimit -v), and a model needs "
+            f"{ADDRESS_SPACE_MIN / 2**30:.0f} GiB at least; raise the limit, or run it with `ulimit -v unlimited`"
+        )
 
 
 @contextlib.contextmanager
@@ -136,5 +169,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if command.name in argv:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run, parser=subparser, names=argument_names(subparser))
+            subparser.set_defaults(
+                run=module.run,
+                runs_models=command.runs_models,
+                parser=subparser,
+                names=argument_names(subparser),
+            )
     return parser

@@ -274,10 +274,17 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     prompt: str = arguments.prompt
     with _utf8("prompt"):
         if prompt == "-":
-            prompt = sys.stdin.buffer.read().decode("utf-8").strip()
+            prompt = _read_standard_input()
     check_texts(prompt, arguments.negative_prompt)
     check_prompt(prompt)
     return prompt
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").strip()
+    except OSError as error:
+        raise InvalidValueError(f"prompt cannot be read from standard input ({error}); give it as text") from error
 
 
 def check_texts(prompt: str, negative_prompt: str | None) -> None:

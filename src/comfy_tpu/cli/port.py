@@ -18,6 +18,7 @@ from typing import Any
 from comfy_tpu.cli import port_new
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.json_input import parse_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not getattr(arguments, "static", False):
+        from comfy_tpu.parallel.runtime_flags import check_runtime_flags
+
+        check_runtime_flags()
     status: int = arguments.port(arguments)
     return status
 
@@ -104,7 +109,7 @@ def _object(arguments: argparse.Namespace, name: str) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise InvalidValueError(f"{name} is not JSON ({error}); quote it for the shell: '{{\"x\": [1, 16]}}'") from None
     if not isinstance(content, dict):

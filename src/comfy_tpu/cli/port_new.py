@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli.findings import printable
+from comfy_tpu.cli.streams import write_error
 from comfy_tpu.terminal_text import sanitize
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.scaffold.way_back import way_back
 
     def tell(text: str) -> None:
-        print(sanitize(f"[{time.perf_counter() - begin:5.1f} s] {text}"), file=sys.stderr, flush=True)
+        write_error(sanitize(f"[{time.perf_counter() - begin:5.1f} s] {text}"))
 
     scaffold = make_scaffold(
         arguments.name,
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 outcome |= _test(scaffold, begin, quiet=arguments.json)
             except BaseException:  # Ctrl-C and other signals: they go on from here
-                print(sanitize("\n".join(_kept(scaffold, outcome["undo"]))), file=sys.stderr, flush=True)
+                write_error(sanitize("\n".join(_kept(scaffold, outcome["undo"]))))
                 raise
     if arguments.json:
         print(json.dumps({**as_document(scaffold), **outcome}, indent=2))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from comfy_tpu.cli.streams import discard, write_error
 from comfy_tpu.terminal_text import escape_controls, sanitize
 
 
@@ -18,15 +19,18 @@ def message_line(text: str) -> str:
 
 
 def print_error(text: str) -> None:
-    print(message_line(text), file=sys.stderr)
+    write_error(message_line(text))
 
 
 def say(text: str) -> None:
     """A line on stderr that does not disturb progress bars."""
-    if "tqdm" in sys.modules:
+    if "tqdm" not in sys.modules:
+        print_error(text)
+        return
+    try:
         sys.modules["tqdm"].tqdm.write(message_line(text), file=sys.stderr)
-    else:
-        print(message_line(text), file=sys.stderr)
+    except OSError:  # nobody reads it, and a lost line must not end a run
+        discard(sys.stderr)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
 from comfy_tpu.errors import InvalidValueError, listed
+from comfy_tpu.json_input import read_json
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.video import VideoPipeline
@@ -80,8 +80,8 @@ def _directories(root: Path, depth: int) -> Iterator[Path]:
 
 def _model_index(directory: Path) -> dict[str, Any]:
     try:
-        index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # one odd file must not take every node along
+        index = read_json(directory / "model_index.json")
+    except (OSError, ValueError):  # one odd file must not take every node along
         return {}
     return index if isinstance(index, dict) else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.errors import CheckpointError, listed
+from comfy_tpu.json_input import read_json
 
 REMAP_BYTES = 64 * 1024**2
 """A file is mapped anew after this much of it was read. Pages of a mapping count as our memory from their first touch
@@ -206,7 +206,7 @@ def _check_present(directory: Path, names: Iterable[str], according_to: str) -> 
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         if not all(isinstance(shard, str) for shard in weight_map.values()):
             raise TypeError("weight_map must map tensor names to file names")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

@@ -20,9 +20,9 @@ from comfy_tpu.compiler.merging import MergedSource, WeightChanges, merging
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
-from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
-from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig
-from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, check_checkpoint, load_weights
+from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig, SkeletonLimits
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors
 from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings, replicate
@@ -72,23 +72,26 @@ class Component:
         sharding: ShardingConfig = ShardingConfig(),
         quantize: Quantization = "none",
         scan: bool = True,
+        limits: SkeletonLimits = SkeletonLimits(),
     ) -> None:
+        """`limits`: what the module may ask for while it is built, where its checkpoint is known."""
         if not dtype.is_floating_point:
             raise InvalidValueError(
                 f"{spec.name}: dtype={dtype} is not a floating dtype; use torch.bfloat16 or torch.float32"
             )
         if spec.heads is not None:
-            check_heads(config[spec.heads], placement.sizes.tp)
+            check_heads(_heads(spec, config), placement.sizes.tp)
         self.spec = spec
         self.placement = placement
         self._cache = cache
         self._quantize = quantize
-        self._packed = spec.packed(config) if spec.packed and placement.sizes.tp > 1 else ()
-        self.module = build_skeleton(lambda: _build(spec, config))
-        quantize_layers(self.module, spec.quantized, quantize)
-        if scan:
-            stack_layers(self.module, spec.stacks)
-        shapes, sources = self._shapes(dtype)
+        with config_errors(f"the config.json of the {spec.name}"):
+            self._packed = spec.packed(config) if spec.packed and placement.sizes.tp > 1 else ()
+            self.module = build_skeleton(lambda: _build(spec, config), limits)
+            quantize_layers(self.module, spec.quantized, quantize)
+            if scan:
+                stack_layers(self.module, spec.stacks)
+            shapes, sources = self._shapes(dtype)
         stacked = [name for name, names in sources.items() if names != (name,)]
         rules = (*spec.rules, *_rules_for_scales(spec.rules, shapes))
         self.plan: ShardingPlan = plan_shardings(rules, shapes, placement, stacked, config=sharding)
@@ -135,13 +138,7 @@ class Component:
         enable_cache(self._cache)  # writing layers into their stacks compiles a little too
         if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None
-        if self.spec.rename or self._packed:
-            tp = self.placement.sizes.tp
-            checkpoint = ArrangedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
-        if self._quantize != "none":
-            scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
-            weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
-            checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
+        checkpoint = self._arranged(checkpoint)
         options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused}
         if changes is None:
             return load_weights(checkpoint, self.slots, **options)
@@ -149,6 +146,21 @@ class Component:
             return load_weights(checkpoint, self.slots, change=merging(changes), **options)
         finally:
             changes.close()
+
+    def check(self, checkpoint: WeightSource) -> None:
+        """Raises CheckpointError if `load` would refuse the checkpoint. Reads no weight."""
+        check_checkpoint(self._arranged(checkpoint), self.slots, self.spec.unused)
+
+    def _arranged(self, checkpoint: WeightSource) -> WeightSource:
+        """Under the names, in the order and in the dtype of the slots."""
+        if self.spec.rename or self._packed:
+            tp = self.placement.sizes.tp
+            checkpoint = ArrangedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
+        if self._quantize != "none":
+            scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
+            weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
+            checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
+        return checkpoint
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         return abstract_weights(self.slots)
@@ -163,6 +175,17 @@ def _rules_for_scales(rules: tuple[Rule, ...], names: Iterable[str]) -> list[Rul
     """Scales lie along the outputs, as a bias does: where no rule takes them along with it, they are whole."""
     scales = [name for name in names if name.endswith(SCALE)]
     return [replicate(name) for name in scales if not any(fnmatch.fnmatchcase(name, rule.pattern) for rule in rules)]
+
+
+def _heads(spec: ComponentSpec, config: Mapping[str, Any]) -> int:
+    assert spec.heads is not None
+    heads = config.get(spec.heads)
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise CheckpointError(
+            f"the config.json of the {spec.name} has {spec.heads}={heads!r}, expected a whole number from 1; download "
+            "the model again"
+        )
+    return heads
 
 
 def _build(spec: ComponentSpec, config: Mapping[str, Any]) -> torch.nn.Module:

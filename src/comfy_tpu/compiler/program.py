@@ -77,7 +77,9 @@ class DeviceProgram(abc.ABC):
         output_axes: Axes | Mapping[str, Axes] | None = None,
         cache: CacheConfig = CacheConfig(),
         on_event: Callable[[ProgramEvent], None] = _log_event,
+        trace_errors: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        """`trace_errors` is around the model's own code while it is traced, and may explain what that raises."""
         self.name = name
         self._check_names(function, {"static": static, "donate": donate, "input_axes": tuple(input_axes or {})})
         self._placement = placement
@@ -87,6 +89,7 @@ class DeviceProgram(abc.ABC):
         self._output_axes = output_axes
         self._cache = cache
         self._on_event = on_event
+        self._trace_errors = trace_errors
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
         self._lock = threading.RLock()
 
@@ -204,7 +207,9 @@ class DeviceProgram(abc.ABC):
     def _jitted(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
             inputs = {name: self._constrained(name, value) for name, value in {**kept, **donated}.items()} | static
-            return self._placed_as_asked(self._call(weights, inputs))
+            with self._trace_errors():
+                outputs = self._call(weights, inputs)
+            return self._placed_as_asked(outputs)
 
         run.__name__ = self.name.replace(".", "_")
         return jax.jit(run, donate_argnums=(2,) if self._donate else ())

@@ -103,7 +103,7 @@ def load_weights(
     Everything that headers can tell is checked before a byte is read. If anything is raised, by on_progress too,
     what was already loaded is deleted.
     """
-    _check(checkpoint, slots, ignore_unused)
+    check_checkpoint(checkpoint, slots, ignore_unused)
     writes = _writes_in_file_order(checkpoint, slots)
     total = sum(checkpoint.tensors[slot.sources[position]].nbytes for slot, position in writes)
     done = 0
@@ -214,7 +214,8 @@ def _layer_writer(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-def _check(checkpoint: WeightSource, slots: Sequence[WeightSlot], ignore_unused: Sequence[str]) -> None:
+def check_checkpoint(checkpoint: WeightSource, slots: Sequence[WeightSlot], ignore_unused: Sequence[str] = ()) -> None:
+    """Raises CheckpointError where names, shapes or dtypes in the headers are not those of the slots."""
     problems = []
     names = [slot.name for slot in slots]
     problems += [f"two slots are named {name}" for name in sorted({name for name in names if names.count(name) > 1})]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,12 +26,59 @@ VISION_RULES: tuple[Rule, ...] = (
 
 
 def refuse_unknown_keys(model_class: type, config: Mapping[str, Any]) -> None:
-    """diffusers would only log them, and build something other than what was trained."""
+    """diffusers would only log them, and build something other than what was trained.
+
+    Nor does it look at values: a text for a number is met in the middle of a run.
+    """
     if unknown := sorted(set(config) - set(inspect.signature(model_class).parameters)):
         raise UnsupportedError(
             f"the configuration of {model_class.__name__} has {', '.join(unknown)}, which this version of diffusers "
             "does not know: a newer model; try `pip install --upgrade diffusers`"
         )
+    _check_kinds(model_class, config)
+
+
+def _check_kinds(model_class: type, config: Mapping[str, Any]) -> None:
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(model_class.__init__))  # type: ignore[misc]
+    except NameError:  # names that only type checkers import
+        return
+    parameters = inspect.signature(model_class).parameters
+    for name in set(hints) & set(config) & set(parameters):
+        value, default = config[name], parameters[name].default
+        # Some defaults are not of the kind that their annotation says: None where it says float.
+        usual = _is_of_kind(default, hints[name]) or _kind(default) != _kind(value)
+        if usual and not _is_of_kind(value, hints[name]):
+            raise CheckpointError(
+                f"the configuration of {model_class.__name__} has {name}={repr(value)[:60]}, expected a value such as "
+                f"{repr(default)[:60]}; download the model again"
+            )
+
+
+def _is_of_kind(value: Any, hint: Any) -> bool:
+    """Whether JSON's null, true, number, text, list or object is what an annotation means, all the way in.
+
+    Not more: annotations are not exact about lengths, nor about 1 and 1.0.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of_kind(value, each) for each in arguments)
+    if origin in (list, tuple):
+        inner = [each for each in arguments if each is not Ellipsis]
+        if not isinstance(value, (list, tuple)):
+            return False
+        return not inner or all(any(_is_of_kind(each, kind) for kind in inner) for each in value)
+    if origin is typing.Literal:
+        return value in arguments
+    kinds = {int: "number", float: "number", bool: "bool", str: "text", types.NoneType: "null", dict: "object"}
+    return hint not in kinds or kinds[hint] == _kind(value)
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "bool"
+    kinds = {int | float: "number", str: "text", list | tuple: "list", Mapping: "object"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), type(value).__name__)
 
 
 def check_whole_numbers(config: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.program import DeviceProgram
-from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, load_weights
+from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, check_checkpoint, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families import wan
@@ -53,6 +53,10 @@ class NnxComponent:
         """Under diffusers' names, in our layout."""
         enable_cache(self._cache)
         return load_weights(ChannelsLast(checkpoint), self.slots, on_progress=on_progress)
+
+    def check(self, checkpoint: WeightSource) -> None:
+        """Raises CheckpointError if `load` would refuse the checkpoint. Reads no weight."""
+        check_checkpoint(ChannelsLast(checkpoint), self.slots)
 
     def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         return abstract_weights(self.slots)

@@ -20,6 +20,7 @@ from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel.chips import slice_of
 from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.runtime_flags import check_runtime_flags
 from comfy_tpu.parallel.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ _ABSTRACT_DEVICES = {
 
 def find_devices(platform: str = "auto") -> list[jax.Device]:
     """The devices of a platform; with "auto" those of the first of tpu, gpu and cpu that jax can start."""
+    check_runtime_flags()
     if platform != "auto":
         _check_platform(platform, ("auto", *PLATFORMS))
         try:

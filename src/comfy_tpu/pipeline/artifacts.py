@@ -23,6 +23,7 @@ from safetensors.torch import save
 import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
 from comfy_tpu.pipeline.step_plan import guidance_of
@@ -69,8 +70,8 @@ class Header:
 def describe(
     prompt: str, settings: GenerationSettings, model: Model, *, pictures: str = "", loras: str = ""
 ) -> dict[str, str]:
-    """For an artifact's metadata, and for a video's."""
-    return {
+    """For an artifact's metadata, and for a video's. Names that are not UTF-8 get escapes: no format takes them."""
+    description = {
         "prompt": prompt,
         "seed": str(settings.seed),
         "settings": json.dumps(dataclasses.asdict(settings), ensure_ascii=False),
@@ -80,6 +81,7 @@ def describe(
         "comfy_tpu": comfy_tpu.__version__,
         **{name: value for name, value in (("pictures", pictures), ("loras", loras)) if value},
     }
+    return {name: value.encode("utf-8", "backslashreplace").decode() for name, value in description.items()}
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
@@ -245,9 +247,13 @@ def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, tor
 def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
     known = {field.name for field in dataclasses.fields(GenerationSettings)}
     try:
-        values: Any = json.loads(metadata["settings"])
+        values: Any = parse_json(metadata["settings"])
+        if not isinstance(values, dict):
+            raise TypeError(f"settings are a {type(values).__name__}")
         if set(values) != known:
             raise ValueError(f"settings differ in {', '.join(sorted(set(values) ^ known))}")
+        loras = metadata.get("loras", "")
+        _check_loras(loras)
         return Header(
             stage,
             metadata["prompt"],
@@ -256,10 +262,17 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             metadata["model"],
             metadata["model_fingerprint"],
             metadata.get("pictures", ""),
-            metadata.get("loras", ""),
+            loras,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error), MAKER[stage]) from error
+
+
+def _check_loras(text: str) -> None:
+    """Before a stage begins: the report at its end repeats them."""
+    notes = parse_json(text) if text else []
+    if not isinstance(notes, list) or not all(isinstance(note, dict) for note in notes):
+        raise ValueError("loras are no list of objects")
 
 
 def _damaged(path: Path, what: str, maker: str) -> CheckpointError:

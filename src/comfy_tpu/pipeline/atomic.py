@@ -20,6 +20,9 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline.partial_files import open_partial, remove_abandoned
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NAME_MAX, _PATH_MAX = 255, 4095
+"""Bytes, of Linux and of every file system in common use."""
+_PARTIAL_NAME_MAX = 100
 
 _KINDS = {
     stat.S_IFBLK: "a block device",
@@ -36,6 +39,7 @@ def check_place(path: Path, *, field: str = "output", new_directories: int = 1) 
 
     `field` is what the path was given as, for the error.
     """
+    check_name(path, field=field)
     if path.is_dir():
         raise InvalidValueError(f"{field}={path} is a directory, expected a file; add a file name")
     target = _find_target(path, field)
@@ -64,6 +68,20 @@ def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "out
                 f"{field}={directory} has {kind} where a frame would go, {entry.name}; move it away, or choose another "
                 "place"
             )
+
+
+def check_name(path: Path, *, field: str = "output") -> None:
+    """A file system can hold a file of this name. Asked before anything else asks for the path, which would raise."""
+    if "\0" in str(path):
+        raise InvalidValueError(f"{field}={str(path)!r} holds a null character; choose another name")
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    # Beside it, a partial file with a name of its own is written first.
+    length = len(os.fsencode(path.absolute().parent)) + 1 + max(len(os.fsencode(path.name)), _PARTIAL_NAME_MAX)
+    if longest > _NAME_MAX or length > _PATH_MAX:
+        raise InvalidValueError(
+            f"{field}={str(path)[:60]}… is too long: {longest} bytes in one part, {length} in all, and a file system "
+            f"takes {_NAME_MAX} and {_PATH_MAX}; choose a shorter name"
+        )
 
 
 @contextlib.contextmanager

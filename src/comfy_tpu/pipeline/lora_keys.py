@@ -14,9 +14,9 @@ outside the blocks and no key of a text encoder, or it raises; and it drops diff
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
 from comfy_tpu.families.family import LoraNames
 from comfy_tpu.families.lora_names import ALL, Rows
+from comfy_tpu.json_input import parse_json
 
 Part = Literal["down", "up", "alpha", "difference", "bias"]
 
@@ -259,7 +260,8 @@ class LoraFile:
             alpha = float(tensor) if tensor.numel() == 1 else math.nan
         else:
             alpha = self._alpha_by_pattern(module, self.adapter.get("lora_alpha", rank))
-        if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        # Compared, because isfinite raises on a whole number that no float can hold.
+        if not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
             raise CheckpointError(f"lora={self.path}: alpha of {module} is not a finite number; download it again")
         return alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
 
@@ -269,7 +271,7 @@ class LoraFile:
         try:
             own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
             return next(own, otherwise)
-        except (AttributeError, re.error) as error:
+        except (AttributeError, OverflowError, RecursionError, re.error) as error:
             raise CheckpointError(
                 f"lora={self.path}: alpha_pattern in its {_METADATA} is not PEFT's ({error}); download it again"
             ) from error
@@ -290,7 +292,7 @@ def _adapter(path: Path) -> Mapping[str, Any]:
     with safe_open(path, framework="pt", device="cpu") as file:
         text = (file.metadata() or {}).get(_METADATA)
     try:
-        content = json.loads(text) if text else {}
+        content = parse_json(text) if text else {}
     except ValueError as error:
         raise CheckpointError(f"lora={path}: its {_METADATA} is no JSON ({error}); download it again") from error
     if not isinstance(content, dict):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from torch import Tensor
 from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
+from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.frame_names import NUMBER, is_sequence, number_in, numbered
 from comfy_tpu.pipeline.video_formats import (
@@ -77,6 +77,7 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
     """
     paths = output_paths(output, settings.num_videos if settings else 1)
     for path in paths:
+        atomic.check_name(path.with_name(number_in(path.name, settings.num_frames - 1 if settings else 0)))
         # The directory of each sequence among several is one level deeper, and ours to make.
         atomic.check_place(path, new_directories=2 if len(paths) > 1 and is_sequence(path) else 1)
         if is_sequence(path):
@@ -206,7 +207,7 @@ def read_metadata(output: str | Path) -> dict[str, str]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected one that comfy-tpu wrote")
     try:
-        found = json.loads(read_comment(path) or "{}")
+        found = parse_json(read_comment(path) or "{}")
     except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
         return {}
     # Pillow raises SyntaxError on a damaged picture.
@@ -228,6 +229,7 @@ def find_metadata(path: Path, num_frames: int = 1) -> dict[str, str]:
 
 def _full_path(output: str | Path) -> Path:
     path = Path(output)
+    atomic.check_name(path)
     if str(output).endswith(os.sep) or (path.is_dir() and path.suffix not in _FORMATS):
         return path / _FRAME_NAME
     if path.suffix not in _FORMATS:

@@ -6,18 +6,26 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
+import math
+import os
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
-from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
 from comfy_tpu.families.family import SchedulerFactory, VideoFamily
 from comfy_tpu.families.registry import family_of
+from comfy_tpu.families.schedulers import SCHEDULER_FILE
+from comfy_tpu.json_input import parse_json, read_json
+from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.settings import check_settings
 from comfy_tpu.quiet import quiet
 
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
@@ -26,6 +34,10 @@ DEMO_DIRECTORIES = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_IMAGE_MODEL: DEMO_DIRECTORY
 # Weights of components only: beside them some repositories have the whole model once more, in one file for other tools.
 _WANTED = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
 _SAMPLE_BYTES = 4096
+_CHANNELS_MAX = 2**16
+_COUNT = re.compile("^num_|layers|blocks|depth|channels")
+_COUNT_MAX = 2**20
+_WHOLE_MAX = 2**64 - 1
 
 
 def list_model_files(directory: Path) -> list[Path]:
@@ -51,7 +63,9 @@ class ModelFiles:
         directory = _find(str(model))
         index = _read_json(directory / "model_index.json")
         described = directory / "transformer" / "config.json"
-        family = family_of(index, _read_json(described) if described.is_file() else {})
+        transformer = _read_json(described) if described.is_file() else {}
+        with config_errors(str(described)):
+            family = family_of(index, transformer)
         files = cls(name or str(model), directory, family, index)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
         tokenizers = [encoder.tokenizer for encoder in family.text_encoders if to_run]
@@ -65,6 +79,7 @@ class ModelFiles:
             files._check_architecture(spec)
             if to_run:
                 files._check_weights(spec)
+        files._check_latents()
         return files
 
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
@@ -90,10 +105,9 @@ class ModelFiles:
 
         try:
             return AutoTokenizer.from_pretrained(self.directory / folder, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # the tokenizers library raises nothing more special
             raise CheckpointError(
-                f"model={self.name} has a {folder} that cannot be read ({reason}); download the model again"
+                f"model={self.name} has a {folder} that cannot be read ({_reason(error)}); download the model again"
             ) from error
 
     def image_processor(self, folder: str) -> Any:
@@ -102,30 +116,100 @@ class ModelFiles:
 
         try:
             return AutoImageProcessor.from_pretrained(self.directory / folder, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # as of tokenizers: any value of the file may lead to any error
             raise CheckpointError(
-                f"model={self.name} has an {folder} that cannot be read ({reason}); download the model again"
+                f"model={self.name} has an {folder} that cannot be read ({_reason(error)}); download the model again"
             ) from error
 
     @property
     def defaults(self) -> GenerationSettings:
         """The family's, with what the directory's own files say in their place; generation.json has the last word."""
         path = self.directory / "generation.json"
-        own = {**self.family.own_settings(self._read_if_there), **self._read_if_there(path.name)}
+        with config_errors(f"the scheduler_config.json or guider_config.json of model={self.name}"):
+            own = {**self.family.own_settings(self._read_if_there), **self._read_if_there(path.name)}
         if self.index.get("boundary_ratio") is not None:
-            own.setdefault("boundary", float(self.index["boundary_ratio"]))
+            own.setdefault("boundary", self.index["boundary_ratio"])
         known = {field.name for field in dataclasses.fields(GenerationSettings)}
         if unknown := sorted(set(own) - known):
             raise CheckpointError(
                 f"{path} names {unknown[0]}, which is no setting; settings are {', '.join(sorted(known))}"
             )
-        return dataclasses.replace(self.family.defaults, **own)
+        defaults = dataclasses.replace(self.family.defaults, **own)
+        try:
+            check_settings(defaults, self.family.limits)
+        except InvalidValueError as error:
+            raise CheckpointError(
+                f"model={self.name} brings defaults that cannot be used, in its generation.json, model_index.json or "
+                f"scheduler: {error}; download the model again"
+            ) from error
+        return defaults
 
     @functools.cached_property
     def schedulers(self) -> Mapping[str, SchedulerFactory]:
         """By the name a user gives: the family's, and the directory's own before them."""
-        return {**self.family.schedulers, **self.family.own_schedulers(self._read_if_there)}
+        with self.scheduler_errors():
+            own = self.family.own_schedulers(self._read_if_there)
+        return {**self.family.schedulers, **own}
+
+    def scheduler(self, settings: GenerationSettings) -> Any:
+        """The one that the settings name, with its timesteps set."""
+        with self.scheduler_errors(), np.errstate(all="ignore"):  # a division by zero shows in the levels
+            scheduler = self.schedulers[settings.scheduler](settings)
+            levels = scheduler.sigmas.tolist()
+        if not all(math.isfinite(level) for level in levels):
+            raise InvalidValueError(
+                f"num_inference_steps={settings.num_inference_steps} at flow_shift={settings.flow_shift:g} gives noise "
+                f"levels that are not finite numbers; choose others, or look at {self.directory / SCHEDULER_FILE}"
+            )
+        return scheduler
+
+    def scheduler_errors(self) -> AbstractContextManager[None]:
+        return config_errors(f"{self.directory / SCHEDULER_FILE}")
+
+    def workload(self, settings: GenerationSettings) -> Workload:
+        with config_errors(str(self._config_path(self.family.transformer))):
+            return self.family.workload(self.config(self.family.transformer), settings)
+
+    def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
+        """What the text encoders give of a prompt, by name, without the row's own dimension."""
+        config = self.config(self.family.transformer)
+        with config_errors(str(self._config_path(self.family.transformer))):
+            try:
+                shapes = self.family.embedding_shapes(config, settings)
+            except KeyError as error:
+                raise self._damaged(f"has {error.args[0]}=None") from error
+        if odd := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
+            raise self._damaged(f"makes {odd[0]} of shape {shapes[odd[0]]}")
+        return shapes
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"model={self.name}: the config.json of its transformer {what}, expected whole numbers; download the model "
+            "again"
+        )
+
+    @property
+    def latent_channels(self) -> int:
+        with config_errors(str(self._config_path(self.family.vae))):
+            channels = self.family.latent_channels(self.config(self.family.vae))
+        if not 1 <= channels <= _CHANNELS_MAX:
+            raise CheckpointError(
+                f"{self._config_path(self.family.vae)} describes latents of {channels} channels, expected 1 to "
+                f"{_CHANNELS_MAX}; download the model again"
+            )
+        return channels
+
+    @property
+    def latent_statistics(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of the VAE's latents, by channel."""
+        with config_errors(str(self._config_path(self.family.vae))):
+            mean, deviation = self.family.latent_statistics(self.config(self.family.vae))
+            if [len(mean), len(deviation)] != 2 * [self.latent_channels]:
+                lengths = f"{len(mean)} means and {len(deviation)} deviations"
+                raise ValueError(f"{lengths} for latents of {self.latent_channels} channels")
+            if not all(math.isfinite(value) for value in (*mean, *deviation)) or not all(deviation):
+                raise ValueError("a mean or deviation of the latents is infinite, or a deviation 0")
+        return mean, deviation
 
     def _read_if_there(self, name: str) -> Mapping[str, Any]:
         path = self.directory / name
@@ -161,9 +245,17 @@ class ModelFiles:
                 f"model={self.name}: the weights of its {spec.name} cannot be used: {error}"
             ) from error
 
+    def _check_latents(self) -> None:
+        try:
+            _ = self.latent_statistics
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, KeyError):  # what a configuration leaves out is as in diffusers
+                raise
+
     def _check_architecture(self, spec: ComponentSpec) -> None:
         config = _read_json(self._config_path(spec))
-        found = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
+        with config_errors(str(self._config_path(spec))):
+            found = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
         if found not in spec.classes:
             raise CheckpointError(
                 f"{self._config_path(spec)} describes a {found}, expected {' or '.join(spec.classes)}; "
@@ -176,7 +268,7 @@ def digest_tensors(path: Path, digest: Any) -> None:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length)
         digest.update(header)
-        for name, tensor in json.loads(header).items():
+        for name, tensor in parse_json(header).items():
             if name == "__metadata__":
                 continue
             begin, end = tensor["data_offsets"]
@@ -190,14 +282,14 @@ def _find(model: str) -> Path:
         raise InvalidValueError(f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO_MODEL}"')
     if model in DEMO_DIRECTORIES:
         return DEMO_DIRECTORIES[model]
-    if Path(model).is_dir():
+    if os.path.isdir(model):  # noqa: PTH112 - False of a name that is too long, where a Path raises
         return Path(model)
-    if Path(model).exists():
+    if os.path.exists(model):  # noqa: PTH110
         raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout")
     if is_hub_id(model):
         return _download(model)
     raise InvalidValueError(
-        f'model={model} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
+        f'model={model[:200]} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
     )
 
 
@@ -247,11 +339,29 @@ def _download(model: str) -> Path:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a model directory in diffusers' layout") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download the model again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object; download the model again")
+    _check_counts(path, content)
     return content
+
+
+def _check_counts(path: Path, content: Mapping[str, Any]) -> None:
+    """Libraries make lists as long as a configuration says before they build the first layer."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            _check_counts(path, value)
+        limit = _COUNT_MAX if _COUNT.search(name) else _WHOLE_MAX
+        if isinstance(value, int) and abs(value) > limit:
+            raise CheckpointError(
+                f"{path} has {name}={str(value)[:40]}, expected {limit} at most; download the model again"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of its message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.model_files import ModelFiles
 
@@ -95,7 +96,7 @@ def save_curve(path: Path, curve: Curve, *, family: str, fingerprint: str | None
 
 def _read(path: Path, files: ModelFiles, fingerprint: str | None) -> Curve:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if not isinstance(document, dict) or set(document) != _KEYS:
             raise ValueError(f"expected an object with {', '.join(sorted(_KEYS))}")
         if document["format"] != FORMAT:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import torch
 
+from comfy_tpu.bridge import skeleton_limits
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
@@ -23,7 +24,7 @@ from comfy_tpu.config import (
     Quantization,
     VaeBackend,
 )
-from comfy_tpu.errors import CheckpointError
+from comfy_tpu.errors import CheckpointError, trace_errors
 from comfy_tpu.families.family import Limits, VideoFamily
 from comfy_tpu.nnx import vae_component
 from comfy_tpu.parallel.placement import Placement
@@ -69,6 +70,7 @@ class RunningModel:
         """In the transformer. Others by `use_loras`."""
         self._components: dict[str, Component | NnxComponent] = {}
         self._programs: dict[str, DeviceProgram] = {}
+        self._checked: set[str] = set()
         self._size = ""
 
     def use_loras(self, loras: Sequence[Lora]) -> None:
@@ -102,20 +104,7 @@ class RunningModel:
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """What `encode` gives of a prompt, by name, without the row's own dimension."""
-        config = self._files.config(self.family.transformer)
-        try:
-            shapes = self.family.embedding_shapes(config, settings)
-        except KeyError as error:
-            raise self._damaged(f"has {error.args[0]}=None") from error
-        if odd := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
-            raise self._damaged(f"makes {odd[0]} of shape {shapes[odd[0]]}")
-        return shapes
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"model={self.model_name}: the config.json of its transformer {what}, expected whole numbers; download the "
-            "model again"
-        )
+        return self._files.embedding_shapes(settings)
 
     @functools.cached_property
     def defaults(self) -> GenerationSettings:
@@ -133,11 +122,10 @@ class RunningModel:
 
     @property
     def _latent_channels(self) -> int:
-        return self.family.latent_channels(self._files.config(self.family.vae))
+        return self._files.latent_channels
 
     def _latent_statistics(self) -> list[torch.Tensor]:
-        config = self._files.config(self.family.vae)
-        return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.family.latent_statistics(config)]
+        return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self._files.latent_statistics]
 
     def _component(self, spec: ComponentSpec) -> Component | NnxComponent:
         # Two transformers of one make are one component with two sets of weights: nothing is traced twice.
@@ -151,14 +139,32 @@ class RunningModel:
     def _make_component(self, spec: ComponentSpec) -> Component | NnxComponent:
         config = self._files.config(spec)
         options: dict[str, Any] = {"dtype": self._dtype, "attention": self._attention, "cache": self._cache}
-        if spec is self.family.vae and self._vae.backend == "nnx":
+        tensors = self._files.checkpoint(spec).tensors.values()
+        limits = skeleton_limits(tensor.shape for tensor in tensors)
+        component = Component(spec, config, self._placement, quantize=self._quantize, limits=limits, **options)
+        if spec is self.family.vae and self._vae.backend == "nnx":  # torch's module has shown that it can be built
             return vae_component(config, self._placement, **options)
-        return Component(spec, config, self._placement, quantize=self._quantize, **options)
+        return component
+
+    def check_components(self, *specs: ComponentSpec) -> None:
+        """Raises CheckpointError where the configuration and the weights of a component do not belong together.
+
+        Builds components and reads headers: what is wrong with the VAE must not be found after the denoising.
+        """
+        for spec in specs:
+            if spec.name in self._checked:
+                continue
+            try:
+                self._component(spec).check(self._files.checkpoint(spec))
+            except CheckpointError as error:
+                raise CheckpointError(f"model={self.model_name}: {error}") from error
+            self._checked.add(spec.name)
 
     def _program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> DeviceProgram:
         component = self._component(spec)
         name = f"{component.spec.name}.{function.__name__}"
         if name not in self._programs:
+            options["trace_errors"] = functools.partial(trace_errors, spec.name, self.model_name)
             self._programs[name] = component.program(function, on_event=self._on_program, **options)
         return self._programs[name]
 

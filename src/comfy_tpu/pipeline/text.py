@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from comfy_tpu.errors import CheckpointError, config_errors
 from comfy_tpu.families.family import TextEncoder
 from comfy_tpu.pipeline.model_files import ModelFiles
 
@@ -40,6 +41,27 @@ class Tokens:
 
 def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int) -> Tokens:
     tokenizer: Any = files.tokenizer(encoder.tokenizer)
+    with config_errors(f"the {encoder.tokenizer} of model={files.name}"):
+        tokens = _tokenize(tokenizer, files, encoder, prompts, max_length)
+    _check_ids(tokens.inputs["input_ids"], files, encoder)
+    return tokens
+
+
+def _check_ids(ids: torch.Tensor, files: ModelFiles, encoder: TextEncoder) -> None:
+    """On a device a number beyond the table would get the last row, without a word."""
+    config = files.config(encoder.component)
+    text = config.get("text_config")
+    rows = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+    if isinstance(rows, int) and ids.numel() and int(ids.max()) >= rows:
+        raise CheckpointError(
+            f"the {encoder.tokenizer} of model={files.name} gives token {int(ids.max())}, and its "
+            f"{encoder.component.name} knows {rows}: they do not belong together; download the model again"
+        )
+
+
+def _tokenize(
+    tokenizer: Any, files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int
+) -> Tokens:
     cleaned = [files.family.clean_prompt(prompt) for prompt in prompts]
     length = encoder.length or max_length
     if encoder.tokenize is not None:

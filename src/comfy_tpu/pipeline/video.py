@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from comfy_tpu.pipeline.checks import (
 )
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import initial_noise, make_step, picture_noise, reuse_step
+from comfy_tpu.pipeline.generators import closed_at_exit
 from comfy_tpu.pipeline.images import as_pixels, as_rgb, as_values, cropped, fingerprint, video_parts
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -90,7 +91,7 @@ class VideoPipeline(RunningModel):
         check(files)
         check_vae_backend(vae_backend, files)
         opened = open_loras(loras, files)
-        workload = files.family.workload(files.config(files.family.transformer), files.defaults)
+        workload = files.workload(files.defaults)
         placement = make_placement(mesh, platform=platform, workload=workload)
         chosen = DTYPES["float32" if placement.platform == "cpu" else "bfloat16"] if dtype == "auto" else DTYPES[dtype]
         return cls(
@@ -126,6 +127,7 @@ class VideoPipeline(RunningModel):
         check_settings(settings, self.limits)
         check_boundary(self, settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
+        self.check_components(*self.family.components)
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
         rows: dict[str, torch.Tensor] = {}
@@ -233,19 +235,23 @@ class VideoPipeline(RunningModel):
         check_settings(settings, self.limits)
         check_boundary(self, settings)
         with quiet():  # diffusers may be imported here
-            scheduler = self._files.schedulers[settings.scheduler](settings)
+            scheduler = self._files.scheduler(settings)
         if self.family.guidance != "branches":
             settings = dataclasses.replace(settings, guidance_until=0.0)
         begin = first_step(settings.num_inference_steps, strength)
-        return make_plan(make_schedule(scheduler, begin), settings, self._curve_for(settings))
+        with self._files.scheduler_errors():
+            schedule = make_schedule(scheduler, begin)
+        return make_plan(schedule, settings, self._curve_for(settings))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
+        self.check_components(self.family.vae)
         return self._decode(latents, settings)
 
-    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
+    @closed_at_exit
+    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
         self._size = size_text(settings)
         program = self._program(
             self.family.vae, self._vae.decode_frame, input_axes=self._vae.decode_axes, donate=("cache",)
@@ -304,11 +310,13 @@ class VideoPipeline(RunningModel):
         """All three stages; frames as `decode` gives them."""
         return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
+    @closed_at_exit
     def _steps(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings, beginning: Beginning | None = None
-    ) -> Iterator[tuple[list[jax.Array], list[jax.Array]]]:
+    ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
         """The last samples and velocities after each step, newest first, until the next one takes over their memory."""
         plan = self.plan(settings, 1.0 if beginning is None else beginning.strength)
+        self.check_components(*self.family.transformers, self.family.vae)
         check_embeddings(self, embeddings, plan.guided, settings)
         warn_of_ignored(self.family, self.defaults, settings)
         if plan.guided and plan.unguided and settings.num_videos % self._placement.sizes.dp:

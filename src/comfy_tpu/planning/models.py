@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import DEMO_MODEL, GenerationSettings
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import InvalidValueError, config_errors
 from comfy_tpu.families.family import VideoFamily
 from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 
 
@@ -26,7 +28,19 @@ class PlannedModel:
 
     @property
     def latent_channels(self) -> int:
-        return self.family.latent_channels(self.vae)
+        with config_errors(f"the config.json of the VAE of model={self.name}"):
+            return self.family.latent_channels(self.vae)
+
+    def workload(self, settings: GenerationSettings) -> Workload:
+        with self._transformer_errors():
+            return self.family.workload(self.config, settings)
+
+    def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
+        with self._transformer_errors():
+            return self.family.embedding_shapes(self.config, settings)
+
+    def _transformer_errors(self) -> AbstractContextManager[None]:
+        return config_errors(f"the config.json of the transformer of model={self.name}")
 
 
 def find_model(model: str) -> PlannedModel:

@@ -118,7 +118,7 @@ def make_plan(
     on_progress: Listener = lambda text: None,
 ) -> tuple[Plan, StepProgram]:
     """The plan, and the program of the chosen layout."""
-    work = model.family.workload(model.config, settings)
+    work = model.workload(settings)
     ranking = rank_layouts(work, slice_)
     chosen = ranking[0] if mesh.strip() == "auto" else _asked_for(mesh, work, slice_)
     seed = next((e for e in ranking if e.sizes == _seed_layout(slice_.device_count)), None)

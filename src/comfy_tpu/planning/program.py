@@ -19,6 +19,7 @@ from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.constraints import evenly
 from comfy_tpu.parallel.mesh import abstract_placement
+from comfy_tpu.parallel.runtime_flags import check_runtime_flags
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
@@ -32,6 +33,7 @@ _LARGEST_BLOCK = 2048
 @contextlib.contextmanager
 def host_only() -> Iterator[None]:
     """Nothing is run, so nothing but the CPU is started: chips that are here may be in use by somebody else."""
+    check_runtime_flags()
     before = getattr(jax.config, "jax_platforms")  # noqa: B009 -- an option that its type does not know
     jax.config.update("jax_platforms", "cpu")
     try:
@@ -92,7 +94,7 @@ def _lower_step(
     # The prompt's keys and values are outputs of another program: its abstract evaluation has their names and shapes.
     rows = {
         name: jax.ShapeDtypeStruct((work.batch, *shape), np.dtype("bfloat16"))
-        for name, shape in family.embedding_shapes(model.config, settings).items()
+        for name, shape in model.embedding_shapes(settings).items()
     } | {
         name: jax.ShapeDtypeStruct((work.batch, *row.shape[1:]), np.dtype("float32"))
         for name, row in family.conditions(settings).items()

@@ -13,6 +13,7 @@ import jax.export
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.json_input import parse_json
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
@@ -42,7 +43,7 @@ def read_program(path: Path) -> StepProgram:
         raise InvalidValueError(f"from={path} is not a file; give one that `comfy-tpu plan --export` wrote")
     try:
         with zipfile.ZipFile(path) as archive:
-            header = json.loads(archive.read(_HEADER))
+            header = parse_json(archive.read(_HEADER))
             serialized = archive.read(_PROGRAM)
         found = header.pop("format")
     except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:

@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, listed
+from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.source import Definition, Function, Package, definition_of, is_module_class, method
 
 ANY_ERROR = (Exception, SystemExit)
@@ -201,8 +201,8 @@ def _of_config(path: Path) -> Target:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise InvalidValueError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
         raise InvalidValueError(f"{path} holds a {type(content).__name__}, expected an object; download it again")

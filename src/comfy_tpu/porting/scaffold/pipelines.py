@@ -14,6 +14,7 @@ from typing import Any
 
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.small_models import SMALL_MODELS
 from comfy_tpu.quiet import quiet
 
@@ -231,10 +232,10 @@ def _folders(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise InvalidValueError(f"there is no {path}; give a model directory in diffusers' layout") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InvalidValueError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
         raise InvalidValueError(f"{path} holds a {type(content).__name__}, expected an object; download it again")

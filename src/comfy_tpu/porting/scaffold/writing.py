@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.json_input import parse_json
 from comfy_tpu.porting.scaffold import nodes
 from comfy_tpu.porting.scaffold.checkout import (
     Files,
@@ -83,7 +84,7 @@ def all_files(facts: Facts, checkout: Path) -> Files:
         write(root, {specification: files[specification]})
         files |= brought_into_shape(root, files)
         base, example = _BASES[facts.picture]
-        workflow = nodes.workflow(facts, json.loads(_read(checkout, f"example_workflows/{example}.json")), schemas)
+        workflow = nodes.workflow(facts, _read_json(checkout, f"example_workflows/{example}.json"), schemas)
         files |= {f"example_workflows/{facts.template}.json": workflow}
         files |= {f"example_workflows/{facts.template}.jpg": _thumbnail(facts, root)}
     files |= _pages(facts, checkout, schemas, base)
@@ -97,6 +98,15 @@ def _read(checkout: Path, name: str) -> str:
     except FileNotFoundError:
         raise UnsupportedError(
             f"{checkout} has no {name}; is this checkout another version? Nothing was written"
+        ) from None
+
+
+def _read_json(checkout: Path, name: str) -> Any:
+    try:
+        return parse_json(_read(checkout, name))
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{checkout / name} is not JSON ({error}); restore it from git. Nothing was written"
         ) from None
 
 
@@ -166,7 +176,7 @@ def _pages(facts: Facts, checkout: Path, schemas: Mapping[str, Any], base: str) 
     files: Files = {}
     for language in ("en", "zh"):
         file = f"locales/{language}/nodeDefs.json"
-        known = json.loads(_read(checkout, file))
+        known = _read_json(checkout, file)
         own = {}
         for kind in nodes.KINDS:
             name = f"{facts.key}{kind}"

@@ -1,0 +1,85 @@
+"""Standard input, output and error of a command, which the caller may have closed or given to a reader that left."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+"""By descriptor."""
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Inside, all three are open. Closed ones lead to the null device.
+
+    Otherwise the next file that is opened would get the number of a closed one, and libraries write warnings into it;
+    and Python, which has None for a closed stream, prints errors to standard output instead. The descriptors stay open
+    afterwards: libraries may have started threads that use them.
+    """
+    before = {name: getattr(sys, name) for name, _ in _STREAMS}
+    for number, (name, mode) in enumerate(_STREAMS):
+        _open_descriptor(number)
+        if before[name] is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    try:
+        with _names_as_bytes(sys.stdout):
+            yield
+    finally:
+        for name, stream in before.items():
+            setattr(sys, name, stream)
+
+
+def write_error(text: str) -> None:
+    """A line on standard error, or nothing where nobody reads it: a lost warning must not end a run."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def output_fails() -> bool:
+    """Whether standard output cannot be written, in which case what is left of it is discarded."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard(sys.stdout)
+        return True
+    return False
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what is written from now on, and what is in the buffer, to the null device: Python would fail once more
+    flushing it on the way out."""
+    with contextlib.suppress(OSError):  # a stream that has no descriptor, as in tests
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)
+
+
+def _open_descriptor(number: int) -> None:
+    try:
+        os.fstat(number)
+    except OSError:
+        # The lowest free number, which is this one: those below it are open.
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+@contextlib.contextmanager
+def _names_as_bytes(stream: TextIO) -> Iterator[None]:
+    """File names that are not UTF-8 are printed as the bytes that they are."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
+        yield
+        return
+    stream.reconfigure(errors="surrogateescape")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # it is flushed by this, and may be gone
+            stream.reconfigure(errors="strict")
