@@ -169,8 +169,8 @@ def trace_errors(part: str, model: str) -> Iterator[None]:
     """The same while a part of a model is traced, where a value that the library did not look at is first used."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, ComfyTpuError):
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ComfyTpuError) or is_out_of_memory(error):
             raise
         raise TraceError(
             f"model={model}: the {part} cannot be run as its config.json describes it ({_short(error)}); download the "

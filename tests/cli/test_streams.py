@@ -8,26 +8,31 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(Path(__file__).with_name("fake_pipeline.py"))]
-WARNING = "PROMPT is longer than the model reads"
-LONG = "a prompt of more words than the small text encoder reads at all"
+from comfy_tpu.cli.main import main
 
-# A command that says where the first file that it opens is put, and what the three streams are.
+ROOT = Path(__file__).parents[2]
+
+# A command that warns, reports, and notes where the first file that it opens is put.
 LOOKING = """
 import json, os, sys, types
-from comfy_tpu.cli import main as cli
+from comfy_tpu.cli import main as cli, options
+from comfy_tpu.cli.progress import say
+
 def run(arguments):
-    first = os.open(sys.argv[0] or ".", os.O_RDONLY)
-    print("report"); print("warning", file=sys.stderr)
-    with open("seen.json", "w") as file:
-        json.dump({"first": first, "prompt": sys.stdin.read()}, file)
-    os.write(2, b"a library's warning")
+    say("a warning")
+    if arguments.prompt == "-":
+        sys.stdin.buffer.read()
+    with open("made.json", "w") as file:
+        json.dump({"number": file.fileno()}, file)
+    os.write(2, b"of a library\\n")
+    print(arguments.prompt)
     return 0
-module = types.ModuleType("looking"); sys.modules["looking"] = module
-module.add_arguments, module.run = lambda parser: None, run
+
+module = types.ModuleType("looking")
+sys.modules["looking"] = module
+module.add_arguments, module.run = options.add_prompt, run
 cli.COMMANDS = (cli.Command("look", "", "looking"),)
-sys.exit(cli.main(["look"]))
+sys.exit(cli.main())
 """
 
 
@@ -47,59 +52,76 @@ def shell(command: list[str], redirections: str, cwd: Path) -> tuple[int, str, s
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
-def test_files_do_not_get_the_numbers_of_closed_streams(closed: str, tmp_path: Path) -> None:
+@pytest.fixture
+def look(tmp_path: Path) -> list[str]:
     script = tmp_path / "look.py"
-    script.write_text(LOOKING)  # a file, as an installed command is: Python reads it before it runs
-    status, out, err = shell([sys.executable, str(script)], closed, tmp_path)
+    script.write_text(LOOKING)  # a file, as an installed command is: Python has read it before it runs
+    return [sys.executable, str(script), "look"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_nobodys(closed: str, look: list[str], tmp_path: Path) -> None:
+    status, out, err = shell([*look, "report"], closed, tmp_path)
     assert status == 0
-    assert out == ("" if ">&-" in closed.split() else "report\n")
-    assert err == ("" if "2>&-" in closed else "warning\na library's warning")
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen["first"] > 2
-    assert seen["prompt"] == ""
+    assert out == ("" if ">&-" in closed.split() else "report\n")  # and no warning, whatever is closed
+    assert err == ("" if "2>&-" in closed else "comfy-tpu: a warning\nof a library\n")
+    assert json.loads((tmp_path / "made.json").read_text())["number"] > 2
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_the_video_is_written_whatever_is_closed(closed: str, tmp_path: Path) -> None:
-    command = [*COMMAND, "generate", LONG, "--json", "-o", "x.npy"]
-    status, out, err = shell(command, closed, tmp_path)
-    assert status == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-    if ">&-" not in closed.split():
-        assert json.loads(out)["outputs"] == ["x.npy"]  # and no warning among it
-    assert (WARNING in err) == ("2>&-" not in closed)
-
-
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("redirections", "words", "status", "error"),
     [
-        (">/dev/full", ["generate", "a", "-o", "x.npy"], 1, "standard output could not be written: No space left"),
-        (">/dev/full", ["--help"], 1, "standard output could not be written: No space left"),
-        ("1</dev/null", ["generate", "a", "-o", "x.npy"], 1, "standard output could not be written: Bad file"),
-        ("2>/dev/full", ["generate", LONG, "-o", "x.npy"], 0, ""),
-        ("2> >(exec 0<&-; sleep 0)", ["generate", LONG, "-o", "x.npy"], 0, ""),
-        ("<&-", ["generate", "-", "-o", "x.npy"], 1, "PROMPT '' is empty"),
-        ("0>out", ["generate", "-", "-o", "x.npy"], 1, "PROMPT cannot be read from standard input (not readable)"),
+        (">/dev/full", ["report"], 1, "comfy-tpu: standard output could not be written: No space left on device"),
+        ("1</dev/null", ["report"], 1, "comfy-tpu: standard output could not be written: Bad file descriptor"),
+        ("2>/dev/full", ["report"], 0, ""),
+        ("2>&1 >/dev/null | (exec <&-); exit ${PIPESTATUS[0]}", ["report"], 0, ""),
+        ("<&-", ["-"], 0, ""),
     ],
-    ids=["stdout full", "help full", "stdout not writable", "stderr full", "stderr unread", "no stdin", "stdin a file"],
+    ids=["stdout full", "stdout not writable", "stderr full", "stderr unread", "stdin closed"],
 )
-def test_streams_that_fail(redirections: str, words: list[str], status: int, error: str, tmp_path: Path) -> None:
-    found, _, err = shell([*COMMAND, *words], redirections, tmp_path)
+def test_streams_that_fail(
+    redirections: str,
+    words: list[str],
+    status: int,
+    error: str,
+    unbuffered: str,
+    look: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    found, _, err = shell([*look, *words], redirections, tmp_path)
     assert found == status
     assert "Traceback" not in err
     assert "Exception ignored" not in err
-    assert err.startswith(f"comfy-tpu: {error}" if error else "")
-    assert (tmp_path / "x.npy").exists() == ("generate" in words and "-" not in words)
+    assert error in err
+    assert (tmp_path / "made.json").exists()
 
 
-def test_nobody_reads_the_output(tmp_path: Path) -> None:
-    status, _, err = shell([*COMMAND, "generate", "a", "-o", "x.npy"], "| head -c 0; exit ${PIPESTATUS[0]}", tmp_path)
-    assert (status in (0, 1), err) == (True, "")  # 1 if it was written after head had gone
-    assert (tmp_path / "x.npy").exists()
+def test_help_that_cannot_be_written(look: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    status, _, err = shell([*look, "--help"], ">/dev/full", tmp_path)
+    expected = "comfy-tpu: standard output could not be written: No space left on device; send it elsewhere\n"
+    assert (status, err) == (1, expected)
 
 
-def test_names_that_are_not_utf8_are_printed_as_they_are(tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9.npy")
-    assert shell([*COMMAND, "generate", "a", "-o", name], "", tmp_path) == (0, f"{name}\n", "")
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+def test_a_prompt_from_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "out").open("w") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(["generate", "-"]) == 1
+    assert capsys.readouterr().err == "comfy-tpu: PROMPT cannot be read from standard input (read); give it as text\n"
+
+
+def test_a_video_is_written_with_nothing_open(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("fake_pipeline.py")), "generate", "a", "-o", "x.mp4"]
+    assert shell(command, "<&- >&- 2>&-", tmp_path)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x.mp4"]
+    assert (tmp_path / "x.mp4").read_bytes()[4:8] == b"ftyp"
+
+
+def test_names_that_are_not_utf8_are_printed_as_they_are(look: list[str], tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.mp4")
+    assert shell([*look, name], "2>/dev/null", tmp_path) == (0, f"{name}\n", "")

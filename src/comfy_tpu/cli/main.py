@@ -101,7 +101,7 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:
         # pathlib raises these where it is asked whether a path that was given is a file.
         return f"{excerpt(str(error.filename))} cannot be opened ({error.strerror}); give another path"
-    if isinstance(error, OSError) and output_fails():
+    if isinstance(error, OSError) and error.filename is None and output_fails():
         return f"standard output could not be written: {error.strerror or error}; send it elsewhere"
     return None
 

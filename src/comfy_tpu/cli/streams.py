@@ -43,9 +43,12 @@ def write_error(text: str) -> None:
 
 
 def output_fails() -> bool:
-    """Whether standard output cannot be written, in which case what is left of it is discarded."""
+    """Whether standard output cannot be written, in which case what is left of it is discarded.
+
+    Writes an empty line to find out: without a buffer (PYTHONUNBUFFERED) nothing is left of what failed before.
+    """
     try:
-        sys.stdout.flush()
+        print(flush=True)
     except OSError:
         discard(sys.stdout)
         return True
