@@ -1,10 +1,13 @@
 """Documents in two languages say the same, as far as their structure tells, and their links lead somewhere."""
 
+import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from comfy_tpu.distribution import HOME_PAGE
 from comfy_tpu.errors import GUIDE, SECTIONS
 from comfy_tpu.porting.traps import TRAPS
 
@@ -75,6 +78,37 @@ def test_the_porting_guide_has_a_section_for_every_error_and_trap(name):
     within = re.findall(r"\]\(#([^)]+)\)", read(name))
     assert set(within) <= set(anchors(name))
     assert anchors(name) == anchors(GUIDE), "in the same order"
+
+
+def messages(file):
+    """Every string of a module that is not a docstring."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [node.value for node in strings if id(node) not in described]
+
+
+def test_messages_name_pages_that_are_installed():
+    """By find_page, which knows where they are; tests/test_packaging.py looks for them in a wheel."""
+    package = ROOT / "src" / "comfy_tpu"
+    writes_into_a_checkout = package / "porting" / "scaffold" / "writing.py"
+    cited = {
+        str(file.relative_to(ROOT)): found
+        for file in package.rglob("*.py")
+        if file != writes_into_a_checkout
+        and (found := [text for text in messages(file) if re.search(r"\b(docs/[\w./-]+|README)\.\w+", text)])
+    }
+    assert cited == {}
+
+
+def test_one_address():
+    """Of the project, for whoever clones it, installs it or runs it."""
+    urls = tomllib.loads(read("pyproject.toml"))["project"]["urls"]
+    assert urls["Homepage"] == urls["Repository"] == HOME_PAGE
+    assert urls["Issues"] == f"{HOME_PAGE}/issues"
+    assert urls["Documentation"] == f"{HOME_PAGE}/tree/main/docs"
+    for name in ("README.md", "README.zh-CN.md", "docs/comfyui.md", "docs/comfyui.zh-CN.md"):
+        assert set(re.findall(r"git clone (\S+)", read(name))) == {HOME_PAGE}, name
 
 
 @pytest.mark.parametrize("name", ["docs/comfyui.md", "docs/comfyui.zh-CN.md"])

@@ -1,10 +1,14 @@
 """What the package promises to whoever installs or imports it."""
 
 import email
+import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -13,6 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import comfy_tpu
+from comfy_tpu.errors import SECTIONS
+from comfy_tpu.pipeline.model_files import ModelFiles
+from tests.installed_wheel import Installed, build
 
 ROOT = Path(__file__).parents[1]
 PACK = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows")
@@ -61,14 +68,29 @@ print(json.dumps([heavy, before == after]))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A real wheel, built without pip so that no network is needed."""
-    target = tmp_path_factory.mktemp("wheel")
-    code = f"from hatchling.build import build_wheel; build_wheel({str(target)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-    (file,) = target.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
+def wheel_file(tmp_path_factory):
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file):
+    with zipfile.ZipFile(wheel_file) as archive:
         yield archive
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """Unpacked."""
+    target = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", target)) as archive:
+        archive.extractall(target, filter="data")
+    (directory,) = (path for path in target.iterdir() if path.is_dir())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def installed(wheel_file, tmp_path_factory):
+    return Installed(tmp_path_factory.mktemp("installed") / "environment", wheel_file)
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +141,101 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 def test_wheel_holds_what_comfyui_reads(wheel):
     """All of it and nothing besides: `comfy-tpu install` links this directory where there is no checkout."""
     names = {name.removeprefix("comfy_tpu/_pack/") for name in wheel.namelist() if name.startswith("comfy_tpu/_pack/")}
-    expected = {name for name in PACK if (ROOT / name).is_file()}
+    expected = {name for name in PACK if (ROOT / name).is_file()} | {"docs/images/first-frame.png"}
     for name in PACK:
         expected |= {str(path.relative_to(ROOT)) for path in (ROOT / name).rglob("*") if path.is_file()}
+    expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
     assert names == expected
-    assert {name.split("/")[0] for name in names} == set(PACK)
+    assert {name.split("/")[0] for name in names} == {*PACK, "docs"}
+
+
+def test_wheel_holds_both_demo_models_once(wheel):
+    """The builder follows links and keeps one of two equal folders; and a wheel of twice the size helps nobody."""
+    assets = ROOT / "src" / "comfy_tpu" / "assets"
+    expected = {f"comfy_tpu/assets/{path.relative_to(assets)}" for path in assets.rglob("*") if path.is_file()}
+    assert {name for name in wheel.namelist() if "/assets/" in name} == expected
+    large = [info for info in wheel.infolist() if info.file_size > 100_000]
+    assert len({hashlib.sha256(wheel.read(info)).digest() for info in large}) == len(large)
+    assert sum(info.compress_size for info in wheel.infolist()) < 27_000_000
+
+
+def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
+    with zipfile.ZipFile(build("wheel", tmp_path, sdist)) as again:
+        described = [{info.filename: info.CRC for info in archive.infolist()} for archive in (wheel, again)]
+    assert described[0] == described[1]
+    assert not [path for path in (sdist / "src").rglob("*") if path.is_symlink()]
+
+
+OPEN = """
+import json, sys
+import comfy_tpu
+from comfy_tpu.errors import GUIDE, see
+from comfy_tpu.distribution import find_page
+from comfy_tpu.installation import Pack
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
+
+opened = {}
+for name in DEMO_DIRECTORIES:
+    files = ModelFiles.open(name)
+    files.tokenizer("tokenizer")
+    files.defaults, files.schedulers
+    opened[name] = files.fingerprint
+ModelFiles.open("demo-image").image_processor("image_processor")
+print(json.dumps({
+    "package": comfy_tpu.__file__,
+    "path": sys.path,
+    "opened": opened,
+    "pages": {name: find_page(name) for name in json.loads(sys.argv[1])},
+    "guide": GUIDE,
+    "error": see("trace"),
+    "pack": str(Pack.here().directory),
+}))
+"""
+
+
+def test_installed_package_opens_both_demo_models_and_finds_its_pages(installed, tmp_path):
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    done = installed.run("python", "-c", OPEN, json.dumps(pages), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["package"] == str(installed.package / "__init__.py")
+    assert not [path for path in found["path"] if Path(path).is_relative_to(ROOT / "src")]
+    assert found["opened"] == {name: ModelFiles.open(name).fingerprint for name in ("demo", "demo-image")}
+    directory = installed.package / "_pack" / "docs"
+    assert found["pages"] == {name: str(directory / name) for name in pages}
+    assert found["pack"] == str(installed.package / "_pack")
+    guide = Path(found["guide"]).read_text(encoding="utf-8")
+    assert found["error"] == f"; see {directory / 'porting.md'}#trace"
+    assert set(SECTIONS) <= set(re.findall(r'<a id="([^"]+)"></a>', guide))
+    for name in pages:  # those of pages lead to pages; pictures are left out
+        links = re.findall(r"\]\(([\w.-]+\.md)(?:#[\w-]+)?\)", (directory / name).read_text(encoding="utf-8"))
+        assert all((directory / link).is_file() for link in links), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [[], ["--model", "demo-image", "--image", "frame.png"]], ids=["demo", "demo-image"])
+def test_installed_command_runs_the_demo_models(model, installed, tmp_path):
+    shutil.copy(ROOT / "docs" / "images" / "first-frame.png", tmp_path / "frame.png")
+    options = ["--steps", "2", "--mesh", "single", "-o", "video.mp4"]
+    done = installed.run("comfy-tpu", "generate", "a red circle moving left", *options, *model, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "video.mp4").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_doctor_restores_an_installed_demo_model(wheel_file, tmp_path):
+    """By the command that it prints, run as it is printed."""
+    installed = Installed(tmp_path / "an environment", wheel_file)
+    done = installed.run("comfy-tpu", "doctor", cwd=tmp_path)
+    assert (done.returncode, "✓ demo models    demo, demo-image\n" in done.stdout) == (0, True), done.stdout
+    shutil.rmtree(installed.package / "assets" / "demo" / "vae")
+    done = installed.run("comfy-tpu", "doctor", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "✗ demo models    model=demo lacks vae; model=demo-image lacks vae\n" in done.stdout
+    (fix,) = re.findall(r"fix: (.*)", done.stdout)
+    subprocess.run(fix, shell=True, check=True, cwd=tmp_path, env=installed.environment(), capture_output=True)
+    done = installed.run("comfy-tpu", "doctor", cwd=tmp_path)
+    assert (done.returncode, "✓ demo models    demo, demo-image\n" in done.stdout) == (0, True), done.stdout
 
 
 def test_version_is_the_same_everywhere(metadata):

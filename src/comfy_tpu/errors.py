@@ -5,9 +5,10 @@ import errno
 from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
+from comfy_tpu.distribution import find_page
 from comfy_tpu.terminal_text import sanitize
 
-GUIDE = "docs/porting.md"
+GUIDE = find_page("porting.md")
 
 Section = Literal[
     "tensor-condition",

@@ -12,13 +12,18 @@ import pytest
 
 from comfy_tpu.cli import doctor
 from comfy_tpu.diagnosis import Probes, examination, examine, facts
+from comfy_tpu.diagnosis.repairs import TESTED_VERSIONS
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 CACHE = facts.Directory("/home/u/.cache/comfy-tpu/xla", True, True, 3, 5 * GIB, 100 * GIB)
-CPU = facts.Devices("cpu", (facts.Device(0, "cpu", None),))
-TPU = facts.Devices("tpu", tuple(facts.Device(i, "TPU v6 lite", 32 * GIB) for i in range(8)))
+DEMOS = {"demo": None, "demo-image": None}
+CPU = facts.Devices("cpu", (facts.Device(0, "cpu", None),), demo_models=DEMOS)
+TPU = facts.Devices("tpu", tuple(facts.Device(i, "TPU v6 lite", 32 * GIB) for i in range(8)), demo_models=DEMOS)
+PIP = f"{sys.executable} -m pip"
 VERSIONS = {"torch": "2.13.0+cpu", "jax": "0.10.2", "torchax": "0.0.13", "jaxlib": "0.10.2"}
+UNSTARTED = "Unable to initialize backend 'tpu': too old"
+NO_NMS = "RuntimeError: operator torchvision::nms does not exist"
 HELD = "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process with pid 4711. Not attempting"
 
 
@@ -28,6 +33,7 @@ def machine(versions=VERSIONS, python="3.11.7", **fixed):
         "python": facts.Python(python, "/usr/bin/python3", ">=3.11"),
         "requirements": ("torch>=2.11", "jax>=0.10", "torchax>=0.0.13"),
         "devices": TPU,
+        "torch_extensions": {name: facts.TorchExtension(versions.get(name)) for name in ("torchvision", "torchaudio")},
         "hardware": facts.Hardware(tpu="/dev/accel0"),
         "host_memory": facts.HostMemory(400 * GIB, 300 * GIB),
         "compile_cache": CACHE,
@@ -55,6 +61,7 @@ def test_healthy_machine():
         "✓ torchax        0.0.13",
         "✓ devices        tpu: 8 x TPU v6 lite, 32.0 GiB each",
         "✓ tracing        torchax 0.0.13, torch 2.13.0+cpu, jax 0.10.2 work together",
+        "✓ demo models    demo, demo-image",
         "✓ host memory    300.0 GiB free of 400.0 GiB",
         "✓ compile cache  /home/u/.cache/comfy-tpu/xla (3 programs, 5.0 GiB; 100.0 GiB free on the disk)",
         "✓ model cache    /home/u/.cache/huggingface/hub (3 models, 5.0 GiB; 100.0 GiB free on the disk)",
@@ -74,20 +81,33 @@ BLOCKING = {
         machine({**VERSIONS, "torch": "2.9.1+cu128"}),
         "torch",
         "2.9.1+cu128 is too old; needs >=2.11",
-        'pip install "torch>=2.11"',
+        f"{PIP} install 'torch>=2.11'",
     ),
-    "old jax": (machine({**VERSIONS, "jax": "0.9.2"}), "jax", "0.9.2 is too old", 'pip install "jax>=0.10"'),
+    # Without torchvision in the command pip leaves the one that needs torch 2.9.1.
+    "old torch and its torchvision": (
+        machine({**VERSIONS, "torch": "2.9.1", "torchvision": "0.24.1"}),
+        "torch",
+        "2.9.1 is too old; needs >=2.11",
+        f"{PIP} install 'torch>=2.11' torchvision",
+    ),
+    "old jax": (machine({**VERSIONS, "jax": "0.9.2"}), "jax", "0.9.2 is too old", f"{PIP} install 'jax>=0.10'"),
     "no torchax": (
         machine({**VERSIONS, "torchax": None}),
         "torchax",
         "not installed; needs >=0.0.13",
-        'pip install "torchax>=0.0.13"',
+        f"{PIP} install 'torchax>=0.0.13'",
     ),
     "TPU without libtpu": (
         machine(devices=CPU),
         "tpu",
         "there is a TPU (/dev/accel0) but JAX sees only the cpu",
-        'pip install "jax[tpu]"',
+        f"{PIP} install 'jax[tpu]'",
+    ),
+    "TPU with a libtpu that does not start": (
+        machine({**VERSIONS, "libtpu": "0.0.30"}, devices=dataclasses.replace(CPU, messages=(UNSTARTED,))),
+        "tpu",
+        "there is a TPU (/dev/accel0) but JAX sees only the cpu: Unable to initialize backend 'tpu': too old",
+        f"{PIP} uninstall -y libtpu && {PIP} install 'jax[tpu]'",
     ),
     "TPU held, JAX fell back": (
         machine(devices=dataclasses.replace(CPU, messages=(HELD,))),
@@ -126,13 +146,68 @@ BLOCKING = {
         machine(devices=facts.Devices(None, error="ImportError: jaxlib is version 0.9, but jax needs 0.10")),
         "devices",
         "ImportError: jaxlib is version 0.9",
-        "pip install --upgrade jax",
+        f"{PIP} uninstall -y jax jaxlib && {PIP} install jax==0.10.2",
+    ),
+    "a variable that JAX refuses": (
+        machine(devices=facts.Devices(None, error="JAX exited with status 1: Unknown flag in XLA_FLAGS: --nonsense")),
+        "devices",
+        "Unknown flag in XLA_FLAGS: --nonsense",
+        "unset XLA_FLAGS",
     ),
     "torchax broken": (
         machine(devices=dataclasses.replace(TPU, tracing="AttributeError: aten.prod has no overload 'dim_Dimname'")),
         "tracing",
         "torchax 0.0.13, torch 2.13.0+cpu, jax 0.10.2 do not work together: AttributeError: aten.prod",
-        "pip install --upgrade torchax comfy-tpu",
+        f"{PIP} uninstall -y torch torchax && {PIP} install torch==2.13.0+cpu torchax==0.0.13 "
+        "--extra-index-url https://download.pytorch.org/whl/cpu",
+    ),
+    "versions that no test ran with": (
+        machine(
+            {**VERSIONS, "torch": "2.17.0", "torchvision": "0.32.0"},
+            devices=dataclasses.replace(TPU, tracing="AttributeError: aten.prod has no overload 'dim_Dimname'"),
+        ),
+        "tracing",
+        "torchax 0.0.13, torch 2.17.0, jax 0.10.2 do not work together: AttributeError: aten.prod",
+        f"{PIP} install 'torch>=2.11,<2.16' 'jax>=0.10,<0.12' 'torchax>=0.0.13,<0.0.14' torchvision",
+    ),
+    "torchvision of another torch": (
+        machine(
+            {**VERSIONS, "torch": "2.15.0"}, torch_extensions={"torchvision": facts.TorchExtension("0.26.0", NO_NMS)}
+        ),
+        "torchvision",
+        f"torch 2.15.0 and torchvision 0.26.0 do not import together: {NO_NMS}",
+        f"{PIP} uninstall -y torchvision && {PIP} install torch==2.15.0 torchvision",
+    ),
+    # All requirements are met: `pip install torchvision`, with or without a version, finds nothing to do.
+    "torchvision of another build": (
+        machine(torch_extensions={"torchvision": facts.TorchExtension("0.28.0", NO_NMS)}),
+        "torchvision",
+        f"torch 2.13.0+cpu and torchvision 0.28.0 do not import together: {NO_NMS} "
+        "(torchvision for this build of torch: https://download.pytorch.org/whl/cpu)",
+        f"{PIP} uninstall -y torch torchvision && {PIP} install torch torchvision",
+    ),
+    "torchaudio of another torch": (
+        machine(
+            {**VERSIONS, "torch": "2.15.0"},
+            torch_extensions={"torchaudio": facts.TorchExtension("2.11.0", "RuntimeError: different CUDA versions")},
+        ),
+        "torchaudio",
+        "torch 2.15.0 and torchaudio 2.11.0 do not import together: RuntimeError: different CUDA versions",
+        f"{PIP} uninstall -y torchaudio",
+    ),
+    "demo models incomplete": (
+        machine(
+            devices=dataclasses.replace(
+                TPU,
+                demo_models={
+                    "demo": "model=demo lacks vae, tokenizer; a WanPipeline directory has …",
+                    "demo-image": "model=demo-image lacks vae; a WanImageToVideoPipeline directory has …",
+                },
+            )
+        ),
+        "demo models",
+        "model=demo lacks vae, tokenizer; model=demo-image lacks vae",
+        f"git -C {ROOT} checkout -- src/comfy_tpu/assets",
     ),
 }
 
@@ -153,13 +228,23 @@ WARNING = {
         machine(devices=CPU, hardware=H200),
         "gpu",
         "there is an NVIDIA GPU (/dev/nvidia0, driver 580) but JAX sees only the cpu",
-        'pip install "jax[cuda13]"',
+        f"{PIP} install 'jax[cuda13]'",
+    ),
+    "GPU with a plugin that does not start": (
+        machine(
+            {**VERSIONS, "jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2"},
+            devices=dataclasses.replace(CPU, messages=("Unable to initialize backend 'cuda': no",)),
+            hardware=H200,
+        ),
+        "gpu",
+        "but JAX sees only the cpu: Unable to initialize backend 'cuda': no",
+        f"{PIP} uninstall -y jax-cuda13-plugin jax-cuda13-pjrt && {PIP} install 'jax[cuda13]'",
     ),
     "GPU with an older driver": (
         machine(devices=CPU, hardware=dataclasses.replace(H200, nvidia_driver=550)),
         "gpu",
         "driver 550",
-        'pip install "jax[cuda12]"',
+        f"{PIP} install 'jax[cuda12]'",
     ),
     "GPU hidden on purpose": (
         machine(devices=dataclasses.replace(CPU, requested="cpu"), hardware=H200),
@@ -210,6 +295,19 @@ def test_cpu_alone_is_fine():
     assert {finding.status for finding in report.findings} == {"ok"}
 
 
+def test_torchvision_that_works_is_shown():
+    finding = findings(machine({**VERSIONS, "torchvision": "0.28.0"}))["torchvision"]
+    assert (finding.status, finding.detail) == ("ok", "torch 2.13.0+cpu and torchvision 0.28.0 work together")
+    assert "torchvision" not in findings(machine({**VERSIONS, "torchvision": "0.28.0", "torch": None}))
+
+
+def test_bounds_are_those_of_the_guide():
+    """What a command installs is what CONTRIBUTING promises."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "run on torch 2.11 to 2.15, jax 0.10 and\n0.11" in text
+    assert TESTED_VERSIONS == {"torch": ">=2.11,<2.16", "jax": ">=0.10,<0.12", "torchax": ">=0.0.13,<0.0.14"}
+
+
 def test_torch_newer_than_any_we_know_is_fine():
     assert findings(machine({**VERSIONS, "torch": "2.16.0.dev20270101+cu130"}))["torch"].status == "ok"
 
@@ -228,7 +326,7 @@ def test_probe_that_raises_becomes_a_finding(probe):
 
 
 def test_check_that_raises_becomes_a_finding(monkeypatch):
-    def broken(devices):
+    def broken(devices, versions):
         raise KeyError("kind")
 
     monkeypatch.setattr(examination.checks, "check_devices", broken)
@@ -250,9 +348,11 @@ def test_verdict_counts():
 
 
 KEYS = {
-    "": "schema blocked python versions devices hardware host_memory compile_cache model_cache findings",
+    "": "schema blocked python versions devices torch_extensions hardware host_memory compile_cache model_cache "
+    "findings",
     "python": "version executable required",
-    "devices": "platform devices requested messages error tracing",
+    "devices": "platform devices requested messages error tracing demo_models",
+    "torch_extensions": "torchvision torchaudio",
     "hardware": "tpu tpu_variable nvidia nvidia_driver",
     "host_memory": "total_bytes available_bytes",
     "compile_cache": "path exists writable entries size_bytes free_bytes",
@@ -265,6 +365,8 @@ def check_document(document):
         assert set(document[part] if part else document) == set(keys.split())
     assert document["schema"] == 1
     assert {"comfy-tpu", "torch", "jax", "jaxlib", "torchax", "libtpu", "torchvision"} <= set(document["versions"])
+    for extension in document["torch_extensions"].values():
+        assert set(extension) == {"version", "error"}
     for device in document["devices"]["devices"]:
         assert set(device) == {"id", "kind", "memory_bytes"}
     for finding in document["findings"]:
@@ -300,6 +402,7 @@ def test_real_command(tmp_path):
     check_document(document)
     assert done.returncode == document["blocked"] == 0
     assert document["devices"]["platform"] == "cpu"
+    assert document["devices"]["demo_models"] == {"demo": None, "demo-image": None}
     assert len(document["devices"]["devices"]) == 8
     assert document["compile_cache"]["path"] == str(cache)
     assert not cache.exists(), "looking must not leave anything behind"

@@ -1,8 +1,6 @@
 """comfy-tpu install on a ComfyUI that is only its outlines."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,10 +8,10 @@ import pytest
 
 from comfy_tpu.cli import install, main
 from comfy_tpu.diagnosis import Finding
-from comfy_tpu.installation import PACK_NAME, Pack
+from comfy_tpu.installation import PACK_NAME, Pack, pack
 
 ROOT = Path(__file__).parents[2]
-FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows")
+FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows", "docs")
 
 
 @pytest.fixture
@@ -106,7 +104,7 @@ def test_copy_holds_the_pack_and_not_the_repository(comfyui, capsys):
     assert main.main(["install", str(comfyui), "--copy"]) == 0
     assert not target(comfyui).is_symlink()
     assert {path.name for path in target(comfyui).iterdir()} == {*FILES, ".comfy-tpu-copy"}
-    for name in ("web", "locales", "example_workflows"):
+    for name in ("web", "locales", "example_workflows", "docs"):
         assert tree(target(comfyui) / name) == tree_of_files(ROOT / name)
     # Again, for the newer files; as a link after all; and out.
     assert main.main(["install", str(comfyui), "--copy"]) == 0
@@ -196,9 +194,12 @@ def test_an_old_comfyui_is_refused_but_can_be_cleaned(content, version, comfyui,
     capsys.readouterr()
     file = comfyui / "comfyui_version.py"
     file.unlink() if content is None else file.write_text(content)
-    assert refusal(capsys, comfyui) == (
-        f"comfy-tpu: COMFYUI_DIR {comfyui} holds ComfyUI {version}; needs >=0.7.0: update it: git -C {comfyui} pull\n"
-    )
+    refused = f"comfy-tpu: COMFYUI_DIR {comfyui} holds ComfyUI {version}; needs >=0.7.0: "
+    taken = "it is no git clone, so take a newer one: https://github.com/comfyanonymous/ComfyUI/releases\n"
+    assert refusal(capsys, comfyui) == refused + taken
+    (comfyui / ".git").mkdir()
+    updated = f"update it: git -C '{comfyui}' checkout master && git -C '{comfyui}' pull\n"
+    assert refusal(capsys, comfyui) == refused + updated
     assert main.main(["install", str(comfyui), "--uninstall"]) == 0
     assert not target(comfyui).is_symlink()
 
@@ -234,21 +235,12 @@ def test_a_copy_that_fails_leaves_what_was_there(comfyui, monkeypatch, capsys):
     assert tree(comfyui) == before
 
 
-def test_the_pack_of_a_wheel(tmp_path):
-    """Installed without its repository, the package brings the files along, and links those."""
-    wheel = tmp_path / "wheel"
-    code = f"from hatchling.build import build_wheel; build_wheel({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("*.whl")
-    shutil.unpack_archive(archive, wheel, "zip")
-    code = "from comfy_tpu.installation import Pack; p = Pack.here(); print(p.directory, p.required_comfyui)"
-    environment = {**os.environ, "PYTHONPATH": str(wheel)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+def test_a_package_without_its_pack_says_how_to_restore_it(comfyui, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pack.comfy_tpu, "__file__", str(tmp_path / "comfy_tpu" / "__init__.py"))
+    assert refusal(capsys, comfyui).endswith(
+        f"are neither around {tmp_path / 'comfy_tpu'} nor inside it; restore them: git -C {ROOT} checkout -- "
+        "__init__.py pyproject.toml web locales example_workflows docs\n"
     )
-    assert done.stdout.split() == [str(wheel / "comfy_tpu" / "_pack"), ">=0.7.0"]
-    for name in ("web", "locales", "example_workflows"):
-        assert tree(wheel / "comfy_tpu" / "_pack" / name) == tree_of_files(ROOT / name)
 
 
 def test_this_is_the_pack():

@@ -36,6 +36,7 @@ class ComfyServer:
         packs: Sequence[Path] = (),
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        pack: Path | None = ROOT,
     ) -> None:
         self.checkout = checkout
         self.base = base
@@ -43,7 +44,7 @@ class ComfyServer:
         self.log = base.parent / f"{base.name}.log"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._packs = {PACK: ROOT, **{path.name: path for path in packs}}
+        self._packs = {**({PACK: pack} if pack else {}), **{path.name: path for path in packs}}
         self._arguments = arguments
         self._more_environment = dict(environment or {})
         self._lines: list[str] = []
@@ -174,10 +175,14 @@ def running(
     packs: Sequence[str | Path] = (),
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    pack: Path | None = ROOT,
 ) -> Iterator[ComfyServer]:
-    """A server with our pack and further ones: a name is one of tests/comfyui/packs, a path is any directory."""
-    paths = [PACKS / pack if isinstance(pack, str) else pack for pack in packs]
-    with ComfyServer(checkout, base, paths, arguments, environment) as server:
+    """A server with our pack and further ones: a name is one of tests/comfyui/packs, a path is any directory.
+
+    Without `pack`, custom_nodes of the base directory holds ours already.
+    """
+    paths = [PACKS / name if isinstance(name, str) else name for name in packs]
+    with ComfyServer(checkout, base, paths, arguments, environment, pack) as server:
         yield server
 
 

@@ -1,15 +1,17 @@
 """The model that is shipped: its files, its tokenizer, and a fixed prompt that must come out right."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from comfy_tpu.pipeline.model_files import ModelFiles
 from tools.demo_model.captions import Attributes, plain_caption
 from tools.demo_model.evaluate import generate
-from tools.demo_model.model import FLOAT32_PARTS, SHARED_PARTS, load, new_tokenizer
+from tools.demo_model.model import FLOAT32_PARTS, SHARED_PARTS, load, load_image_model, new_tokenizer, save_image_model
 from tools.demo_model.score import see
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
@@ -27,8 +29,24 @@ def test_files_are_small_and_hold_no_code():
 
 
 def test_both_models_share_what_they_can():
-    linked = {path.name: path.resolve() for path in (DEMO / "image_to_video").iterdir() if path.is_symlink()}
-    assert linked == {name: DEMO.resolve() / name for name in SHARED_PARTS}
+    """By name: wheel builders follow links and ship one of two equal folders."""
+    assert not [path for path in DEMO.rglob("*") if path.is_symlink()]
+    files = ModelFiles.open("demo-image")
+    assert files.shared_parts == set(SHARED_PARTS)
+    assert {files.path(name) for name in SHARED_PARTS} == {DEMO / name for name in SHARED_PARTS}
+    assert files.path("transformer") == DEMO / "image_to_video" / "transformer"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_saved_image_model_lists_what_it_shares(tmp_path):
+    shutil.copytree(DEMO, tmp_path / "base", ignore=shutil.ignore_patterns("image_to_video"))
+    saved = tmp_path / "base" / "image_to_video"
+    pipeline = load_image_model(DEMO / "image_to_video")
+    save_image_model(saved, tmp_path / "base", pipeline.image_encoder, pipeline.transformer)
+    shipped = DEMO / "image_to_video"
+    assert (saved / "shared_parts.json").read_text() == (shipped / "shared_parts.json").read_text()
+    assert {path.name for path in saved.iterdir()} == {path.name for path in shipped.iterdir()}
+    assert ModelFiles.open(saved).defaults == ModelFiles.open("demo-image").defaults
 
 
 @pytest.mark.parametrize("model", [DEMO, DEMO / "image_to_video"], ids=["demo", "demo-image"])

@@ -7,7 +7,8 @@ import pytest
 
 from comfy_tpu.compiler.cache import cache_directory
 from comfy_tpu.config import CacheConfig
-from comfy_tpu.diagnosis import facts
+from comfy_tpu.diagnosis import device_probe, facts
+from comfy_tpu.pipeline import model_files
 
 
 def write(path, text=""):
@@ -112,6 +113,37 @@ def test_versions():
     assert facts.versions(["pytest", "no-such-package"]) == {"pytest": pytest.__version__, "no-such-package": None}
 
 
+def test_importing_is_tried_elsewhere():
+    assert facts.import_error(["json", "email"]) is None
+    assert facts.import_error(["json", "no_such_module"]) == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_torchvision_of_another_torch(tmp_path, monkeypatch):
+    """As torchvision 0.28.0 of PyPI fails beside torch 2.13.0+cpu, with every requirement met."""
+    write(tmp_path / "torch.py")
+    write(tmp_path / "torchvision.py", "raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    error = "RuntimeError: operator torchvision::nms does not exist"
+    versions = {"torchvision": "0.28.0", "torchaudio": None}
+    monkeypatch.setattr(facts, "_version", versions.get)
+    none = facts.TorchExtension(None)
+    assert facts.torch_extensions() == {"torchvision": facts.TorchExtension("0.28.0", error), "torchaudio": none}
+    write(tmp_path / "torchvision.py")
+    assert facts.torch_extensions() == {"torchvision": facts.TorchExtension("0.28.0"), "torchaudio": none}
+    versions["torchaudio"] = "2.11.0"
+    write(tmp_path / "torchaudio.py", "raise RuntimeError('compiled with different CUDA versions')")
+    assert facts.torch_extensions() == {
+        "torchvision": facts.TorchExtension("0.28.0"),
+        "torchaudio": facts.TorchExtension("2.11.0", "RuntimeError: compiled with different CUDA versions"),
+    }
+
+
+def test_where_torch_is_alone_nothing_is_imported(monkeypatch):
+    monkeypatch.setattr(facts, "_version", lambda name: None)
+    monkeypatch.setattr(facts, "import_error", lambda names: pytest.fail("imported"))
+    assert set(facts.torch_extensions().values()) == {facts.TorchExtension(None)}
+
+
 @pytest.fixture
 def fake_jax(tmp_path, monkeypatch):
     """Puts a jax of the given source before the real one, for the probe's process only."""
@@ -153,7 +185,20 @@ def test_devices_when_jax_hangs(fake_jax):
     assert facts.devices(timeout_s=0.5).error == "JAX was still starting after 0 s"
 
 
-def test_devices_leaves_no_trace_in_this_process():
+def test_devices_opens_the_demo_models_and_leaves_no_trace_in_this_process():
     before = dict(os.environ)
-    assert len(facts.devices().devices) == 8
+    found = facts.devices()
+    assert len(found.devices) == 8
+    assert found.demo_models == {"demo": None, "demo-image": None}
     assert dict(os.environ) == before
+
+
+def test_the_probe_says_which_demo_model_cannot_be_opened(tmp_path, monkeypatch):
+    """As the wheel was, in which the demo model lacked what demo-image had."""
+    monkeypatch.setattr(model_files, "DEMO_DIRECTORIES", {"demo": tmp_path, "demo-image": model_files.DEMO_DIRECTORY})
+    source = model_files.DEMO_DIRECTORY
+    for name in ("model_index.json", "transformer/config.json"):
+        write(tmp_path / name, (source / name).read_text())
+    found = device_probe._open_demo_models()
+    assert found["demo"].startswith("model=demo lacks text_encoder, vae, tokenizer; a WanPipeline directory has")
+    assert found["demo-image"] is None

@@ -1,6 +1,7 @@
 """Model directories: found, checked, refused with the reason."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
-from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline import model_files
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, SHARED_PARTS_FILE, ModelFiles
 from tests.pipeline import small_pipeline
 
 
@@ -79,6 +81,73 @@ def test_a_damaged_directory_is_refused(
     spoil(directory)
     with pytest.raises(error, match=text):
         ModelFiles.open(directory)
+
+
+PARTS = ("vae", "tokenizer", "generation.json")
+
+
+@pytest.fixture
+def sharing(directory: Path) -> Path:
+    """A model whose VAE, tokenizer and defaults are in the directory above it."""
+    (directory / "generation.json").write_text('{"height": 64}')
+    for name in PARTS:
+        (directory / name).rename(directory.parent / name)
+    (directory / SHARED_PARTS_FILE).write_text(json.dumps({"from_parent": PARTS}))
+    return directory
+
+
+def test_parts_may_be_in_the_directory_above(sharing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ModelFiles.open(sharing)
+    assert files.defaults.height == 64
+    assert files.tokenizer("tokenizer") is not None
+    complete = tmp_path / "complete"
+    shutil.copytree(sharing, complete)
+    (complete / SHARED_PARTS_FILE).unlink()
+    for name in PARTS[:2]:
+        shutil.copytree(tmp_path / name, complete / name)
+    assert ModelFiles.open(complete).fingerprint == files.fingerprint
+
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link"
+    link.symlink_to(sharing)
+    monkeypatch.chdir(sharing)
+    assert {ModelFiles.open(model).fingerprint for model in (link, ".")} == {files.fingerprint}
+
+
+def test_a_shared_part_is_never_looked_for_in_two_places(sharing: Path) -> None:
+    shutil.move(sharing.parent / "vae", sharing / "vae")
+    with pytest.raises(CheckpointError, match="lacks vae; a WanPipeline directory has .*: download the model again"):
+        ModelFiles.open(sharing)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", "{}", '{"from_parent": "vae"}', '{"from_parent": [1]}', '{"from_parent": [], "from": "/"}']
+    + [json.dumps({"from_parent": [name]}) for name in ("../vae", "/etc", "a/b", "..", ".", "", "a\\b", "\0")],
+)
+def test_shared_parts_are_names_and_nothing_else(sharing: Path, content: str) -> None:
+    (sharing / SHARED_PARTS_FILE).write_text(content)
+    with pytest.raises(
+        CheckpointError, match=f"{SHARED_PARTS_FILE} (holds|cannot be read) .*; download the model agai"
+    ):
+        ModelFiles.open(sharing)
+
+
+def test_a_damaged_demo_model_is_restored_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = Path(shutil.copytree(DEMO_DIRECTORY, tmp_path / "demo"))
+    monkeypatch.setattr(model_files, "DEMO_DIRECTORY", demo)
+    monkeypatch.setattr(model_files, "DEMO_DIRECTORIES", {"demo": demo, "demo-image": demo / "image_to_video"})
+    truncate(next((demo / "vae").glob("*.safetensors")))
+    restore = re.escape("; it is part of comfy-tpu, restore it: git -C ")
+    for model in ("demo", "demo-image"):
+        with pytest.raises(CheckpointError, match=f"weights of its vae cannot be used: .*{restore}"):
+            ModelFiles.open(model)
+    shutil.rmtree(demo / "vae")
+    shutil.rmtree(demo / "image_to_video" / "image_processor")
+    with pytest.raises(
+        CheckpointError, match="model=demo-image lacks vae, image_processor; .*: it is part of comfy-tpu"
+    ):
+        ModelFiles.open("demo-image")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The parts of the demo models: the Wan 2.1 architecture in small, and the directories they are saved in."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +167,16 @@ SHARED_PARTS = ("vae", "text_encoder", "tokenizer", "scheduler", "generation.jso
 def save_image_model(
     directory: Path, base: Path, image_encoder: CLIPVisionModel, transformer: WanTransformer3DModel
 ) -> None:
-    """Write the image-to-video model into a folder of the text-to-video model ``base``; what both have is linked."""
+    """Write the image-to-video model into ``directory``, a folder of the text-to-video model ``base``.
+
+    What both have stays in ``base``; `shared_parts.json` lists it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     _as_bfloat16(transformer, except_in=FLOAT32_PARTS).save_pretrained(directory / "transformer")
     _as_bfloat16(image_encoder, except_in=()).save_pretrained(directory / "image_encoder")
     new_image_processor().save_pretrained(directory / "image_processor")
-    for part in SHARED_PARTS:
-        link = directory / part
-        link.unlink(missing_ok=True)
-        link.symlink_to(os.path.relpath(base / part, directory))
+    shared = json.dumps({"from_parent": list(SHARED_PARTS)}, indent=2)
+    (directory / "shared_parts.json").write_text(shared + "\n")
     index = json.loads((base / "model_index.json").read_text()) | {
         "_class_name": "WanImageToVideoPipeline",
         "image_encoder": ["transformers", "CLIPVisionModel"],
@@ -193,11 +193,16 @@ def load(directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype
 def load_image_model(
     directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> WanImageToVideoPipeline:
-    return _loaded(WanImageToVideoPipeline, directory, device, dtype)
+    """With the shared parts, which diffusers does not look for, from the directory above."""
+    shared = WanPipeline.from_pretrained(
+        str(directory.resolve().parent), transformer=None, dtype=dtype, local_files_only=True
+    ).components
+    parts = {name: shared[name] for name in SHARED_PARTS if name in shared}
+    return _loaded(WanImageToVideoPipeline, directory, device, dtype, **parts)
 
 
-def _loaded(kind: type, directory: Path, device: str | torch.device, dtype: torch.dtype) -> Any:
-    pipeline = kind.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
+def _loaded(kind: type, directory: Path, device: str | torch.device, dtype: torch.dtype, **parts: Any) -> Any:
+    pipeline = kind.from_pretrained(str(directory), dtype=dtype, local_files_only=True, **parts)
     pipeline.vae.float()  # as everybody runs Wan
     return pipeline.to(device)
 

@@ -7,7 +7,10 @@ With --json, one object. Its keys stay; new ones may be added:
     python          version, executable, required
     versions        installed version, or null, by distribution name
     devices         platform ("tpu", "gpu", "cpu", or null), devices (id, kind, memory_bytes), requested
-                    (JAX_PLATFORMS), messages, error, tracing (why torch code cannot be traced, or null)
+                    (JAX_PLATFORMS), messages, error, tracing (why torch code cannot be traced, or null), demo_models
+                    (why each cannot be opened, or null)
+    torch_extensions  for torchvision and torchaudio: version (or null), error (why torch and it do not import
+                    together, or null)
     hardware        tpu, tpu_variable, nvidia, nvidia_driver: what the system shows, whether or not JAX can use it
     host_memory     total_bytes, available_bytes
     compile_cache   path, exists, writable, entries, size_bytes, free_bytes
@@ -47,9 +50,7 @@ def as_json(report: Report) -> str:
 def as_text(report: Report, encoding: str | None) -> str:
     encoding = encoding or "ascii"
     lines = [f"comfy-tpu {report.versions['comfy-tpu']}", "", *finding_lines(report.findings, encoding)]
-    companions = [
-        f"{name} {report.versions[name]}" for name in ("jaxlib", "libtpu", "torchvision") if report.versions.get(name)
-    ]
+    companions = [f"{name} {report.versions[name]}" for name in ("jaxlib", "libtpu") if report.versions.get(name)]
     if companions:
         lines += ["", f"Also here: {', '.join(companions)}."]
     return printable([*lines, "", verdict(report.findings)], encoding)

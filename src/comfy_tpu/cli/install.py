@@ -12,7 +12,7 @@ from comfy_tpu.cli.terminal import print_text
 from comfy_tpu.diagnosis import Finding, examine, examine_comfyui
 from comfy_tpu.installation import ComfyUI, Outcome, Pack, place, remove
 
-SHOWN = ("python", "devices", "tracing")
+SHOWN = ("python", "devices", "tracing", "torchvision", "torchaudio", "demo models")
 """Of the doctor's findings; the others only where something is wrong. `comfy-tpu doctor` shows them all."""
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from comfy_tpu.cli.findings import printable
+from comfy_tpu.distribution import find_page
 from comfy_tpu.parallel.layouts import fits
 from comfy_tpu.planning.compilation import Counted, has_tpu_compiler
 from comfy_tpu.planning.plan import LayoutPlan, Plan, refined_seconds
@@ -214,13 +215,13 @@ def _source_lines(plan: Plan) -> Iterable[str]:
         yield plan.compiler_refused
     else:
         yield f"The TPU compiler was not asked ({_why_not_asked(plan)}): memory is the documented model."
-    factor = plan.slice.chip.temporaries
+    factor, page = plan.slice.chip.temporaries, find_page("plan.md")
     if factor != 1:
         yield (
             f"Temporaries{' without *' if compiled else ''} are fitted on v6e, times {factor:g} for "
-            f"{plan.slice.chip.name} after what its compiler wants for Wan 14B: they may be larger (docs/plan.md)."
+            f"{plan.slice.chip.name} after what its compiler wants for Wan 14B: they may be larger ({page})."
         )
-    yield "+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas (docs/plan.md)."
+    yield f"+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas ({page})."
     yield "Times are estimates: the share of the peak that a chip reaches is an assumption."
 
 

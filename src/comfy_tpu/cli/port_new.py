@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.cli.streams import write_error
+from comfy_tpu.errors import GUIDE
 from comfy_tpu.terminal_text import sanitize
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
             "diffusers' own, on a small random model."
         )
     if outcome["tested"] is False:
-        lines += ["The parity test fails: see above, and docs/porting.md.", *_kept(scaffold, outcome["undo"])]
+        lines += [f"The parity test fails: see above, and {GUIDE}.", *_kept(scaffold, outcome["undo"])]
     elif left := scaffold.facts.learned.unexplained:
         where = f"src/comfy_tpu/families/{scaffold.facts.name}.py"
         lines += ["What remains is to be written by hand, where the family's file says `unexplained`, then tested:"]
@@ -172,7 +173,7 @@ def _next(scaffold: Scaffold) -> list[str]:
     else:  # the class's defaults need not be what was published
         plan = "comfy-tpu plan DIR --tpu v6e-8   # DIR: the model's JSON files; a class does not say what was published"
     return [
-        "Next, docs/porting.md:",
+        f"Next, {GUIDE}:",
         "  make test",
         f"  {plan}",
         f'  comfy-tpu generate "a purple star" --model {model}   # downloads the weights',

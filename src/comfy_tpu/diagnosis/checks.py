@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from comfy_tpu.diagnosis.facts import Devices, Directory, Hardware, HostMemory, Python
+from comfy_tpu.diagnosis import repairs
+from comfy_tpu.diagnosis.facts import CUDA_PLUGINS, Devices, Directory, Hardware, HostMemory, Python, TorchExtension
+from comfy_tpu.distribution import restore_command
 
 Status = Literal["ok", "warning", "blocked"]
 """blocked: a run cannot start, or would land on the CPU of a machine that has a TPU."""
@@ -19,6 +21,7 @@ Status = Literal["ok", "warning", "blocked"]
 # CUDA 13 needs this driver; CUDA 12 runs on older and newer ones.
 CUDA13_DRIVER = 580
 LOW_DISK_BYTES = 1 << 30
+_VARIABLE = re.compile(r"\b(?:JAX_[A-Z0-9_]+|XLA_FLAGS|LIBTPU_INIT_ARGS)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,9 @@ def check_python(python: Python) -> Finding:
 def check_package(requirement: Requirement, versions: Mapping[str, str | None]) -> Finding:
     version = versions[requirement.name]
     needs = f"needs {requirement.specifier}" if requirement.specifier else "needs any version"
-    fix = f'pip install "{requirement.name}{requirement.specifier}"'
+    # Named beside a newer torch, torchvision moves along; otherwise pip would leave it with the older one's.
+    companions = ["torchvision"] if requirement.name == "torch" and versions.get("torchvision") else []
+    fix = repairs.install(f"{requirement.name}{requirement.specifier}", *companions)
     if version is None:
         return Finding(requirement.name, "blocked", f"not installed; {needs}", fix)
     if not requirement.specifier.contains(version, prereleases=True):
@@ -48,7 +53,7 @@ def check_package(requirement: Requirement, versions: Mapping[str, str | None]) 
     return Finding(requirement.name, "ok", version)
 
 
-def check_devices(devices: Devices) -> Finding:
+def check_devices(devices: Devices, versions: Mapping[str, str | None]) -> Finding:
     if holder := _tpu_holder(devices):
         return holder
     if devices.error is None:
@@ -57,8 +62,11 @@ def check_devices(devices: Devices) -> Finding:
         fix = "unset JAX_PLATFORMS"
     elif "still starting" in devices.error:
         fix = "on one host of a TPU pod, run the command on all of its hosts at once"
+    elif named := _VARIABLE.search(devices.error):  # its value is refused
+        fix = f"unset {named[0]}"
     else:
-        fix = "pip install --upgrade jax"
+        version = versions.get("jax")
+        fix = repairs.reinstall(["jax", "jaxlib"], f"jax=={version}" if version else "jax")
     return Finding("devices", "blocked", devices.error, fix)
 
 
@@ -68,11 +76,33 @@ def check_tracing(devices: Devices, versions: Mapping[str, str | None]) -> Findi
     together = ", ".join(f"{name} {versions.get(name)}" for name in ("torchax", "torch", "jax"))
     if devices.tracing is None:
         return Finding("tracing", "ok", f"{together} work together")
-    fix = "pip install --upgrade torchax comfy-tpu"
+    fix = repairs.repair_tracing(versions)
     return Finding("tracing", "blocked", f"{together} do not work together: {devices.tracing}", fix)
 
 
-def check_tpu(hardware: Hardware, devices: Devices) -> Finding | None:
+def check_torch_extension(name: str, found: TorchExtension, versions: Mapping[str, str | None]) -> Finding | None:
+    torch = versions.get("torch")
+    if found.version is None or torch is None:
+        return None  # it is not required; a missing torch has its own finding
+    together = f"torch {torch} and {name} {found.version}"
+    if found.error is None:
+        return Finding(name, "ok", f"{together} work together")
+    detail = f"{together} do not import together: {found.error}"
+    if index := repairs.torch_index(torch):
+        detail += f" ({name} for this build of torch: {index})"
+    return Finding(name, "blocked", detail, repairs.replace_torch_extension(name, torch))
+
+
+def check_demo_models(devices: Devices) -> Finding | None:
+    if not devices.demo_models:
+        return None  # nothing was tried
+    errors = [error.partition(";")[0] for error in devices.demo_models.values() if error is not None]
+    if not errors:
+        return Finding("demo models", "ok", ", ".join(devices.demo_models))
+    return Finding("demo models", "blocked", "; ".join(errors), restore_command("src/comfy_tpu/assets"))
+
+
+def check_tpu(hardware: Hardware, devices: Devices, versions: Mapping[str, str | None]) -> Finding | None:
     if devices.platform is None or devices.platform == "tpu" or _tpu_holder(devices):
         return None  # works, or check_devices has said what is wrong
     if hardware.tpu is None:
@@ -86,19 +116,21 @@ def check_tpu(hardware: Hardware, devices: Devices) -> Finding | None:
     passed_over = next((message for message in devices.messages if "'tpu'" in message), None)
     because = f": {passed_over}" if passed_over else ""
     detail = f"there is a TPU ({hardware.tpu}) but JAX sees only the {devices.platform}{because}"
-    return Finding("tpu", "blocked", detail, 'pip install "jax[tpu]"')
+    return Finding("tpu", "blocked", detail, _plugin_fix("jax[tpu]", ["libtpu"], versions))
 
 
-def check_nvidia(hardware: Hardware, devices: Devices) -> Finding | None:
+def check_nvidia(hardware: Hardware, devices: Devices, versions: Mapping[str, str | None]) -> Finding | None:
     if hardware.nvidia is None or devices.platform != "cpu":
         return None
     if devices.requested:
         detail = f"there is an NVIDIA GPU ({hardware.nvidia}) but JAX_PLATFORMS={devices.requested} hides it"
         return Finding("gpu", "warning", detail, "unset JAX_PLATFORMS")
     driver = f", driver {hardware.nvidia_driver}" if hardware.nvidia_driver else ""
-    detail = f"there is an NVIDIA GPU ({hardware.nvidia}{driver}) but JAX sees only the cpu"
+    passed_over = next((message for message in devices.messages if "'cuda'" in message), None)
+    because = f": {passed_over}" if passed_over else ""
+    detail = f"there is an NVIDIA GPU ({hardware.nvidia}{driver}) but JAX sees only the cpu{because}"
     cuda = "cuda13" if (hardware.nvidia_driver or 0) >= CUDA13_DRIVER else "cuda12"
-    return Finding("gpu", "warning", detail, f'pip install "jax[{cuda}]"')
+    return Finding("gpu", "warning", detail, _plugin_fix(f"jax[{cuda}]", CUDA_PLUGINS, versions))
 
 
 def check_memory(memory: HostMemory) -> Finding:
@@ -131,6 +163,12 @@ def format_bytes(count: int) -> str:
     if count < 1 << 30:
         return f"{count / (1 << 20):.1f} MiB"
     return f"{count / (1 << 30):.1f} GiB"
+
+
+def _plugin_fix(requirement: str, plugins: Sequence[str], versions: Mapping[str, str | None]) -> str:
+    """Where a plugin is installed and does not work, pip would find nothing to do."""
+    installed = [name for name in plugins if versions.get(name)]
+    return repairs.reinstall(installed, requirement) if installed else repairs.install(requirement)
 
 
 def _describe(devices: Devices) -> str:

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from comfy_tpu.diagnosis import facts
+from comfy_tpu.diagnosis import facts, repairs
 from comfy_tpu.diagnosis.checks import Finding
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import listed
 
-# torchvision imports only with the one torch that it was built for, which versions alone do not tell.
-_IMPORTED = ("torch", "torchvision")
-# ComfyUI starts without it, less its audio nodes.
+# ComfyUI starts without it, less its audio nodes. No command is suggested: PyPI's may not import beside this torch.
 _DISPENSABLE = "torchaudio"
-_IMPORT_TIMEOUT_S = 120.0
 
 
 def own_environment(directory: Path) -> Path | None:
     """The virtual environment that somebody made inside ComfyUI's directory."""
     places = (directory / name for name in ("venv", ".venv"))
     return next((place for place in places if (place / "pyvenv.cfg").is_file()), None)
-
-
-def import_error(names: Iterable[str]) -> str | None:
-    """Tried in a process of its own: a broken torch can take the process with it."""
-    command = [sys.executable, "-c", f"import {', '.join(names)}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"importing was not done after {_IMPORT_TIMEOUT_S:.0f} s"
-    said = done.stderr.strip().splitlines()
-    return None if done.returncode == 0 else (said[-1] if said else f"exit status {done.returncode}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +32,24 @@ class ComfyUIProbes:
     environment: Callable[[Path], Path | None] = own_environment
     prefix: Callable[[], Path] = lambda: Path(sys.prefix)
     versions: Callable[[Iterable[str]], Mapping[str, str | None]] = facts.versions
-    import_error: Callable[[Iterable[str]], str | None] = import_error
 
 
 def examine_comfyui(directory: Path, probes: ComfyUIProbes | None = None) -> tuple[Finding, ...]:
     probes = probes or ComfyUIProbes()
     essential, others = _requirements(directory / "requirements.txt")
     versions = probes.versions({requirement.name for requirement in (*essential, *others)})
-    found = [
+    return (
         _check_environment(probes.environment(directory), probes.prefix()),
         _check_packages(directory, essential, others, versions),
-    ]
-    if all(versions.get(name, "") is not None for name in _IMPORTED):
-        found.append(_check_imports(probes.import_error(_IMPORTED), versions))
-    return tuple(found)
+    )
 
 
 def _check_environment(own: Path | None, prefix: Path) -> Finding:
     if own is None or own.resolve() == prefix.resolve():
         return Finding("environment", "ok", str(prefix))
     detail = f"ComfyUI has an environment of its own, {own}; this is {prefix}"
-    fix = f"install comfy-tpu there: {own}/bin/python -m pip install comfy-tpu, or start ComfyUI with {sys.executable}"
+    there = install_command(own / "bin" / "python")
+    fix = f"install comfy-tpu there: {there}, or start ComfyUI with {shlex.quote(sys.executable)}"
     return Finding("environment", "warning", detail, fix)
 
 
@@ -75,28 +59,21 @@ def _check_packages(
     others: list[Requirement],
     versions: Mapping[str, str | None],
 ) -> Finding:
-    fix = f"{sys.executable} -m pip install -r {directory / 'requirements.txt'}"
+    fix = repairs.install_requirements(directory / "requirements.txt", versions)
     name = "its packages"
     if missing := [requirement.name for requirement in essential if versions.get(requirement.name) is None]:
         return Finding(name, "blocked", f"ComfyUI needs {listed(missing)}, not installed here", fix)
-    unmet = [
-        f"{requirement} (here: {versions.get(requirement.name) or 'none'})"
+    unmet = {
+        requirement.name: f"{requirement} (here: {versions.get(requirement.name) or 'none'})"
         for requirement in (*essential, *others)
         if not requirement.specifier.contains(versions.get(requirement.name) or "0", prereleases=True)
         or versions.get(requirement.name) is None
-    ]
+    }
+    if list(unmet) == [_DISPENSABLE]:
+        return Finding(name, "warning", f"ComfyUI asks for {unmet[_DISPENSABLE]}, which only its audio nodes need")
     if unmet:
-        return Finding(name, "warning", f"ComfyUI asks for {listed(unmet)}", fix)
+        return Finding(name, "warning", f"ComfyUI asks for {listed(unmet.values())}", fix)
     return Finding(name, "ok", f"all {len(essential) + len(others)} of ComfyUI's requirements.txt")
-
-
-def _check_imports(error: str | None, versions: Mapping[str, str | None]) -> Finding:
-    together = " and ".join(f"{name} {versions.get(name)}" for name in _IMPORTED)
-    if error is None:
-        return Finding("torchvision", "ok", f"{together} work together")
-    torch = (versions.get("torch") or "").partition("+")[0]
-    fix = f'{sys.executable} -m pip install "torch=={torch}" torchvision'
-    return Finding("torchvision", "blocked", f"{together} do not import together: {error}", fix)
 
 
 def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:

@@ -1,4 +1,4 @@
-"""Run as a process of its own: start JAX, trace a line of torch, write one line of JSON about both to stdout."""
+"""Run as a process of its own: start JAX, trace a line of torch, open the demo models; one line of JSON to stdout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import logging
 import sys
 from typing import Any
+
+from comfy_tpu.errors import ComfyTpuError
 
 
 class _Listener(logging.Handler):
@@ -31,7 +33,14 @@ def probe() -> dict[str, Any]:
     except Exception as failure:  # noqa: BLE001 - whatever stops JAX is the answer to the question
         error = f"{type(failure).__name__}: {failure}"
     tracing = _trace_error() if error is None else None
-    return {"platform": platform, "devices": devices, "messages": listener.messages, "error": error, "tracing": tracing}
+    return {
+        "platform": platform,
+        "devices": devices,
+        "messages": listener.messages,
+        "error": error,
+        "tracing": tracing,
+        "demo_models": _open_demo_models(),
+    }
 
 
 def _start_devices() -> tuple[str, list[dict[str, Any]]]:
@@ -59,6 +68,22 @@ def _trace_error() -> str | None:
     except Exception as failure:  # noqa: BLE001 - as above
         return f"{type(failure).__name__}: {failure}"
     return None
+
+
+def _open_demo_models() -> dict[str, str | None]:
+    """Why each demo model cannot be opened; None where it can. Configurations and the headers of weights are read."""
+    try:
+        from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
+    except Exception:  # noqa: BLE001 - jax or torch cannot be imported, which `error` or `tracing` reports
+        return {}
+    found: dict[str, str | None] = {}
+    for name in DEMO_DIRECTORIES:
+        try:
+            ModelFiles.open(name)
+            found[name] = None
+        except (ComfyTpuError, OSError) as failure:
+            found[name] = str(failure)
+    return found
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Probes:
     requirements: Callable[[], tuple[str, ...]] = facts.requirements
     versions: Callable[[Iterable[str]], Mapping[str, str | None]] = facts.versions
     devices: Callable[[], facts.Devices] = facts.devices
+    torch_extensions: Callable[[], Mapping[str, facts.TorchExtension]] = facts.torch_extensions
     hardware: Callable[[], facts.Hardware] = facts.hardware
     host_memory: Callable[[], facts.HostMemory] = facts.host_memory
     compile_cache: Callable[[], facts.Directory] = lambda: facts.directory(cache_directory(CacheConfig()), "*-cache")
@@ -38,6 +39,7 @@ class Report:
     python: facts.Python | None
     versions: Mapping[str, str | None]
     devices: facts.Devices | None
+    torch_extensions: Mapping[str, facts.TorchExtension] | None
     hardware: facts.Hardware | None
     host_memory: facts.HostMemory | None
     compile_cache: facts.Directory | None
@@ -84,10 +86,14 @@ def examine(probes: Probes | None = None) -> Report:
 
     devices = findings.attempt("devices", probes.devices)
     hardware = findings.attempt("hardware", probes.hardware)
-    findings.judge("devices", checks.check_devices, devices)
+    findings.judge("devices", checks.check_devices, devices, versions)
     findings.judge("tracing", checks.check_tracing, devices, versions)
-    findings.judge("tpu", checks.check_tpu, hardware, devices)
-    findings.judge("gpu", checks.check_nvidia, hardware, devices)
+    torch_extensions = findings.attempt("torch extensions", probes.torch_extensions)
+    for name, extension in (torch_extensions or {}).items():
+        findings.judge(name, checks.check_torch_extension, name, extension, versions)
+    findings.judge("demo models", checks.check_demo_models, devices)
+    findings.judge("tpu", checks.check_tpu, hardware, devices, versions)
+    findings.judge("gpu", checks.check_nvidia, hardware, devices, versions)
 
     host_memory = findings.attempt("host memory", probes.host_memory)
     findings.judge("host memory", checks.check_memory, host_memory)
@@ -100,6 +106,7 @@ def examine(probes: Probes | None = None) -> Report:
         python=python,
         versions={"comfy-tpu": comfy_tpu.__version__, **versions},
         devices=devices,
+        torch_extensions=torch_extensions,
         hardware=hardware,
         host_memory=host_memory,
         compile_cache=compile_cache,

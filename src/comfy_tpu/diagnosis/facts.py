@@ -18,9 +18,13 @@ import comfy_tpu
 
 # A single TPU host starts in about 10 s. One host of a pod waits for the others without end.
 DEVICE_TIMEOUT_S = 120.0
+IMPORT_TIMEOUT_S = 120.0
 
 # Reported beside the required packages: they decide whether the required ones work.
-COMPANIONS = ("jaxlib", "libtpu", "torchvision")
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+COMPANIONS = ("jaxlib", "libtpu", *CUDA_PLUGINS, "torchvision", "torchaudio")
+# Not required, but transformers imports them wherever they are installed.
+TORCH_EXTENSIONS = ("torchvision", "torchaudio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,17 @@ class Devices:
     error: str | None = None
     tracing: str | None = None
     """Why torch code cannot be traced with these versions; None where it can."""
+    demo_models: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """Why each demo model cannot be opened, None where it can; empty where that could not be tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchExtension:
+    """A package that is built for one torch: its version, and whether it imports beside the installed torch."""
+
+    version: str | None
+    error: str | None = None
+    """Why the two do not import together; None where they do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +136,28 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         messages=tuple(answer["messages"]),
         error=answer["error"],
         tracing=answer["tracing"],
+        demo_models=answer["demo_models"],
     )
+
+
+def torch_extensions() -> dict[str, TorchExtension]:
+    found = versions(TORCH_EXTENSIONS)
+    installed = [name for name in TORCH_EXTENSIONS if found[name]]
+    errors: dict[str, str | None] = {}
+    if installed and import_error(("torch", *installed)) is not None:  # then which one it is
+        errors = {name: import_error(("torch", name)) for name in installed}
+    return {name: TorchExtension(found[name], errors.get(name)) for name in TORCH_EXTENSIONS}
+
+
+def import_error(names: Iterable[str]) -> str | None:
+    """Tried in a process of its own: a broken torch can take the process with it."""
+    command = [sys.executable, "-c", f"import {', '.join(names)}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"importing was not done after {IMPORT_TIMEOUT_S:.0f} s"
+    said = done.stderr.strip().splitlines()
+    return None if done.returncode == 0 else (said[-1] if said else f"exit status {done.returncode}")
 
 
 def hardware(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Hardware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -12,6 +13,7 @@ from packaging.version import InvalidVersion, Version
 from comfy_tpu.errors import InvalidValueError
 
 _FILES = ("main.py", "nodes.py", "comfy")
+_RELEASES = "https://github.com/comfyanonymous/ComfyUI/releases"
 _VERSION_FILE = "comfyui_version.py"  # since 0.3.12
 
 
@@ -31,8 +33,16 @@ class ComfyUI:
         if self.version is None or not required.contains(self.version, prereleases=True):
             raise InvalidValueError(
                 f"comfyui_dir={self.directory} holds ComfyUI {self.version or 'of an unknown version'}; "
-                f"needs {required}: update it: git -C {self.directory} pull"
+                f"needs {required}: {self._update_advice}"
             )
+
+    @property
+    def _update_advice(self) -> str:
+        if not (self.directory / ".git").exists():
+            return f"it is no git clone, so take a newer one: {_RELEASES}"
+        # Its releases are tags, and where one is checked out there is no branch to pull.
+        git = f"git -C {shlex.quote(str(self.directory))}"
+        return f"update it: {git} checkout master && {git} pull"
 
     @property
     def custom_nodes(self) -> Path:

@@ -9,10 +9,11 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 import comfy_tpu
+from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import ComfyTpuError
 
-FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows")
-"""What ComfyUI reads; the wheel holds the same (pyproject.toml, force-include)."""
+FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows", "docs")
+"""What ComfyUI reads, and the pages that messages and notes name; the wheel holds the same (pyproject.toml)."""
 
 _ENTRY = "comfy_tpu.comfy"
 """Every version of our entry point imports this, and nobody else's does."""
@@ -30,7 +31,7 @@ class Pack:
                 return cls(directory)
         raise ComfyTpuError(
             f"the files of the ComfyUI pack ({', '.join(FILES)}) are neither around {package} nor inside it; "
-            "pip install --force-reinstall comfy-tpu"
+            f"restore them: {restore_command(*FILES)}"
         )
 
     @property

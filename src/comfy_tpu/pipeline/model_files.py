@@ -19,6 +19,7 @@ import numpy as np
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
+from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
 from comfy_tpu.families.family import SchedulerFactory, VideoFamily
 from comfy_tpu.families.registry import family_of
@@ -45,6 +46,14 @@ def list_model_files(directory: Path) -> list[Path]:
     return [path for pattern in _WANTED for path in directory.glob(pattern)]
 
 
+SHARED_PARTS_FILE = "shared_parts.json"
+"""Lists the parts of a model directory that are kept in the directory above it: {"from_parent": ["vae", ...]}.
+
+Names only, so that a downloaded model cannot refer to any other place. Not symbolic links: wheel builders follow those,
+keep one of two equal folders, and a checkout or an archive need not support them.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
     name: str
@@ -52,6 +61,8 @@ class ModelFiles:
     family: VideoFamily
     index: Mapping[str, Any]
     """Its model_index.json."""
+    shared_parts: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
+    """Names of the folders and files that are kept in the directory above `directory`."""
 
     @classmethod
     def open(cls, model: str | Path, *, name: str | None = None, to_run: bool = True) -> ModelFiles:
@@ -62,18 +73,21 @@ class ModelFiles:
         """
         directory = _find(str(model))
         index = _read_json(directory / "model_index.json")
-        described = directory / "transformer" / "config.json"
+        shared = _read_shared_parts(directory)
+        described = _part_path(directory, shared, "transformer/config.json")
         transformer = _read_json(described) if described.is_file() else {}
         with config_errors(str(described)):
             family = family_of(index, transformer)
-        files = cls(name or str(model), directory, family, index)
+        files = cls(name or str(model), directory, family, index, shared_parts=shared)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
-        tokenizers = [encoder.tokenizer for encoder in family.text_encoders if to_run]
-        missing += [folder for folder in tokenizers if not (directory / folder).is_dir()]
+        folders = [encoder.tokenizer for encoder in family.text_encoders if to_run]
+        if to_run and family.image is not None and family.image.encoder is not None:
+            folders.append(family.image.processor)
+        missing += [folder for folder in folders if not files.path(folder).is_dir()]
         if missing:
             raise CheckpointError(
                 f"model={files.name} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
-                f"{', '.join([*(spec.name for spec in family.components), *tokenizers])}: download it again"
+                f"{', '.join([*(spec.name for spec in family.components), *folders])}: {_advice(directory)}"
             )
         for spec in family.components:
             files._check_architecture(spec)
@@ -82,12 +96,16 @@ class ModelFiles:
         files._check_latents()
         return files
 
+    def path(self, name: str) -> Path:
+        """Where a part is: a folder, or a file by its path inside the model directory."""
+        return _part_path(self.directory, self.shared_parts, name)
+
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
         """The component's configuration, without the library's own notes in it."""
         return {name: value for name, value in _read_json(self._config_path(spec)).items() if not name.startswith("_")}
 
     def checkpoint(self, spec: ComponentSpec) -> Checkpoint:
-        return Checkpoint.open(self.directory / spec.name)
+        return Checkpoint.open(self.path(spec.name))
 
     def tokenizer(self, folder: str) -> Any:
         if folder not in self._tokenizers:
@@ -104,10 +122,10 @@ class ModelFiles:
             from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.directory / folder, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(self.path(folder), trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises nothing more special
             raise CheckpointError(
-                f"model={self.name} has a {folder} that cannot be read ({_reason(error)}); download the model again"
+                f"model={self.name} has a {folder} that cannot be read ({_reason(error)}); {_advice(self.directory)}"
             ) from error
 
     def image_processor(self, folder: str) -> Any:
@@ -115,16 +133,16 @@ class ModelFiles:
             from transformers import AutoImageProcessor
 
         try:
-            return AutoImageProcessor.from_pretrained(self.directory / folder, trust_remote_code=False)
+            return AutoImageProcessor.from_pretrained(self.path(folder), trust_remote_code=False)
         except Exception as error:  # as of tokenizers: any value of the file may lead to any error
             raise CheckpointError(
-                f"model={self.name} has an {folder} that cannot be read ({_reason(error)}); download the model again"
+                f"model={self.name} has an {folder} that cannot be read ({_reason(error)}); {_advice(self.directory)}"
             ) from error
 
     @property
     def defaults(self) -> GenerationSettings:
         """The family's, with what the directory's own files say in their place; generation.json has the last word."""
-        path = self.directory / "generation.json"
+        path = self.path("generation.json")
         with config_errors(f"the scheduler_config.json or guider_config.json of model={self.name}"):
             own = {**self.family.own_settings(self._read_if_there), **self._read_if_there(path.name)}
         if self.index.get("boundary_ratio") is not None:
@@ -159,12 +177,12 @@ class ModelFiles:
         if not all(math.isfinite(level) for level in levels):
             raise InvalidValueError(
                 f"num_inference_steps={settings.num_inference_steps} at flow_shift={settings.flow_shift:g} gives noise "
-                f"levels that are not finite numbers; choose others, or look at {self.directory / SCHEDULER_FILE}"
+                f"levels that are not finite numbers; choose others, or look at {self.path(SCHEDULER_FILE)}"
             )
         return scheduler
 
     def scheduler_errors(self) -> AbstractContextManager[None]:
-        return config_errors(f"{self.directory / SCHEDULER_FILE}")
+        return config_errors(f"{self.path(SCHEDULER_FILE)}")
 
     def workload(self, settings: GenerationSettings) -> Workload:
         with config_errors(str(self._config_path(self.family.transformer))):
@@ -212,7 +230,7 @@ class ModelFiles:
         return mean, deviation
 
     def _read_if_there(self, name: str) -> Mapping[str, Any]:
-        path = self.directory / name
+        path = self.path(name)
         return _read_json(path) if path.is_file() else {}
 
     @functools.cached_property
@@ -225,7 +243,7 @@ class ModelFiles:
         if self.family.own_schedulers(self._read_if_there):
             folders.append("scheduler")
         for folder in folders:
-            for path in sorted((self.directory / folder).glob("*")):
+            for path in sorted(self.path(folder).glob("*")):
                 digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
                 if path.suffix == ".safetensors":
                     digest_tensors(path, digest)
@@ -234,15 +252,16 @@ class ModelFiles:
         return digest.hexdigest()[:16]
 
     def _config_path(self, spec: ComponentSpec) -> Path:
-        return self.directory / spec.name / "config.json"
+        return self.path(spec.name) / "config.json"
 
     def _check_weights(self, spec: ComponentSpec) -> None:
         """Headers only: a file that is missing or cut short must not be found after hours of denoising."""
         try:
             self.checkpoint(spec)
         except CheckpointError as error:
+            advice = f"; {_advice(self.directory)}" if _is_demo(self.directory) else ""
             raise CheckpointError(
-                f"model={self.name}: the weights of its {spec.name} cannot be used: {error}"
+                f"model={self.name}: the weights of its {spec.name} cannot be used: {error}{advice}"
             ) from error
 
     def _check_latents(self) -> None:
@@ -261,6 +280,29 @@ class ModelFiles:
                 f"{self._config_path(spec)} describes a {found}, expected {' or '.join(spec.classes)}; "
                 f"this is not a {self.family.name} {spec.name}"
             )
+
+
+def _read_shared_parts(directory: Path) -> frozenset[str]:
+    path = directory / SHARED_PARTS_FILE
+    if not path.is_file():
+        return frozenset()
+    content = _read_json(path)
+    names = content.get("from_parent")
+    if set(content) != {"from_parent"} or not isinstance(names, list) or not all(map(_is_plain_name, names)):
+        raise CheckpointError(
+            f'{path} holds {content!r}, expected {{"from_parent": [names of folders and files]}} without '
+            f"slashes; {_advice(directory)}"
+        )
+    return frozenset(names)
+
+
+def _part_path(directory: Path, shared_parts: frozenset[str], name: str) -> Path:
+    # Resolved: the directory may be "." or reached through a link, and its parent is meant, not the link's.
+    return (directory.resolve().parent if name.partition("/")[0] in shared_parts else directory) / name
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def digest_tensors(path: Path, digest: Any) -> None:
@@ -337,15 +379,25 @@ def _download(model: str) -> Path:
         ) from error
 
 
+def _advice(path: Path) -> str:
+    if _is_demo(path):
+        return f"it is part of comfy-tpu, restore it: {restore_command('src/comfy_tpu/assets')}"
+    return "download the model again"
+
+
+def _is_demo(path: Path) -> bool:
+    return path.resolve().is_relative_to(DEMO_DIRECTORY.resolve())
+
+
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a model directory in diffusers' layout") from None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download the model again") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); {_advice(path)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object; download the model again")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object; {_advice(path)}")
     _check_counts(path, content)
     return content
 

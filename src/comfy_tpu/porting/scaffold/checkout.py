@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy_tpu
+from comfy_tpu.distribution import HOME_PAGE
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 
 _SHARED = ("src/comfy_tpu/families/registry.py", "src/comfy_tpu/comfy/node_families.py")
@@ -60,7 +61,7 @@ def find_checkout(into: str | None) -> Path:
             return place.resolve()
     raise InvalidValueError(
         f"{into or 'here'} is no checkout of comfy-tpu, and a family is written into one (its nodes, pages and tests "
-        "are files there); git clone it and `pip install -e .[dev]`, or give its directory with --into"
+        f"are files there); git clone {HOME_PAGE} and `pip install -e .[dev]` in it, or give its directory with --into"
     )
 
 

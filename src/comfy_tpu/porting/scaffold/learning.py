@@ -11,7 +11,7 @@ from typing import Any
 import ftfy
 import torch
 
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.families.ported import as_frames, in_vae_scale
 from comfy_tpu.pipeline.denoise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
@@ -114,7 +114,7 @@ class Learner:
                     return layout, temporal
         raise UnsupportedError(
             f"the latents of {self.source.name} have shape {shape} at {sizes}, which is none of "
-            f"{', '.join(each.name for each in self.layouts)}; write the family by hand, docs/porting.md says how"
+            f"{', '.join(each.name for each in self.layouts)}; write the family by hand, {GUIDE} says how"
         )
 
     def _run(self, number: int, layout: Layout, temporal: int) -> Run:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.porting.scaffold.facts import Facts
 
 KINDS = ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
@@ -74,7 +74,7 @@ def size_step(facts: Facts) -> int:
     if SIZE_MIN % facts.size_multiple:
         raise UnsupportedError(
             f"sizes of {facts.title} are multiples of {facts.size_multiple}, and the smallest of a node, {SIZE_MIN}, "
-            "is none; write the family by hand, docs/porting.md says how. Nothing was written"
+            f"is none; write the family by hand, {GUIDE} says how. Nothing was written"
         )
     return max(facts.size_multiple, 16)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.errors import GUIDE, InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import FAMILIES
 from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.small_models import SMALL_MODELS
@@ -106,7 +106,7 @@ def find_source(model: str) -> Source:
 
 PROMPT_ALONE = (
     "and `port new` knows only pipelines that make a picture or a video from a prompt alone: write the family by hand, "
-    "docs/porting.md says how"
+    f"{GUIDE} says how"
 )
 
 
@@ -132,7 +132,7 @@ def check_supported(source: Source) -> None:
         if part not in source.parts:
             raise UnsupportedError(
                 f"{source.name} has no {part} (it has {', '.join(source.parts)}); a family wants a transformer, a VAE, "
-                "a scheduler and text encoders: write it by hand, docs/porting.md says how"
+                f"a scheduler and text encoders: write it by hand, {GUIDE} says how"
             )
     if not source.encoders:
         raise UnsupportedError(f"{source.name} has no text encoder; a family reads a prompt: write it by hand")

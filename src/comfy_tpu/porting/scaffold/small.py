@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.porting.scaffold.pipelines import Source
 from comfy_tpu.quiet import quiet
 
@@ -188,7 +188,7 @@ def small_pipeline(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def no_sizes(source: Source) -> str:
-    by_hand = "write the family by hand, docs/porting.md says how"
+    by_hand = f"write the family by hand, {GUIDE} says how"
     if source.directory is not None:
         return f"sizes that belong together do not follow from the names in its config.json files: {by_hand}"
     return (

@@ -117,6 +117,7 @@ class ProbeLatent:
 async def probe(request):
     wanted = ("jax", "jaxlib", "torchax", "diffusers", "transformers", "comfy_tpu")
     found = {"modules": [name for name in wanted if name in sys.modules], "arrays": 0, "bytes": 0}
+    found["package"] = getattr(sys.modules.get("comfy_tpu"), "__file__", None)
     if "jax" in sys.modules:  # not imported here: asking must not start it
         arrays = sys.modules["jax"].live_arrays()
         found |= {"arrays": len(arrays), "bytes": sum(array.nbytes for array in arrays)}

@@ -1,0 +1,76 @@
+"""Shell commands that repair what the checks find.
+
+pip leaves alone whatever meets a requirement, however broken it is, and `--force-reinstall` replaces every dependency
+too, numpy among them, by its newest version. So what is broken is uninstalled first, then installed beside the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from comfy_tpu.distribution import pip_command
+
+TORCH_INDEX = "https://download.pytorch.org/whl"
+"""Has a folder for each build of torch, by the label in its version: cpu in 2.13.0+cpu."""
+_TORCH_LABEL = re.compile(r"cpu|xpu|cu\d+|rocm[\d.]+")
+
+# What the tests run with, by the bounds in CONTRIBUTING.md: torchax depends on internals of torch and of jax.
+TESTED_VERSIONS = {"torch": ">=2.11,<2.16", "jax": ">=0.10,<0.12", "torchax": ">=0.0.13,<0.0.14"}
+
+
+def install(*requirements: str) -> str:
+    return pip_command("install", *requirements)
+
+
+def reinstall(broken: Sequence[str], *requirements: str) -> str:
+    return f"{pip_command('uninstall', '-y', *broken)} && {install(*requirements)}"
+
+
+def replace_torch_extension(name: str, torch: str) -> str:
+    """Installs a torchvision that imports with torch; for a build of torch that PyPI does not have, both from there.
+
+    Tried with torch 2.15.0 of PyPI beside torchvision 0.26.0, and with torch 2.13.0+cpu beside torchvision 0.28.0 of
+    PyPI, where all requirements are met and `pip install torchvision` finds nothing to do.
+
+    torchaudio is removed: PyPI's newest, 2.11.0, names no torch that it needs and does not import beside torch 2.15.0.
+    Nothing here needs it, and ComfyUI starts without it.
+    """
+    if name == "torchaudio":
+        return pip_command("uninstall", "-y", name)
+    if "+" in torch:
+        return reinstall(["torch", "torchvision"], "torch", "torchvision")
+    return reinstall(["torchvision"], f"torch=={torch}", "torchvision")
+
+
+def install_requirements(file: Path, versions: Mapping[str, str | None]) -> str:
+    """ComfyUI's requirements, with the installed torch where the default index has a torchvision for it."""
+    torch = versions.get("torch")
+    if torch is None:
+        return install("-r", str(file))
+    if "+" in torch and versions.get("torchvision") is None:
+        return reinstall(["torch"], "-r", str(file))
+    return install("-r", str(file), f"torch=={torch}")
+
+
+def torch_index(torch: str) -> str | None:
+    """Where packages for this build of torch are; None for the builds that PyPI has, and for anybody's own."""
+    label = torch.partition("+")[2]
+    return f"{TORCH_INDEX}/{label}" if _TORCH_LABEL.fullmatch(label) else None
+
+
+def repair_tracing(versions: Mapping[str, str | None]) -> str:
+    """The tested versions, or the same ones again where they are tested and still do not work."""
+    companions = ["torchvision"] if versions.get("torchvision") else []
+    if not all(_is_tested(name, versions.get(name)) for name in TESTED_VERSIONS):
+        return install(*(f"{name}{bounds}" for name, bounds in TESTED_VERSIONS.items()), *companions)
+    same = [f"{name}=={versions[name]}" for name in ("torch", "torchax")]
+    index = torch_index(versions["torch"] or "")
+    return reinstall(["torch", "torchax"], *same, *(["--extra-index-url", index] if index else []))
+
+
+def _is_tested(name: str, version: str | None) -> bool:
+    return version is not None and SpecifierSet(TESTED_VERSIONS[name]).contains(version, prereleases=True)

@@ -1,0 +1,83 @@
+"""How comfy-tpu is installed here: where its pages are, and the commands that repair it or install beside it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+HOME_PAGE = "https://github.com/comfy-tpu/comfy-tpu"
+"""As in pyproject.toml and the README, by test."""
+
+_PACKAGE = Path(__file__).resolve().parent
+_NAME = "comfy-tpu"
+
+
+def find_page(name: str) -> str:
+    """A page of the documentation, for messages: docs/NAME of a checkout, else the file that the wheel installed."""
+    installed = _PACKAGE / "_pack" / "docs" / name
+    return str(installed) if installed.is_file() else f"docs/{name}"
+
+
+def pip_command(*arguments: str, python: str | Path | None = None) -> str:
+    """A pip command for this Python, or for that of another environment; `pip` alone may belong to a third.
+
+    Environments that uv makes have no pip; uv takes the same arguments, but for -y.
+    """
+    named = str(python or sys.executable)
+    if _has_pip(python):
+        return shlex.join([named, "-m", "pip", *arguments])
+    action, *others = arguments
+    return shlex.join(["uv", "pip", action, "--python", named, *(each for each in others if each != "-y")])
+
+
+def install_command(python: str | Path) -> str:
+    """Installs this comfy-tpu into another Python."""
+    return pip_command("install", _source(), python=python)
+
+
+def restore_command(*paths: str) -> str:
+    """Brings back files of the package that are missing or damaged; `paths` are theirs in a checkout."""
+    checkout = _checkout()
+    if checkout is not None and (checkout / ".git").exists():
+        return shlex.join(["git", "-C", str(checkout), "checkout", "--", *paths])
+    return pip_command("install", "--force-reinstall", "--no-deps", _source())
+
+
+def _has_pip(python: str | Path | None) -> bool:
+    if python is None:
+        return importlib.util.find_spec("pip") is not None
+    return any(Path(python).parents[1].glob("lib*/python*/site-packages/pip"))
+
+
+def _checkout() -> Path | None:
+    """The root of the checkout that this package runs from; None where it was installed."""
+    root = _PACKAGE.parents[1]
+    return root if _PACKAGE.parent.name == "src" and (root / "pyproject.toml").is_file() else None
+
+
+def _source() -> str:
+    """What pip installs this version from: the place that it came from, as pip recorded it (PEP 610)."""
+    if (checkout := _checkout()) is not None:
+        return str(checkout)
+    latest = f"{_NAME} @ git+{HOME_PAGE}"
+    try:
+        installed = importlib.metadata.distribution(_NAME)
+    except importlib.metadata.PackageNotFoundError:  # unpacked by hand
+        return latest
+    recorded = installed.read_text("direct_url.json")
+    if recorded is None:  # from an index
+        return f"{_NAME}=={installed.version}"
+    origin = json.loads(recorded)
+    if "vcs_info" in origin:
+        return f"{_NAME} @ {origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
+    url = urllib.parse.urlparse(origin["url"])
+    if url.scheme != "file":
+        return str(origin["url"])
+    place = urllib.request.url2pathname(url.path)
+    return place if Path(place).exists() else latest
