@@ -8,7 +8,6 @@ import json
 import shlex
 import sys
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
 HOME_PAGE = "https://github.com/comfy-tpu/comfy-tpu"
@@ -79,5 +78,5 @@ def _source() -> str:
     url = urllib.parse.urlparse(origin["url"])
     if url.scheme != "file":
         return str(origin["url"])
-    place = urllib.request.url2pathname(url.path)
+    place = urllib.parse.unquote(url.path)
     return place if Path(place).exists() else latest
