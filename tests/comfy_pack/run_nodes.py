@@ -13,16 +13,10 @@ import sys
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
+import stand_in  # beside this file
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import stand_in
-
-stand_in.install(Path.cwd())
-
-import jax.numpy as jnp
-
-from comfy_tpu.comfy import family_nodes
 from comfy_tpu.comfy.node_families import WAN21
 from comfy_tpu.errors import EscapeError
 from comfy_tpu.pipeline.text import PromptEmbeddings
@@ -33,6 +27,8 @@ CONDITIONING = [[torch.zeros(1, 512, 128), {}]]
 
 
 def run(kind: str) -> dict[str, str]:
+    from comfy_tpu.comfy import family_nodes  # which imports ComfyUI
+
     pipeline = VideoPipeline.open("demo", mesh="single")
     device = "cpu" if kind == "host" else "meta"
     tensor = torch.zeros(1, 17, 64, 64, 3, device=device)
@@ -77,4 +73,5 @@ def outcome(node: type, given: dict[str, object]) -> str:
 
 if __name__ == "__main__":
     logging.disable()
+    stand_in.install(Path.cwd())
     sys.stdout.write(json.dumps({kind: run(kind) for kind in ("host", "meta", "jax")}) + "\n")
