@@ -1,6 +1,7 @@
 """Documents in two languages say the same, as far as their structure tells, and their links lead somewhere."""
 
 import ast
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -22,6 +23,18 @@ TWINS = [
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
 DOCUMENTS += ["docs/porting-table.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+CITING = [*DOCUMENTS, "docs/native.md", "docs/performance.md", "tools/demo_model/README.md"]
+PLACES = [ROOT, ROOT / "src", ROOT / "src" / "comfy_tpu", ROOT / "tests" / "comfyui"]
+"""Where a cited path may begin: the checkout, the package, and the tests that CONTRIBUTING tells about file by file."""
+OWN = ["src", "tests", "tools", "docs", "web", "locales", "benchmarks", "example_workflows"]
+OWN += [path.name for path in sorted((ROOT / "src" / "comfy_tpu").iterdir()) if path.is_dir()]
+FOREIGN = {
+    *("custom_nodes/ComfyUI-TPU", "models/diffusers", "models/loras", "output/video", "n/a", "path/to/model"),
+    *("./ComfyUI", "../ComfyUI", "~/ComfyUI", "model.py", "utils.py", "main.py", "my_model.py", "vae/", "images/"),
+}
+"""Of ComfyUI, of a user's model, or names that we do not use."""
+PLACEHOLDER = re.compile(r"NAME|OWNER|DIR|ID|[<…*{:]")
 
 
 def read(name):
@@ -115,3 +128,57 @@ def test_one_address():
 def test_the_guide_names_every_template(name):
     for path in (ROOT / "example_workflows").glob("*.json"):
         assert f"`{path.stem}`" in read(name)
+
+
+def spans(name):
+    """What stands in backticks within a line."""
+    return re.findall(r"`([^`\n]+)`", CODE.sub("", read(name)))
+
+
+def cited_paths(name):
+    """Those that name a file or directory of this project; those of hub models, of ComfyUI and of users do not."""
+    blocks = [line for block in code(name) for line in block]
+    words = [word for span in (*spans(name), *blocks) for word in span.split()]
+    packages = [span for span in spans(name) if re.fullmatch(r"[a-z_]+/", span)]  # also of one that there is not
+    files = [span for span in spans(name) if re.fullmatch(r"\w+\.py", span)]
+    inside = [word for word in words if re.match(rf"({'|'.join(OWN)})/\w", word)]
+    return [path for path in (*packages, *files, *inside) if path not in FOREIGN and not PLACEHOLDER.search(path)]
+
+
+def exists(path):
+    if "/" in path:
+        return any((place / path.partition("#")[0]).exists() for place in PLACES)
+    return any(any((ROOT / folder).rglob(path)) for folder in ("src", "tests", "tools"))
+
+
+@pytest.mark.parametrize("name", CITING)
+def test_cited_files_and_packages_exist(name):
+    assert [path for path in cited_paths(name) if not exists(path)] == []
+
+
+@functools.cache
+def defined(folder):
+    """Names of files, functions and classes in a folder of Python files."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        found |= {path.stem, *re.findall(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE)}
+    return found
+
+
+@pytest.mark.parametrize("name", CITING)
+def test_cited_tests_and_tools_exist(name):
+    cited = {test for span in spans(name) for test in re.findall(r"\btest_\w+", span) if not PLACEHOLDER.search(test)}
+    assert cited <= defined("tests")
+    for module in re.findall(r"-m ((?:tools|tests)\.[\w.]+)", read(name)):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
+@pytest.mark.parametrize("name", CITING)
+def test_cited_functions_exist(name):
+    """`package.function` and `package.module.function`."""
+    for span in spans(name):
+        if match := re.fullmatch(r"(bridge|compiler|kernels|parallel|pipeline)\.((?:\w+\.)*)(\w+)", span):
+            package, modules, function = match.groups()
+            assert {function, *modules.split(".")[:-1]} <= defined(f"src/comfy_tpu/{package}"), span

@@ -1,18 +1,50 @@
-"""docs/aten-operators.md is what its tool writes."""
+"""docs/aten-operators.md is what its tool writes: the page of its columns, and each column by itself."""
 
+import functools
 from pathlib import Path
 
-from comfy_tpu.bridge.catalogue import overloads
+import pytest
+
+from comfy_tpu.bridge.catalogue import Row, overloads
 from tests.pins import only_with_the_pinned
-from tools.aten_operators.page import make_page, versions
+from tools.aten_operators.page import make_page, read_page, versions
+from tools.aten_operators.use import SMALL, check_small_models, compared_with_torch, used_by
 
 ROOT = Path(__file__).parents[2]
+STALE = "docs/aten-operators.md is stale; run `make aten-operators`"
+
+pinned = only_with_the_pinned(versions())
 
 
-@only_with_the_pinned(versions())
-def test_the_page_is_what_its_tool_writes() -> None:
-    written = (ROOT / "docs" / "aten-operators.md").read_text(encoding="utf-8")
-    assert make_page() == written, "docs/aten-operators.md is stale; run `make aten-operators`"
+@functools.cache
+def written() -> str:
+    return (ROOT / "docs" / "aten-operators.md").read_text(encoding="utf-8")
+
+
+def columns() -> tuple[set[Row], dict[str, set[Row]]]:
+    return read_page(written())
+
+
+@pinned
+def test_the_page_lists_every_operator_that_a_trace_knows() -> None:
+    compared, used = columns()
+    assert list(used) == list(SMALL)
+    assert make_page(compared, used) == written(), STALE
+
+
+@pinned
+def test_compared_operators_are_those_of_the_parity_tests() -> None:
+    assert columns()[0] == compared_with_torch(), STALE
+
+
+@pinned
+@pytest.mark.parametrize("family", SMALL)
+def test_used_operators_are_those_that_a_family_is_traced_to(family: str) -> None:
+    assert columns()[1][family] == used_by(family), STALE
+
+
+def test_every_family_has_a_small_model() -> None:
+    check_small_models()
 
 
 def test_no_operator_is_listed_twice_in_one_way() -> None:

@@ -63,7 +63,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, me
 def test_small_run(tmp_path):
     files = {name: tmp_path / f"x.{name}" for name in ("json", "md", "svg")}
     done = bench(
-        *("--what", "transformer,accuracy,text", "--repeats", 2, "--dtype", "bfloat16"),
+        *("--what", "transformer", "--repeats", 2, "--dtype", "bfloat16"),
         *("--json", files["json"], "--markdown", files["md"], "--plot", files["svg"]),
     )
     (run,) = json.loads(files["json"].read_text())["runs"]
@@ -73,8 +73,6 @@ def test_small_run(tmp_path):
     assert not [row["failure"] for row in run["rows"] if row["failure"]]
     for peer in ("ours", "eager"):
         assert len(rows["transformer", peer]["samples"]) == 2
-        assert 0 < rows["accuracy", peer]["error"] < 2e-2
-        assert rows["text", peer]["error"] < 5e-2
     facts = rows["transformer", "ours"]["facts"]
     assert facts["trace_s"] > 0
     assert facts["compile_s"] > 0
@@ -109,6 +107,17 @@ def test_vae_run(tmp_path):
     assert rows["vae start", "cold", "nnx-frames"]["facts"]["programs"] == 2
     assert "| NNX frame by frame |" in done.stdout
     assert (tmp_path / "x-decode.svg").is_file()
+
+
+@pytest.mark.slow
+def test_errors_of_a_small_run(tmp_path):
+    results = tmp_path / "x.json"
+    bench("--what", "accuracy,text", "--repeats", 1, "--dtype", "bfloat16", "--json", results)
+    (run,) = json.loads(results.read_text())["runs"]
+    rows = {(row["part"], row["peer"]): row for row in run["rows"]}
+    for peer in ("ours", "eager"):
+        assert 0 < rows["accuracy", peer]["error"] < 2e-2
+        assert rows["text", peer]["error"] < 5e-2
 
 
 @pytest.mark.slow

@@ -75,6 +75,11 @@ class Schema:
         }
 
 
+class NodeOutput:
+    def __init__(self, *results, ui=None):
+        self.result = results
+
+
 class _Permissive(types.ModuleType):
     """Whatever is imported from it is a class that nobody has a use for until a node runs."""
 
@@ -112,7 +117,7 @@ def install(models: Path) -> _Routes:
         add(f"comfy.{name}")
     add("comfy.cli_args", args=types.SimpleNamespace(listen="127.0.0.1"))
     add("comfy_api")
-    inputs = add("comfy_api.io", Schema=Schema, Custom=_declarer, **declarers)
+    inputs = add("comfy_api.io", Schema=Schema, NodeOutput=NodeOutput, Custom=_declarer, **declarers)
     add("comfy_api.latest", io=inputs, ComfyExtension=extension, ui=add("comfy_api.ui"))
     add("comfy_execution")
     add("comfy_execution.utils")

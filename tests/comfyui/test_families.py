@@ -91,7 +91,6 @@ def device_bytes(client: ComfyClient) -> int:
     return int(client.get("/probe")["bytes"])
 
 
-@pytest.mark.timeout(600)  # twelve workflows, twice
 def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient) -> None:
     rounds = []
     for number in range(2):

@@ -14,7 +14,7 @@ from tests.comfyui.graphs import DECODER, SAMPLER, three_nodes, whole_pipeline
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.test_hostile_company import problems, surrounded
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
 PROMPTS = 100
 GROWTH = 100e6

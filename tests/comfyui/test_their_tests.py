@@ -11,7 +11,7 @@ import pytest
 from tests.comfyui.checkout import ROOT, Checkout
 from tests.comfyui.server import PACK
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
 FOLDERS = ("tests-unit", "tests/execution")
 NEEDED = ("pytest_asyncio", "pytest_aiohttp", "websocket")

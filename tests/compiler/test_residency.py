@@ -15,7 +15,8 @@ from comfy_tpu.errors import DeviceMemoryError, is_out_of_memory
 from comfy_tpu.parallel.mesh import make_placement
 
 KB = 1024
-TIMEOUT = 30
+TIMEOUT = 300
+"""Seconds after which a thread is not coming any more, however busy the machine is."""
 
 
 def registry(budget=100 * KB):

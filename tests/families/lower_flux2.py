@@ -4,7 +4,6 @@ Arguments: the model's id on the hub, width, height.
 """
 
 import sys
-import time
 from typing import Any
 
 import jax
@@ -69,9 +68,7 @@ def transformer(family: VideoFamily, model: str, latent: tuple[int, ...]) -> dic
 def main(model: str, width: int, height: int) -> dict[str, Any]:
     family, text_config = MODELS[model]
     latent = (1, 128, 1, height // 16, width // 16)
-    begin = time.perf_counter()
     programs = transformer(family, model, latent)
-    seconds = time.perf_counter() - begin
     (encoder,) = family.text_encoders
     made = component(encoder.component, text_config, PLACEMENT)
     tokens = array(1, 512, dtype=INT32)
@@ -83,10 +80,7 @@ def main(model: str, width: int, height: int) -> dict[str, Any]:
     programs["decode_frame"] = vae.program(family.decode_frame, input_axes={"latent": axes}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
-    found = {name: facts(exported, sequence=4096) for name, exported in programs.items()}
-    return {"programs": found, "transformer seconds": seconds}
+    return {name: facts(exported, sequence=4096) for name, exported in programs.items()}
 
 
-report = main(sys.argv[1], *map(int, sys.argv[2:4]))
-report["seconds"] = time.process_time()
-tell(report)
+tell(main, sys.argv[1], *map(int, sys.argv[2:4]))

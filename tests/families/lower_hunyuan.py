@@ -4,7 +4,6 @@ Arguments: width, height, frames.
 """
 
 import sys
-import time
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
@@ -38,7 +37,7 @@ PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e"
 SETTINGS = hunyuan.HUNYUAN15.defaults
 
 
-def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
+def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 32, (frames - 1) // 4 + 1, height // 16, width // 16)
     config = next(iter(hunyuan.PUBLISHED.values()))
     programs = {}
@@ -51,7 +50,6 @@ def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
             "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
         )
 
-    begin = time.process_time()
     transformer = component(hunyuan.TRANSFORMER, config, PLACEMENT)
     weights = transformer.abstract_weights()
     rows = {
@@ -61,7 +59,6 @@ def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
     programs["prepare"] = transformer.program(hunyuan.prepare, input_axes=axes).export("tpu", weights, **rows)
     prepared = outputs(programs["prepare"])
     programs["denoise_step"] = export_step(transformer, hunyuan.predict, weights, latent, prepared, guided=True)
-    transformer_seconds = time.process_time() - begin
 
     vae = component(hunyuan_vae.VAE, {}, PLACEMENT)
     columns = (None, None, None, None, MESH_AXES)
@@ -72,10 +69,7 @@ def main(width: int, height: int, frames: int) -> tuple[dict[str, Any], float]:
         exported = decode.export("tpu", vae.abstract_weights(), latent=frame, cache=cache)
         cache = outputs(exported)[1]
         programs[f"decode_frame {index}"] = exported
-    return {name: facts(exported, sequence=10_000) for name, exported in programs.items()}, transformer_seconds
+    return {name: facts(exported, sequence=10_000) for name, exported in programs.items()}
 
 
-begin = time.process_time()
-programs, transformer_seconds = main(*map(int, sys.argv[1:4]))
-seconds = time.process_time() - begin
-tell({"programs": programs, "transformer seconds": transformer_seconds, "seconds": seconds})
+tell(main, *map(int, sys.argv[1:4]))

@@ -4,7 +4,6 @@ Arguments: width, height, frames.
 """
 
 import sys
-import time
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
@@ -66,6 +65,4 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
     return {name: facts(exported, sequence=13_000) for name, exported in programs.items()}
 
 
-begin = time.process_time()
-programs = main(*map(int, sys.argv[1:4]))
-tell({"programs": programs, "seconds": time.process_time() - begin})
+tell(main, *map(int, sys.argv[1:4]))

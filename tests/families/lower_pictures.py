@@ -83,4 +83,4 @@ def main(name: str) -> dict[str, Any]:
     return {program: facts(exported, sequence=30_000) for program, exported in programs.items()}
 
 
-tell({"programs": main(sys.argv[1])})
+tell(main, sys.argv[1])

@@ -1,4 +1,4 @@
-"""The meshes that every family is compared with diffusers on."""
+"""The meshes that every family is compared with diffusers on, and those that `auto` takes for it besides."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,6 +6,17 @@ from typing import Any
 import pytest
 
 SINGLE, *DIVIDED = MESHES = ("single", "dp=2,tp=4", "dp=2,sp=4")
+
+AUTO: dict[str, tuple[str, ...]] = {
+    "Wan 2.1": (),
+    "Wan 2.2": ("sp=4,tp=2",),
+    "Flux.1": ("sp=2,tp=4", "tp=8"),
+    "Flux.2": ("sp=2,tp=4", "tp=8"),
+    "HunyuanVideo-1.5": (),
+    "LTX-Video": ("dp=2,sp=2,tp=2",),
+}
+"""What `auto` takes on eight TPUs for published models at their defaults where it is none of MESHES, by the first words
+of a family's name. README.md names them; test_auto_meshes.py holds the list to the ranking."""
 
 
 def on_every_mesh(names: str, cases: Iterable[Any]) -> pytest.MarkDecorator:

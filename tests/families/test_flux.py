@@ -24,17 +24,16 @@ from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import as_frame, read_image
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tests.families import small_flux
-from tests.families.meshes import on_every_mesh
+from tests.families.meshes import AUTO, on_every_mesh
 from tests.families.pieces import component
-from tests.lowering import lowered
+from tests.lowering import assert_bounded_work, lowered
 from tests.tracing import relative_error
 
 PROMPT = "a red circle moving left"
 # 15 tokens, which nothing divides, and 16, which lie evenly on any mesh; the text has 32.
 SIZES = [(48, 80), (64, 64)]
-SAME = 100
-"""dB, where 130 are found. Another guidance changes a picture of these small models by 43 dB: 40 would not see it."""
 CHOSEN: dict[str, Any] = {
     "height": 48,
     "width": 80,
@@ -52,8 +51,8 @@ def opened(variant: str, mesh: str = "single") -> VideoPipeline:
     return VideoPipeline.open(small_flux.directory(variant), mesh=mesh)
 
 
-def picture(pipeline: VideoPipeline, **changed: Any) -> torch.Tensor:
-    return torch.cat(list(pipeline.generate(PROMPT, pipeline.settings(**(CHOSEN | changed)))), dim=1)[:, 0]
+def picture(pipeline: VideoPipeline, prompt: str = PROMPT, **changed: Any) -> torch.Tensor:
+    return torch.cat(list(pipeline.generate(prompt, pipeline.settings(**(CHOSEN | changed)))), dim=1)[:, 0]
 
 
 @functools.cache
@@ -82,16 +81,29 @@ def expected(variant: str, scheduler: str = "euler", num_videos: int = 1, **chan
     return images.permute(0, 2, 3, 1)
 
 
-def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
-    assert one.shape == other.shape
-    return float(-10 * torch.log10(((one - other) ** 2).mean().clamp_min(1e-20)))
-
-
 @on_every_mesh("height,width", SIZES)
 def test_the_picture_of_dev_is_that_of_diffusers_on_every_mesh(mesh: str, height: int, width: int) -> None:
     reference = expected("dev", height=height, width=width)
     assert reference.std() > 0.05, "the reference shows something"
     assert psnr(picture(opened("dev", mesh), height=height, width=width), reference) >= SAME
+
+
+@pytest.mark.parametrize("mesh", [*AUTO["Flux.1"], pytest.param("sp=8", marks=pytest.mark.slow)])
+def test_the_picture_of_dev_on_what_auto_takes(mesh: str) -> None:
+    assert psnr(picture(opened("dev", mesh)), expected("dev")) >= SAME
+
+
+@every_variant
+def test_the_comparison_would_see_another_request(variant: str) -> None:
+    pipeline = opened(variant)
+    assert_wrong_ones_differ(
+        expected(variant),
+        SAME - 30,
+        prompt=picture(pipeline, "a red circle moving right"),
+        seed=picture(pipeline, seed=8),
+        shift=picture(pipeline, flow_shift=1.1),
+        **({"guidance": picture(pipeline, guidance_scale=3.9)} if variant == "dev" else {}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,11 +210,19 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
     assert relative_error(to_host(velocity), wanted) <= (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("quantize", ["fp8", "int8"])
-def test_quantized_products(quantize: Any) -> None:
+@pytest.mark.parametrize(("quantize", "least"), [("fp8", 57), ("int8", 72)])
+def test_quantized_products(quantize: Any, least: float) -> None:
+    """60 and 76 dB are found."""
     exact = picture(opened("dev"))
     pipeline = VideoPipeline.open(small_flux.directory("dev"), mesh="dp=2,tp=4", quantize=quantize)
-    assert 20 <= psnr(picture(pipeline), exact) < 80
+    assert least <= psnr(picture(pipeline), exact) < 80
+    assert_wrong_ones_differ(
+        exact,
+        least - 5,
+        prompt=picture(pipeline, "a blue circle moving right"),
+        seed=picture(pipeline, seed=8),
+        guidance=picture(pipeline, guidance_scale=3.9),
+    )
 
 
 @pytest.mark.parametrize(("mesh", "scan"), [("single", True), ("single", False), ("dp=2,tp=4", True), ("sp=8", True)])
@@ -347,10 +367,7 @@ def test_flux_dev_lowers_for_eight_chips() -> None:
     assert programs["encode_text"]["outputs"] == [[1, 512, 4096]]
     assert programs["encode_pooled"]["loops"] == programs["encode_text"]["loops"] == 1
     assert programs["decode_frame"]["outputs"] == [[1, 1, 1024, 1024, 3]]
-    # The specification's limit for the transformer, held by all programs together, in processor time, which other work
-    # on the machine does not change.
-    assert seen["seconds"] < 20
-    assert seen["peak"] < 4e9
+    assert_bounded_work(seen, operators=1_200)
 
 
 def photograph(path: Path) -> Path:

@@ -12,9 +12,10 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.flux2_image import fit
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import SAME, psnr
 from tests.families import small_flux2
 from tests.families.meshes import on_every_mesh
-from tests.families.test_flux2 import CHOSEN, PROMPT, SAME, opened, psnr
+from tests.families.test_flux2 import CHOSEN, PROMPT, opened
 from tests.families.test_flux2 import picture as drawn
 from tests.families.wan_pipelines import picture
 

@@ -10,7 +10,7 @@ from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import parse_size
 from comfy_tpu.planning.program import lower_step
-from tests.lowering import lowered
+from tests.lowering import assert_bounded_work, lowered
 
 PUBLISHED = [name for family in FAMILIES for name in family.published]
 WAN = {
@@ -69,7 +69,9 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     }.items(),
 )
 def test_what_a_picture_goes_through_lowers_for_eight_chips(name: str, wanted: dict[str, list[int]]) -> None:
-    programs = lowered("tests.families.lower_pictures", name)["programs"]
+    seen = lowered("tests.families.lower_pictures", name)
+    assert_bounded_work(seen, operators=3_000)
+    programs = seen["programs"]
     assert {program: programs[program]["outputs"][0] for program in wanted} == wanted
     for program in programs.values():
         assert program["platforms"] == ["tpu"]

@@ -12,9 +12,10 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families import hunyuan_image
 from comfy_tpu.pipeline.images import cropped
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import SAME, psnr
 from tests.families import small_hunyuan
 from tests.families.small_hunyuan_image import directory, image_encoder, reference
-from tests.families.test_hunyuan import QUOTED, SAME, psnr, random, run
+from tests.families.test_hunyuan import QUOTED, random, run
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
 

@@ -14,9 +14,11 @@ from comfy_tpu.config import ResidencyConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tests.families import wan_pipelines
+from tests.families.meshes import AUTO, DIVIDED, MESHES, SINGLE
 from tests.families.wan_pipelines import KINDS, picture
-from tests.pipeline.test_video import PROMPT, psnr
+from tests.pipeline.test_video import PROMPT
 
 CHOSEN: dict[str, Any] = {
     "height": 64,
@@ -28,8 +30,6 @@ CHOSEN: dict[str, Any] = {
     "seed": 7,
     "negative_prompt": "blue background",
 }
-SAME = 100
-"""dB, where 130 are found. A last picture changes a video of these small models by 60 dB: 40 would not see it."""
 PICTURES = {
     "2.2": 0,
     "2.2 image": 2,
@@ -49,10 +49,12 @@ def chosen(kind: str, **changed: Any) -> dict[str, Any]:
     return CHOSEN | ({"guidance_scale_2": 2.5} if kind.startswith("2.2") else {}) | changed
 
 
-def video(kind: str, mesh: str = "single", pictures: int | None = None, **changed: Any) -> torch.Tensor:
+def video(
+    kind: str, mesh: str = "single", pictures: int | None = None, prompt: str = PROMPT, **changed: Any
+) -> torch.Tensor:
     pipeline = opened(kind, mesh)
     images = [picture(seed) for seed in range(PICTURES[kind] if pictures is None else pictures)]
-    return torch.cat(list(pipeline.generate(PROMPT, pipeline.settings(**chosen(kind, **changed)), images)), dim=1)
+    return torch.cat(list(pipeline.generate(prompt, pipeline.settings(**chosen(kind, **changed)), images)), dim=1)
 
 
 @functools.cache
@@ -80,21 +82,32 @@ def expected(kind: str, height: int = 64, width: int = 96, pictures: int | None 
     ).frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_video_is_that_of_diffusers_on_every_mesh(kind: str, mesh: str) -> None:
     assert expected(kind).std() > 0.02, "the reference shows something"
     assert psnr(video(kind, mesh), expected(kind)) >= SAME
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        "single",
-        pytest.param("dp=2,tp=4", marks=pytest.mark.slow),
-        pytest.param("dp=2,sp=4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", AUTO["Wan 2.2"])
+@pytest.mark.parametrize("kind", ["2.2", "2.2 image"])
+def test_the_video_on_what_auto_takes(kind: str, mesh: str) -> None:
+    assert psnr(video(kind, mesh), expected(kind)) >= SAME
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_comparison_would_see_another_request(kind: str) -> None:
+    assert_wrong_ones_differ(
+        expected(kind),
+        SAME - 10,
+        prompt=video(kind, prompt="a red circle moving right"),
+        negative=video(kind, negative_prompt="red"),
+        seed=video(kind, seed=8),
+    )
+
+
+@pytest.mark.parametrize("mesh", [SINGLE, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in DIVIDED)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_size(kind: str, mesh: str) -> None:
     assert psnr(video(kind, mesh, height=96, width=64), expected(kind, 96, 64)) >= SAME

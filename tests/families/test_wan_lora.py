@@ -15,11 +15,12 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import psnr
 from tests.families import wan_pipelines
 from tests.families.test_wan import CHOSEN, chosen
 from tests.pipeline import small_loras, small_pipeline
 from tests.pipeline.small_loras import Tensors, error, loaded, write
-from tests.pipeline.test_video import PROMPT, psnr
+from tests.pipeline.test_video import PROMPT
 
 COMPONENTS = ("transformer", "transformer_2")
 INTO = {"all": (True, True), "high": (True, False), "low": (False, True)}

@@ -10,8 +10,8 @@ from tests.native.architectures import ARCHITECTURES
 TABLE = "MODEL"
 TOLERANCE = 1e-3
 """Relative, in float32."""
-DECIBELS = 35
-"""In bfloat16."""
+DECIBELS = 42
+"""In bfloat16, where 45 and more are found; another prompt or seed gives 31 at most."""
 
 
 def some_architectures(*names):

@@ -51,6 +51,8 @@ def test_bfloat16(architecture, watch, cell):
         assert cell.decibels(psnr(expected, got)) > DECIBELS, sampler
         assert psnr(exact, got) > min(DECIBELS, psnr(exact, expected) - 3), sampler
         assert got.dtype == torch.float32
+    for wrong in ({"prompt_seed": 2}, {"seed": 4}):
+        assert psnr(sample(model, architecture), sample(model, architecture, **wrong)) < DECIBELS - 8, wrong
     watch.assert_on_devices()
 
 

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.comfyui
 
 TABLE = "VAE"
 TOLERANCE = 1e-3
-DECIBELS = 35
+DECIBELS = 40
+"""In bfloat16, where 43 and more are found."""
 
 every_vae = pytest.mark.parametrize(
     "small",

@@ -4,7 +4,6 @@ Arguments: width, height, frames.
 """
 
 import sys
-import time
 from typing import Any
 
 import jax
@@ -74,7 +73,4 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
     return {name: facts(exported, sequence=30_000) for name, exported in programs.items()}
 
 
-begin = time.process_time()
-report = {"programs": main(*map(int, sys.argv[1:4]))}
-report["seconds"] = time.process_time() - begin
-tell(report)
+tell(main, *map(int, sys.argv[1:4]))

@@ -15,9 +15,9 @@ from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import assert_wrong_ones_differ, psnr
 from tests.pipeline import small_loras, small_pipeline
 from tests.pipeline.small_loras import error, loaded, write
-from tests.pipeline.test_video import psnr
 
 MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
 
@@ -178,13 +178,19 @@ def test_four_steps_without_guidance_are_those_of_diffusers(mesh: str, tmp_path:
     assert embeddings.negative is None, "nobody reads it"
     actual = torch.cat(list(pipeline.decode(pipeline.denoise(embeddings, settings), settings)), dim=1)
 
-    def reference(shift: float, *loras: tuple[Path, float]) -> torch.Tensor:
+    def reference(shift: float, *loras: tuple[Path, float], prompt: str = "a red circle") -> torch.Tensor:
         own = small_loras.pipeline(*loras, scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
         generator = torch.Generator().manual_seed(7)
-        made = own("a red circle", **chosen, generator=generator, output_type="pt", max_sequence_length=512)
+        made = own(prompt, **chosen, generator=generator, output_type="pt", max_sequence_length=512)
         return made.frames.permute(0, 1, 3, 4, 2)
 
-    same = psnr(actual, reference(5.0, (path, 1.0)))
-    assert same >= 40
-    assert psnr(actual, reference(5.0)) < 35, "the LoRA shows"
-    assert psnr(actual, reference(1.0, (path, 1.0))) < same - 20, "and so does the shift"
+    expected = reference(5.0, (path, 1.0))
+    assert psnr(actual, expected) >= 120, "138 are found"
+    assert_wrong_ones_differ(expected, 35, no_lora=reference(5.0))
+    assert_wrong_ones_differ(
+        expected,
+        100,
+        weaker=reference(5.0, (path, 0.99)),
+        shift=reference(1.0, (path, 1.0)),
+        prompt=reference(5.0, (path, 1.0), prompt="a blue circle"),
+    )

@@ -108,7 +108,6 @@ def test_formulas_for_other_slices(tpu, sizes, size):
 
 @pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     not has_tpu_compiler(), reason="libtpu, the TPU's compiler, is not installed: pip install '.[tpu]', x86_64 only"
 )

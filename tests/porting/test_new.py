@@ -42,7 +42,6 @@ def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "model", "noun"),
     [("pixart_sigma", "PixArtSigmaPipeline", "picture"), ("cogvideox", "CogVideoXPipeline", "video")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from comfy_tpu.bridge.catalogue import Row, brought_by_torchax, overloads
@@ -32,9 +33,12 @@ def versions() -> dict[str, str]:
     return installed(PACKAGES)
 
 
-def make_page() -> str:
+def make_page(compared: set[Row] | None = None, used: Mapping[str, set[Row]] | None = None) -> str:
+    """`compared` and `used`, by family: what is traced for them, where they are not given."""
     lowered, decomposed = brought_by_torchax()
-    rows, compared, used = overloads(), compared_with_torch(), used_by_families()
+    rows = overloads()
+    compared = compared_with_torch() if compared is None else compared
+    used = used_by_families() if used is None else used
     aten = {row: listed for row, listed in rows.items() if row.is_aten}
     other = {row: listed for row, listed in rows.items() if not row.is_aten}
     lines = [
@@ -77,6 +81,23 @@ def make_page() -> str:
         *_operators(other, compared, used),
     ]
     return "\n".join(lines) + "\n"
+
+
+def read_page(text: str) -> tuple[set[Row], dict[str, set[Row]]]:
+    """The operators that a page names as compared, and by family those that it names as used."""
+    head, *_ = re.findall(r"^\| operator \|.*$", text, re.MULTILINE)
+    families = [cell.strip() for cell in head.split("|")[5:-1]]
+    compared: set[Row] = set()
+    used: dict[str, set[Row]] = {family: set() for family in families}
+    for line in re.findall(r"^\| `.*$", text, re.MULTILINE):
+        name, _, kind, is_compared, *are_used = (cell.strip() for cell in line.split("|")[1:-1])
+        row = Row(name.strip("`"), kind)  # type: ignore[arg-type]
+        if is_compared:
+            compared.add(row)
+        for family, is_used in zip(families, are_used, strict=True):
+            if is_used:
+                used[family].add(row)
+    return compared, used
 
 
 def _operators(rows: Mapping[Row, list[str]], compared: set[Row], used: Mapping[str, set[Row]]) -> list[str]:

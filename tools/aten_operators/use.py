@@ -71,22 +71,32 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
 
 
 def used_by_families() -> dict[str, set[Row]]:
-    used: dict[str, set[Row]] = {}
-    seen = set()
-    for column, families in SMALL.items():
-        with _dispatched() as rows, replaced(DeviceProgram, "__call__", _traced_only):
-            for small in families:
-                path = small.directory() if small.variant is None else small.directory(small.variant)
-                pipeline = VideoPipeline.open(path, mesh="single", platform="cpu")
-                seen.add(pipeline.family.name)
-                images = [wan_pipelines.picture(seed) for seed in range(small.pictures)]
-                for _ in pipeline.generate("a red circle moving left", pipeline.settings(**small.changes), images):
-                    pass
-        used[column] = rows
+    check_small_models()
+    return {column: used_by(column) for column in SMALL}
+
+
+def used_by(column: str) -> set[Row]:
+    """Operators that the small models of a column are traced to."""
+    with _dispatched() as rows, replaced(DeviceProgram, "__call__", _traced_only):
+        for small in SMALL[column]:
+            pipeline = _opened(small)
+            images = [wan_pipelines.picture(seed) for seed in range(small.pictures)]
+            for _ in pipeline.generate("a red circle moving left", pipeline.settings(**small.changes), images):
+                pass
+    return rows
+
+
+def check_small_models() -> None:
+    """Raises LookupError if a family has no small model here."""
+    seen = {_opened(small).family.name for families in SMALL.values() for small in families}
     missing = {family.name for family in FAMILIES if family not in PORTED} - seen
     if missing:
         raise LookupError(f"no small model is traced for {', '.join(sorted(missing))}; add one to SMALL in {__name__}")
-    return used
+
+
+def _opened(small: SmallFamily) -> VideoPipeline:
+    path = small.directory() if small.variant is None else small.directory(small.variant)
+    return VideoPipeline.open(path, mesh="single", platform="cpu")
 
 
 def compared_with_torch() -> set[Row]:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy_api.latest import InputImpl, Types
+from comfy_api.latest import InputImpl, Types, io
 
 from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.errors import InvalidValueError
@@ -129,6 +129,15 @@ def to_images(parts: Iterable[torch.Tensor], frames: int) -> torch.Tensor:
     assert images is not None
     assert done == frames
     return images.flatten(0, 1)
+
+
+def node_output(*results: Any) -> io.NodeOutput:
+    """The outputs of a node; raises EscapeError if a device array, a traced tensor or a module is among them."""
+    from comfy_tpu.bridge import check_host_data  # imports JAX, which no node does before it runs
+
+    for number, result in enumerate(results):
+        check_host_data(result, f"output {number}")
+    return io.NodeOutput(*results)
 
 
 def to_video(images: torch.Tensor, fps: float) -> Any:

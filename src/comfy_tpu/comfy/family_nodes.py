@@ -17,6 +17,7 @@ from comfy_tpu.comfy.exchange import (
     from_conditioning,
     from_images,
     from_latent,
+    node_output,
     to_conditioning,
     to_images,
     to_latent,
@@ -91,7 +92,7 @@ class TextEncoder(FamilyNode):
         if family.negative:
             nothing = {name: torch.zeros_like(row) for name, row in embeddings.positive.items()}
             branches.append(embeddings.negative or nothing)  # some models of the family have no branch for it
-        return io.NodeOutput(*(to_conditioning(branch, family.extras) for branch in branches))
+        return node_output(*(to_conditioning(branch, family.extras) for branch in branches))
 
 
 class ImageEncoder(FamilyNode):
@@ -125,7 +126,7 @@ class ImageEncoder(FamilyNode):
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
             settings = _settings(pipeline, **chosen) if chosen else pipeline.settings()
-            return io.NodeOutput(pipeline.encode_images(given, settings))
+            return node_output(pipeline.encode_images(given, settings))
 
 
 class Sampler(FamilyNode):
@@ -184,7 +185,7 @@ class Sampler(FamilyNode):
             embeddings = PromptEmbeddings("", positive, negative[0] if negative else None, shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
         latents = to_latent(made, picture=family.picture)
-        return io.NodeOutput(latents) if family.picture else io.NodeOutput(latents, settings.num_frames)
+        return node_output(latents) if family.picture else node_output(latents, settings.num_frames)
 
 
 class VAEDecoder(FamilyNode):
@@ -276,7 +277,7 @@ def _counted(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def _frames(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
     """None: they are pictures."""
-    return io.NodeOutput(images) if fps is None else io.NodeOutput(images, float(fps), to_video(images, fps))
+    return node_output(images) if fps is None else node_output(images, float(fps), to_video(images, fps))
 
 
 def _check_frames(family: NodeFamily, num_frames: int | None) -> bool | str:

@@ -116,7 +116,8 @@ def sampling(family: NodeFamily) -> list[io.Input]:
             min=0,
             max=2**64 - 1,
             control_after_generate=True,
-            tooltip=f"The same seed with the same settings is the same {family.noun}, on any number of chips.",
+            tooltip=f"The same seed with the same settings is the same {family.noun}, bit for bit on the same chips "
+            "and mesh, nearly on others.",
         ),
         *([] if family.picture else [shift]),
     ]

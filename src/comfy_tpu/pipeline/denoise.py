@@ -58,7 +58,7 @@ def _advance(
 
 
 def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """As diffusers draws it: on the host, whatever the device, so that a seed means the same video everywhere."""
+    """As diffusers draws it: on the host, whatever the device, so that a seed means the same noise everywhere."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 

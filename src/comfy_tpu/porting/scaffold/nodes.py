@@ -230,7 +230,8 @@ def _own_chinese(facts: Facts) -> dict[str, str]:
         "height": f"画面高度（像素），须为 {size_step(facts)} 的倍数。{size}",
         "width": f"画面宽度（像素），须为 {size_step(facts)} 的倍数。{size}",
         "num_frames": f"视频的总帧数，须为 {facts.learned.frames_multiple}n+1。",
-        "guidance_scale": "对提示词的遵循程度。不大于 1 时不使用负面提示词，计算量减半。",
+        "guidance_scale": "对提示词的遵循程度。不大于 1 时不使用负面提示词，每步只计算一路而不是两路："
+        "单芯片上计算量减半，在 dp=2 的布局上不节省时间。",
         "flow_shift": "在高噪声阶段停留多久。" if facts.learned.scheduler else "该模型的调度器不使用它。",
         "fps": f"视频每秒的帧数。{title} 以 {defaults.fps} 帧/秒训练。",
         "scheduler": f"求解器。{own} 是 {title} 的默认选择{multistep}。",

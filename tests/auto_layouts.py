@@ -1,0 +1,44 @@
+"""Which layouts `--mesh auto` can take."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.parallel.chips import CHIPS, slice_of
+from comfy_tpu.parallel.mesh import parse_mesh
+from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
+
+TPU_COUNTS = (1, 2, 4, 8)
+"""Devices of the slices up to eight; CPUs and GPUs come in any number."""
+DEFAULTS = ({}, {"guidance_scale": 1.0, "guidance_scale_2": 0.0}, {"num_videos": 2}, {"num_videos": 3})
+"""What a model directory may ask for by itself: `auto` is decided by a model's defaults, before a request is known."""
+
+
+def taken_on(device_count: int) -> set[MeshSizes]:
+    """By a CPU or a GPU, and by every generation of TPU, for the demo models and every published one."""
+    taken = {parse_mesh("auto", device_count)}
+    if device_count in TPU_COUNTS:
+        taken |= {taken_by(work, chip, device_count) for work in set(_workloads()) for chip in CHIPS}
+    return taken
+
+
+def taken_by(work: Workload, chip: str, device_count: int) -> MeshSizes:
+    assert slice_of(chip, device_count) is not None
+    return parse_mesh("auto", device_count, chip=chip, workload=work)
+
+
+def _workloads() -> Iterator[Workload]:
+    models = [(family, config, family.defaults) for family in FAMILIES for config in family.published.values()]
+    for files in map(ModelFiles.open, DEMO_DIRECTORIES):
+        models.append((files.family, files.config(files.family.transformer), files.defaults))
+    for family, config, defaults in models:
+        for changed in DEFAULTS:
+            yield family.workload(config, dataclasses.replace(defaults, **changed))
+
+
+def as_text(sizes: MeshSizes) -> str:
+    """As `--mesh` takes it, without axes of size 1."""
+    axes = {axis: size for axis, size in dataclasses.asdict(sizes).items() if size > 1}
+    return ",".join(f"{axis}={size}" for axis, size in axes.items()) or "single"
