@@ -1,10 +1,16 @@
 """Skeletons: structure and computed buffers, no weights, and torch's random numbers untouched."""
 
+import itertools
 import threading
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
-from comfy_tpu.bridge import build_skeleton, weight_shapes
+from comfy_tpu.bridge import build_skeleton, skeleton_limits, weight_shapes
+from comfy_tpu.config import SkeletonLimits
+from comfy_tpu.errors import SkeletonSizeError
 
 
 class Model(torch.nn.Module):
@@ -44,6 +50,37 @@ def test_building_draws_no_random_numbers() -> None:
 def test_large_modules_take_no_memory() -> None:
     module = build_skeleton(lambda: torch.nn.Linear(2**20, 2**20))  # 4 TiB
     assert module.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"),
+    [
+        (lambda: torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in itertools.count()), "asks for more than 8 weights"),
+        (lambda: torch.nn.Linear(101, 10), "asks for weights with more than 1000 numbers, and its checkpoint has 2"),
+        (lambda: torch.arange(5001), r"asks for a table of shape \(5001,\), which no known model has"),
+        (lambda: torch.randn(51, 100), r"asks for a table of shape \(51, 100\)"),
+        (lambda: torch.outer(torch.ones(4096), torch.ones(2)), r"asks for a table of shape \(4096, 2\)"),
+    ],
+)
+def test_modules_that_ask_for_too_much_are_stopped(factory: Callable[[], Any], text: str) -> None:
+    limits = SkeletonLimits(tensors=8, elements=1000, computed=5000, known="and its checkpoint has 2")
+    with pytest.raises(SkeletonSizeError, match=text):
+        build_skeleton(factory, limits)
+
+
+def test_limits_leave_room_for_tied_weights_and_dropped_layers() -> None:
+    limits = skeleton_limits(tensor.shape for tensor in weight_shapes(build_skeleton(Model)).values())
+    assert weight_shapes(build_skeleton(Model, limits)).keys() == weight_shapes(build_skeleton(Model)).keys()
+    assert limits.known == "and its checkpoint has 7 with 61 numbers"
+
+
+def test_a_factory_with_a_generator_of_its_own_is_not_disturbed() -> None:
+    class Seeded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("noise", torch.randn(3, generator=torch.Generator().manual_seed(1)), persistent=False)
+
+    assert torch.equal(build_skeleton(Seeded).noise, torch.randn(3, generator=torch.Generator().manual_seed(1)))
 
 
 def test_another_thread_builds_real_modules_meanwhile() -> None:

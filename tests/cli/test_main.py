@@ -1,5 +1,7 @@
 import argparse
+import errno
 import os
+import resource
 import subprocess
 import sys
 import types
@@ -68,6 +70,57 @@ def test_missing_module_of_ours_is_a_bug_and_shows(command):
     command(raising(ModuleNotFoundError("No module named 'comfy_tpu.gone'", name="comfy_tpu.gone")))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["try"])
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "the process got no more memory (MemoryError); raise its limit (ulimit -v), or close"),
+        (RuntimeError("can't start new thread"), "the process got no more memory (can't start new thread); raise"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the process got no more memory (DefaultCPU"),
+        (ImportError("x.so: failed to map segment from shared object"), "the process got no more memory (x.so: fai"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the process got no more memory ([Errno 12] Cannot allocate"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300),
+            f"{'x' * 60}… is too long for a file name; choose a shorter one",
+        ),
+    ],
+)
+def test_errors_of_the_machine_are_sentences(error, text, command, capsys):
+    command(raising(error))
+    assert cli.main(["try"]) == 1
+    assert capsys.readouterr().err.startswith(f"comfy-tpu: {text}")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), RuntimeError("no thread"), ImportError("x")]
+)
+def test_other_errors_of_these_kinds_are_not_hidden(error, command):
+    command(raising(error))
+    with pytest.raises(type(error)):
+        cli.main(["try"])
+
+
+def test_too_few_addresses_are_refused_before_libraries_are_loaded(command, capsys, monkeypatch):
+    ran = []
+    command(lambda arguments: ran.append(1) or 0)
+    monkeypatch.setattr(cli.resource, "getrlimit", lambda kind: (2 * 2**30, resource.RLIM_INFINITY))
+    assert cli.main(["try"]) == 1
+    assert ran == []
+    assert capsys.readouterr().err == (
+        "comfy-tpu: this process may have 2.0 GiB of addresses (ulimit -v), and a model needs 3 GiB at least; raise the "
+        "limit, or run it with `ulimit -v unlimited`\n"
+    )
+    monkeypatch.setattr(cli.resource, "getrlimit", lambda kind: (3 * 2**30, resource.RLIM_INFINITY))
+    assert cli.main(["try"]) == 0
+
+
+def test_a_real_limit_on_addresses():
+    limited = f"ulimit -v {2 * 2**20}; exec {sys.executable} -m comfy_tpu.cli generate x"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(["bash", "-c", limited], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("comfy-tpu: this process may have 2.0 GiB of addresses (ulimit -v)")
 
 
 @pytest.mark.parametrize("argv", [["frobnicate"], []], ids=["unknown", "none"])

@@ -54,6 +54,31 @@ def test_latents_survive_bit_for_bit(tmp_path):
     assert (header.prompt, header.cut, header.settings) == ("p", "c", SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("loras", "text"),
+    [
+        ("{", "Expecting property name"),
+        ('{"name": "x"}', "loras are no list of objects"),
+        ("[1]", "loras are no list of objects"),
+        ("[" * 100_000, "nested more than 64 levels deep"),
+    ],
+)
+def test_broken_notes_of_loras_are_found_with_the_header(loras, text, tmp_path):
+    path = tmp_path / "x.safetensors"
+    artifacts.save_latents(path, torch.ones(1, 1, 1, 1, 4), "p", SETTINGS, MODEL, loras=loras)
+    with pytest.raises(CheckpointError, match=rf"is not as comfy-tpu writes it \(.*{text}"):
+        artifacts.read_header(path, "latents")
+
+
+def test_names_that_are_not_utf8_can_be_noted(tmp_path):
+    """As Python has them of a directory with such a name. No file takes half a character."""
+    named = types.SimpleNamespace(model_name="caf\udce9", model_fingerprint="ab12", dtype_name="float32")
+    path = tmp_path / "x.safetensors"
+    artifacts.save_latents(path, torch.ones(1, 1, 1, 1, 4), "p", SETTINGS, named, loras='[{"name": "\udcff.st"}]')
+    header = artifacts.read_header(path, "latents")
+    assert (header.model_name, header.loras) == ("caf?", '[{"name": "?.st"}]')
+
+
 def test_loaded_tensors_do_not_hang_on_the_file(tmp_path):
     path = tmp_path / "x.safetensors"
     artifacts.save_latents(path, torch.ones(1, 1, 1, 1, 4), "p", SETTINGS, MODEL)

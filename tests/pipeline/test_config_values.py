@@ -18,7 +18,7 @@ from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan
 from tests.pipeline import small_pipeline
 
 TRANSFORMER, VAE, TEXT = "transformer/config.json", "vae/config.json", "text_encoder/config.json"
-SCHEDULER = "scheduler/scheduler_config.json"
+SCHEDULER, TOKENIZER = "scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json"
 
 BAD: tuple[Any, ...] = (None, 0, -1, 10**6, 10**9, "", [], {}, float("nan"), "text")
 
@@ -69,7 +69,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (TRANSFORMER, "num_layers", 4, "missing from the checkpoint: blocks.3"),
     (TRANSFORMER, "num_layers", None, "has num_layers=None, expected a whole number"),
     (TRANSFORMER, "attention_head_dim", 0, "has attention_head_dim=0, expected a whole number"),
-    (TRANSFORMER, "attention_head_dim", 10**6, r"asks for a table of shape \(1024, \d+\), which no known model has"),
+    (TRANSFORMER, "attention_head_dim", 10**6, r"asks for (a table of shape|weights with more than)"),
     (TRANSFORMER, "attention_head_dim", 10**9, r"asks for a table of shape \(\d+,\), which no known model has"),
     (TRANSFORMER, "num_attention_heads", "8", "has num_attention_heads='8', expected a whole number"),
     (TRANSFORMER, "ffn_dim", 10**9, r"asks for weights with more than \d+ numbers, and its checkpoint has \d+"),
@@ -98,7 +98,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (VAE, "base_dim", 0, "the config.json of the vae cannot be used|does not fit the model"),
     (VAE, "base_dim", 10**6, r"the config.json of the vae asks for weights with more than \d+ numbers"),
     (VAE, "num_res_blocks", 10**6, r"the config.json of the vae asks for (more than|weights with more)"),
-    (VAE, "dim_mult", [], r"the config.json of the vae cannot be used \(IndexError"),
+    (VAE, "dim_mult", [], r"the config.json of the vae cannot be used \(\w+Error"),
     (VAE, "temperal_downsample", [True], "the config.json of the vae cannot be used|does not fit the model"),
     (VAE, "dropout", "much", "AutoencoderKLWan has dropout='much', expected a value such as 0.0"),
     (TEXT, "d_model", 10**9, r"the config.json of the text_encoder (asks for weights|cannot be used)"),
@@ -106,9 +106,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (TEXT, "num_layers", 10**6, r"the config.json of the text_encoder asks for (more than|weights with more)"),
     (TEXT, "num_heads", None, "the config.json of the text_encoder has num_heads=None, expected a whole number from 1"),
     (TEXT, "num_heads", True, "the config.json of the text_encoder has num_heads=True, expected a whole number from 1"),
-    (TEXT, "feed_forward_proj", "text", r"the config.json of the text_encoder cannot be used \(\w+"),
+    (TEXT, "dense_act_fn", "text", r"the config.json of the text_encoder cannot be used \(\w+"),
     (TEXT, "architectures", 5, r"text_encoder.config.json cannot be used \(TypeError"),
-    ("model_index.json", "boundary_ratio", "half", "supported are|cannot be used, in its generation.json"),
+    ("model_index.json", "boundary_ratio", "half", "lacks transformer_2"),
     ("generation.json", "height", None, "height=None is not a whole number; download the model again"),
     ("generation.json", "num_frames", 10**9, "expected 1048576 at most"),
     ("generation.json", "num_inference_steps", 0, "num_inference_steps=0 is not allowed"),
@@ -149,13 +149,13 @@ def test_what_is_wrong_with_the_vae_is_found_before_the_text_is_encoded(director
     ("file", "key", "value", "text"),
     [
         (
-            "tokenizer/tokenizer_config.json",
+            TOKENIZER,
             "pad_token",
             None,
             r"the tokenizer of model=.* cannot be used \(ValueError",
         ),
-        ("tokenizer/tokenizer_config.json", "model_max_length", [], r"the tokenizer of model=.* cannot be used \(Type"),
-        ("tokenizer/tokenizer_config.json", "tokenizer_class", 5, "has a tokenizer that cannot be read"),
+        (TOKENIZER, "model_max_length", [], r"the tokenizer of model=.* cannot be used \(Type"),
+        (TOKENIZER, "tokenizer_class", 5, "has a tokenizer that cannot be read"),
         (TEXT, "vocab_size", 3, "gives token [0-9]+, and its text_encoder knows 3: they do not belong together"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_value_that_only_the_trace_meets_is_one_sentence(
     ("file", "key", "value", "text"),
     [
         (TRANSFORMER, "num_layers", 10**6, "asks for more than 8192 weights, which no known model has"),
-        (TRANSFORMER, "attention_head_dim", 10**6, "asks for a table of shape"),
+        (TRANSFORMER, "rope_max_seq_len", 10**9, "asks for a table of shape (1000000000,), which no known model has"),
         (TRANSFORMER, "num_layers", 10**9, "has num_layers=1000000000, expected 1048576 at most"),
         (TRANSFORMER, "patch_size", [2], "cannot be used (IndexError: tuple index out of range)"),
         (VAE, "z_dim", "text", "cannot be used (ValueError: invalid literal"),

@@ -70,7 +70,7 @@ class Header:
 def describe(
     prompt: str, settings: GenerationSettings, model: Model, *, pictures: str = "", loras: str = ""
 ) -> dict[str, str]:
-    """For an artifact's metadata, and for a video's. Names that are not UTF-8 get escapes: no format takes them."""
+    """For an artifact's metadata, and for a video's. A byte of a name that is not UTF-8 becomes a question mark."""
     description = {
         "prompt": prompt,
         "seed": str(settings.seed),
@@ -81,7 +81,7 @@ def describe(
         "comfy_tpu": comfy_tpu.__version__,
         **{name: value for name, value in (("pictures", pictures), ("loras", loras)) if value},
     }
-    return {name: value.encode("utf-8", "backslashreplace").decode() for name, value in description.items()}
+    return {name: value.encode("utf-8", "replace").decode() for name, value in description.items()}
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
