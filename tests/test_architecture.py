@@ -97,14 +97,8 @@ ALLOWED = {
 def skeleton(tmp_path):
     """A package with the layers and nothing in them, under our contracts."""
     package = tmp_path / "comfy_tpu"
-    files = [
-        "__init__.py",
-        "config.py",
-        "errors.py",
-        "quiet.py",
-        "terminal_text.py",
-        *(f"{layer}/__init__.py" for layer in LAYERS),
-    ]
+    modules = ("__init__", "config", "distribution", "errors", "json_input", "quiet", "terminal_text")
+    files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
     files += ["families/family.py", "families/flux.py", "families/wan.py"]
     for file in files:
         (package / file).parent.mkdir(parents=True, exist_ok=True)

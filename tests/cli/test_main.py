@@ -108,8 +108,8 @@ def test_too_few_addresses_are_refused_before_libraries_are_loaded(command, caps
     assert cli.main(["try"]) == 1
     assert ran == []
     assert capsys.readouterr().err == (
-        "comfy-tpu: this process may have 2.0 GiB of addresses (ulimit -v), and a model needs 3 GiB at least; raise the "
-        "limit, or run it with `ulimit -v unlimited`\n"
+        "comfy-tpu: this process may have 2.0 GiB of addresses (ulimit -v), and a model needs 3 GiB at least; "
+        "raise the limit, or run it with `ulimit -v unlimited`\n"
     )
     monkeypatch.setattr(cli.resource, "getrlimit", lambda kind: (3 * 2**30, resource.RLIM_INFINITY))
     assert cli.main(["try"]) == 0
