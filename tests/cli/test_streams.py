@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LOOKING = """
 import json, os, sys, types
 from comfy_tpu.cli import main as cli, options
-from comfy_tpu.cli.progress import say
+from comfy_tpu.cli.terminal import say
 
 def run(arguments):
     say("a warning")

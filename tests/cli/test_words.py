@@ -67,19 +67,19 @@ def test_a_prompt_that_is_cut_is_not_echoed_whole(directory, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("flags", "begin", "end"),
+    ("flags", "begin", "cut", "end"),
     [
-        (["--model", LONG], "circle red", "cannot be opened (File name too long); give another path\n"),
-        (["--scheduler", LONG], "--scheduler 'circle", "choose from unipc, euler, dpm++\n"),
-        (["--size", LONG], "--size circle", "choose from 480P, 720P\n"),
+        (["--model", LONG], "--model circle red", f"({len(LONG):,} characters)", 'such as "owner/name", or "demo"\n'),
+        (["--scheduler", LONG], "--scheduler 'circle", "characters left out", "choose from unipc, euler, dpm++\n"),
+        (["--size", LONG], "--size circle", "characters left out", "choose from 480P, 720P\n"),
     ],
 )
-def test_a_long_value_is_not_echoed_whole(flags, begin, end, capsys):
+def test_a_long_value_is_not_echoed_whole(flags, begin, cut, end, capsys):
     assert cli.main(["generate", "x", *flags]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"comfy-tpu: {begin}")
     assert err.endswith(end)
-    assert "characters left out" in err
+    assert cut in err
     assert len(err) < 2000
 
 
@@ -135,11 +135,12 @@ def test_arguments_that_the_command_does_not_have(argv, text, capsys):
     assert err.endswith(f"comfy-tpu {argv[0]}: error: unrecognized arguments: {text}\n")
 
 
-@pytest.mark.parametrize("flag", ["--model", "--lora", "--image"])
+@pytest.mark.parametrize("flag", ["--lora", "--image"])
 def test_a_name_that_no_file_can_have(flag, capsys):
     assert cli.main(["generate", "x", flag, "x" * 300]) == 1
     err = capsys.readouterr().err
-    assert err == f"comfy-tpu: {'x' * 300} cannot be opened (File name too long); give another path\n"
+    shown = f"{'x' * 200}… (300 characters)"
+    assert err == f"comfy-tpu: {shown} cannot be opened (File name too long); give another path\n"
 
 
 def test_a_path_that_may_not_be_looked_up(monkeypatch, capsys):

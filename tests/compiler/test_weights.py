@@ -83,6 +83,7 @@ def test_values_dtypes_and_places(mesh, checkpoint, tensors):
 def test_every_bit_pattern_arrives(tmp_path, dtype):
     integer = np.uint8 if dtype.itemsize == 1 else np.uint16
     up = np.arange(np.iinfo(integer).max + 1, dtype=integer).reshape(2, -1)
+    up[~torch.from_numpy(up).view(dtype).float().isfinite().numpy()] = 0  # NaN and infinity are refused
     down = up[::-1, ::-1].copy()
     save_file(
         {name: torch.from_numpy(bits).view(dtype) for name, bits in (("a", up), ("b", down))},

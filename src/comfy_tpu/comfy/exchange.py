@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy_api.latest import InputImpl, Types, io
 
-from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ def from_conditioning(
             f"{name} holds {len(entries)} prompts, expected one; prompts that were combined, or limited to areas or "
             "steps, are not read here: write them as one"
         )
+    from comfy_tpu.bridge.dtypes import is_finite  # brings jax, which loading the pack must not
+
     embeds, extra = entries[0]
     if unread := [key for key in _NOT_READ if extra.get(key) is not None and extra[key] != _AS_IF_ABSENT.get(key)]:
         raise InvalidValueError(
@@ -83,6 +84,8 @@ def from_conditioning(
 def from_images(name: str, images: Any) -> Image:
     """A PIL picture of an IMAGE that holds one, [1, height, width, channels] in 0..1."""
     from PIL.Image import fromarray
+
+    from comfy_tpu.bridge.dtypes import is_finite
 
     if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[3] not in (1, 3, 4):
         got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__

@@ -28,6 +28,7 @@ from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.settings import check_settings
 from comfy_tpu.quiet import quiet
+from comfy_tpu.terminal_text import excerpt
 
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_DIRECTORIES = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_IMAGE_MODEL: DEMO_DIRECTORY / "image_to_video"}
@@ -331,7 +332,7 @@ def _find(model: str) -> Path:
     if is_hub_id(model):
         return _download(model)
     raise InvalidValueError(
-        f'model={model[:200]} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
+        f'model={excerpt(model)} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
     )
 
 
