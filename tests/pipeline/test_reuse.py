@@ -327,7 +327,7 @@ def test_differences_are_magnitude_and_direction() -> None:
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_model_that_answers_nothing_cannot_be_measured(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = VideoPipeline.open(with_curve(), mesh="single")
-    monkeypatch.setattr(pipeline, "encode", lambda prompt, settings: None)
+    monkeypatch.setattr(pipeline, "encode", lambda *arguments: None)
     monkeypatch.setattr(pipeline, "velocities", lambda *arguments: [torch.full((2,), value)] * 10)
     with pytest.raises(InvalidValueError, match="answers prompt 'x' with NaN, infinity or nothing but zeros"):
         measure_curve(pipeline, ["x"], pipeline.settings(**TEN))
