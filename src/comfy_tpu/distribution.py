@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import shlex
 import sys
 import urllib.parse
 from pathlib import Path
+
+from comfy_tpu.json_input import parse_json
 
 HOME_PAGE = "https://github.com/comfy-tpu/comfy-tpu"
 """As in pyproject.toml and the README, by test."""
@@ -72,7 +73,7 @@ def _source() -> str:
     recorded = installed.read_text("direct_url.json")
     if recorded is None:  # from an index
         return f"{_NAME}=={installed.version}"
-    origin = json.loads(recorded)
+    origin = parse_json(recorded)
     if "vcs_info" in origin:
         return f"{_NAME} @ {origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
     url = urllib.parse.urlparse(origin["url"])

@@ -82,7 +82,7 @@ def test_missing_module_of_ours_is_a_bug_and_shows(command):
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "the process got no more memory ([Errno 12] Cannot allocate"),
         (
             OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300),
-            f"{'x' * 60}… is too long for a file name; choose a shorter one",
+            f"{'x' * 200}… (300 characters) cannot be opened (File name too long); give another path",
         ),
     ],
 )

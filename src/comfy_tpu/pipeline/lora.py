@@ -51,7 +51,7 @@ class OpenLora:
 
     def _read(self, key: str | None, rows: Rows = ALL) -> torch.Tensor:
         assert key is not None
-        whole = self.file.checkpoint.read(key)
+        whole = self.file.read(key)
         return torch.cat([whole[piece] for piece in rows]).float()
 
     def _check_overflow(self, name: str, change: WeightChange) -> WeightChange:

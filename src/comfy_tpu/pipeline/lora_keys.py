@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import safe_open
 
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
@@ -189,6 +190,12 @@ class LoraFile:
             )
         return cls(path, checkpoint, modules, tuple(others), _adapter(path))
 
+    def read(self, key: str) -> torch.Tensor:
+        try:
+            return self.checkpoint.read(key)
+        except CheckpointError as error:
+            raise CheckpointError(f"lora={error}") from error
+
     def match(self, targets: Targets) -> Matched:
         """What the file adds to the model's tensors. Their shapes are noted, not compared with the model's."""
         factors: dict[str, Factors] = {}
@@ -256,7 +263,7 @@ class LoraFile:
     def _scale(self, module: str, parts: Mapping[Part, str], rank: int) -> float:
         """alpha / rank, which is 1 where a file says nothing of alpha."""
         if "alpha" in parts:
-            tensor = self.checkpoint.read(parts["alpha"])
+            tensor = self.read(parts["alpha"])
             alpha = float(tensor) if tensor.numel() == 1 else math.nan
         else:
             alpha = self._alpha_by_pattern(module, self.adapter.get("lora_alpha", rank))
