@@ -98,6 +98,25 @@ class ResidencyConfig:
     """Bytes per device, instead of the fraction."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RuntimeConfig:
+    """How a model runs: on which devices, in which precision, with which kernels and caches."""
+
+    mesh: str | MeshSizes = "auto"
+    """ "auto": the best layout by estimate; "single"; "seed"; or axes such as "dp=2,sp=4"."""
+    platform: str = "auto"
+    """ "tpu", "gpu", "cpu"; "auto": the first of them that is here."""
+    dtype: str = "auto"
+    """ "bfloat16" or "float32"; "auto": bfloat16, but float32 on a CPU."""
+    quantize: Quantization = "none"
+    """The transformer's large products in 8 bits: faster, and not quite the same."""
+    vae_backend: VaeBackend = VAE_BACKEND
+    attention: AttentionConfig = AttentionConfig()
+    cache: CacheConfig = CacheConfig()
+    memory: ResidencyConfig | None = None
+    """None: the models of this process share the devices' memory by the default rules."""
+
+
 LoraNoise = Literal["all", "high", "low"]
 
 

@@ -23,10 +23,10 @@ from comfy_tpu.bench.timing import Entrant, Listener, Prepare, race
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import AttentionConfig, GenerationSettings, ResidencyConfig
-from comfy_tpu.families.wan import WAN21
+from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline.model_files import ModelFiles
-from comfy_tpu.pipeline.progress import ignore
+from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.video import VideoPipeline
 
 PROMPT = "a red circle moving right on a black background"
@@ -53,7 +53,7 @@ class RandomFiles(ModelFiles):
 
     @property
     def defaults(self) -> GenerationSettings:
-        return self.family.defaults
+        return self.family.card.defaults
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -103,15 +103,9 @@ def random_files(bench: Bench, job: Job) -> RandomFiles:
 
 
 def _ours(bench: Bench, files: RandomFiles, settings: GenerationSettings, facts: Mapping[str, Any]) -> Entrant:
-    pipeline = VideoPipeline(
-        files,
-        bench.placement,
-        dtype=bench.dtype,
-        attention=AttentionConfig(),
-        cache=bench.cache,
-        residency=Residency(ResidencyConfig()),
-        on_progress=ignore,
-    )
+    runtime = RuntimeConfig(dtype=str(bench.dtype).removeprefix("torch."), cache=bench.cache)
+    running = RunningModel(files, bench.placement, runtime, residency=Residency(ResidencyConfig()))
+    pipeline = VideoPipeline(running)
     return Entrant(lambda: torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1), facts=dict(facts))
 
 

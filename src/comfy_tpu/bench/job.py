@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.wan import PUBLISHED
+from comfy_tpu.families.wan.card import TRANSFORMER_14B
 
 Peer = Literal["ours", "fp8", "eager", "compile"]
 """fp8: ours, with 8-bit products in the transformer."""
@@ -95,7 +95,7 @@ _WAN = {
 
 FULL = Model(
     name="full",  # Wan 2.1 14B
-    transformer=PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"],
+    transformer=TRANSFORMER_14B,
     text_encoder={
         **_T5,
         "vocab_size": 256384,

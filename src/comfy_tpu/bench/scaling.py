@@ -24,7 +24,7 @@ from comfy_tpu.bench.transformer import load_once, transformer_inputs, transform
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan.transformer import TRANSFORMER
 from comfy_tpu.parallel.mesh import make_placement
 
 _REPEATS = 3
@@ -34,7 +34,7 @@ _REPEATS = 3
 def measure_tokens(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     config = job.configurations.transformer
-    module = random_module(wan.TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
+    module = random_module(TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
     load = load_once(bench, config, module)
     attention = "CUDNN_ATTENTION" if bench.device.type == "cuda" else ""
     for size in job.configurations.scaling_sizes:
@@ -50,7 +50,7 @@ def measure_devices(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     models = job.configurations
     own = dataclasses.replace(job, size=str(models.scaling_sizes[-1]))
-    module = random_module(wan.TRANSFORMER, models.transformer, device=torch.device("cpu"), dtype=bench.dtype)
+    module = random_module(TRANSFORMER, models.transformer, device=torch.device("cpu"), dtype=bench.dtype)
     for count in models.scaling_devices:
         row = Row("scaling", f"small model on {count} virtual CPU devices", "", size=own.size)
         race(
@@ -63,9 +63,7 @@ def measure_devices(job: Job, listener: Listener) -> None:
 
 def _over_devices(bench: Bench, job: Job, module: torch.nn.Module, count: int) -> Entrant:
     placement = make_placement(MeshSizes(sp=count), devices=jax.devices("cpu"))
-    component = Component(
-        wan.TRANSFORMER, job.configurations.transformer, placement, dtype=bench.dtype, cache=bench.cache
-    )
+    component = Component(TRANSFORMER, job.configurations.transformer, placement, dtype=bench.dtype, cache=bench.cache)
     weights = component.load(HostWeights(module))
     program = component.program("forward", static=("return_dict",), output_axes=())
     inputs: dict[str, Any] = {**transformer_inputs(bench, job), "return_dict": False}

@@ -21,7 +21,11 @@ from comfy_tpu.bench.timing import Listener, failed
 from comfy_tpu.bench.vae import abstract_decode
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import text as wan_text
+from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.text import TEXT_ENCODER
+from comfy_tpu.families.wan.transformer import TRANSFORMER
+from comfy_tpu.families.wan.vae import VAE
 
 Compile = Callable[[Component, StageClock], None]
 
@@ -32,9 +36,9 @@ def measure_startup(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     models = job.configurations
     for what, spec, config, compile_ in (
-        ("transformer", wan.TRANSFORMER, models.transformer, _transformer(job, bench)),
-        ("vae decode", wan.VAE, models.vae, _vae(job)),
-        ("text encoder", wan.TEXT_ENCODER, models.text_encoder, _text(job)),
+        ("transformer", TRANSFORMER, models.transformer, _transformer(job, bench)),
+        ("vae decode", VAE, models.vae, _vae(job)),
+        ("text encoder", TEXT_ENCODER, models.text_encoder, _text(job)),
     ):
         listener.note(f"{what}, {job.state}")
         row = Row("compile", f"{what}, {job.state}", "ours", size=job.size)
@@ -71,7 +75,7 @@ def _transformer(job: Job, bench: Bench) -> Compile:
 
 def _vae(job: Job) -> Compile:
     def compile_(component: Component, clock: StageClock) -> None:
-        program = component.program(wan.decode_frame, donate=("cache",), on_event=clock)
+        program = component.program(wan_vae.decode_frame, donate=("cache",), on_event=clock)
         abstract_decode(component, program, job.video_size)
 
     return compile_
@@ -80,7 +84,7 @@ def _vae(job: Job) -> Compile:
 def _text(job: Job) -> Compile:
     def compile_(component: Component, clock: StageClock) -> None:
         tokens = jax.ShapeDtypeStruct((1, job.configurations.text_tokens), jnp.int32)
-        program = component.program(wan.encode_text, on_event=clock)
+        program = component.program(wan_text.encode_text, on_event=clock)
         program.compile(component.abstract_weights(), input_ids=tokens, attention_mask=tokens)
 
     return compile_

@@ -16,27 +16,28 @@ from comfy_tpu.bench.results import Row
 from comfy_tpu.bench.timing import Entrant, Judge, Listener, Prepare, race
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import text as wan_text
+from comfy_tpu.families.wan.text import TEXT_ENCODER
 
 
 def measure_text(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     config, tokens = job.configurations.text_encoder, job.configurations.text_tokens
-    module = random_module(wan.TEXT_ENCODER, config, device=bench.device, dtype=bench.dtype)
+    module = random_module(TEXT_ENCODER, config, device=bench.device, dtype=bench.dtype)
     ids, mask = prompt_tokens(config["vocab_size"], tokens, bench.device)
 
     # Without the mask: transformers looks at its values, which meta tensors have not, and it saves no operations.
-    flops = counted_operations(empty_module(wan.TEXT_ENCODER, config), lambda empty: empty(ids.to("meta")))
+    flops = counted_operations(empty_module(TEXT_ENCODER, config), lambda empty: empty(ids.to("meta")))
     row = Row("text", f"encode {tokens} tokens", "", flops=flops)
 
     def by_torch(model: Any) -> Entrant:
-        return torch_entrant(bench, lambda: wan.encode_text(model, ids, mask))
+        return torch_entrant(bench, lambda: wan_text.encode_text(model, ids, mask))
 
     def ours() -> Entrant:
         facts: dict[str, Any] = {}
-        component = Component(wan.TEXT_ENCODER, config, bench.placement, dtype=bench.dtype, cache=bench.cache)
+        component = Component(TEXT_ENCODER, config, bench.placement, dtype=bench.dtype, cache=bench.cache)
         weights = component.load(HostWeights(module))
-        program = component.program(wan.encode_text, on_event=StageClock(facts))
+        program = component.program(wan_text.encode_text, on_event=StageClock(facts))
         arrays = {"input_ids": bench.array(ids.int()), "attention_mask": bench.array(mask.int())}
 
         def call() -> jax.Array:
@@ -66,8 +67,8 @@ def prompt_tokens(vocabulary: int, length: int, device: torch.device) -> tuple[t
 def _judge(listener: Listener, module: Any, job: Job, ids: torch.Tensor, mask: torch.Tensor) -> Judge | None:
     try:
         with torch.no_grad(), exact_float32():
-            reference = in_float32(module, wan.TEXT_ENCODER, job.configurations.text_encoder)
-            expected = wan.encode_text(reference, ids, mask)
+            reference = in_float32(module, TEXT_ENCODER, job.configurations.text_encoder)
+            expected = wan_text.encode_text(reference, ids, mask)
     except torch.OutOfMemoryError as error:
         listener.note(f"no error is measured: the float32 reference did not fit ({str(error).splitlines()[0]})")
         return None

@@ -24,7 +24,7 @@ from comfy_tpu.bench.timing import Entrant, Listener, Prepare, race
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.config import Quantization
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan.transformer import TRANSFORMER
 
 Load = Callable[[Quantization], tuple[Component, dict[str, jax.Array]]]
 
@@ -45,7 +45,7 @@ def measure_transformer(job: Job, listener: Listener) -> None:
         flops=operations.total,
         facts={"tokens": job.video_size.tokens, "attention_flops": operations.attention},
     )
-    module = random_module(wan.TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
+    module = random_module(TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
     peers = transformer_peers(
         bench, job, module, load_once(bench, config, module), attention=attention, facts=row.facts
     )
@@ -57,10 +57,10 @@ def measure_accuracy(job: Job, listener: Listener) -> None:
     config = {**job.configurations.transformer, "num_layers": ACCURACY_BLOCKS}
     facts = {"tokens": job.video_size.tokens, "blocks": ACCURACY_BLOCKS}
     row = Row("accuracy", f"forward of {ACCURACY_BLOCKS} blocks", "", size=job.size, facts=facts)
-    module = random_module(wan.TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
+    module = random_module(TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
     inputs = transformer_inputs(bench, job)
     with torch.no_grad(), exact_float32():
-        reference = in_float32(module, wan.TRANSFORMER, config)
+        reference = in_float32(module, TRANSFORMER, config)
         tensors = {name: tensor.float() for name, tensor in inputs.items()}
         expected = reference(**tensors, return_dict=False)[0].float()
         del reference
@@ -92,7 +92,7 @@ def load_once(bench: Bench, config: Mapping[str, Any], module: torch.nn.Module) 
     @functools.cache
     def load(quantize: Quantization) -> tuple[Component, dict[str, jax.Array]]:
         component = Component(
-            wan.TRANSFORMER, config, bench.placement, dtype=bench.dtype, cache=bench.cache, quantize=quantize
+            TRANSFORMER, config, bench.placement, dtype=bench.dtype, cache=bench.cache, quantize=quantize
         )
         return component, component.load(HostWeights(module))
 

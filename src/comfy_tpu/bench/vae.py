@@ -22,8 +22,8 @@ from comfy_tpu.bench.results import Row
 from comfy_tpu.bench.timing import Entrant, Judge, Listener, Prepare, race
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
-from comfy_tpu.families import wan
-from comfy_tpu.families.wan_image import encode_moments
+from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.vae import VAE, encode_moments
 from comfy_tpu.quiet import quiet
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -43,7 +43,7 @@ def encode(module: Any, pixels: torch.Tensor) -> torch.Tensor:
 def measure_vae(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     config = job.configurations.vae
-    module = random_module(wan.VAE, config, device=bench.device, dtype=bench.dtype)
+    module = random_module(VAE, config, device=bench.device, dtype=bench.dtype)
     channels = _channels(module)
     size = job.video_size
     _measure(bench, job, listener, module, "decode", decode, bench.random(1, channels, *size.latent, seed=8))
@@ -72,7 +72,7 @@ def _measure(bench: Bench, job: Job, listener: Listener, module: Any, what: str,
 def _judge(listener: Listener, module: Any, config: Mapping[str, Any], run: Run, given: torch.Tensor) -> Judge | None:
     try:
         with torch.no_grad(), exact_float32():
-            expected = run(in_float32(module, wan.VAE, config), given.float())
+            expected = run(in_float32(module, VAE, config), given.float())
     except torch.OutOfMemoryError as error:
         listener.note(f"no error is measured: the float32 reference did not fit ({str(error).splitlines()[0]})")
         return None
@@ -83,19 +83,19 @@ def _judge(listener: Listener, module: Any, config: Mapping[str, Any], run: Run,
 
 def _operations(config: Mapping[str, Any], run: Run, given: torch.Tensor) -> float:
     meta = torch.empty(given.shape, device="meta")
-    return counted_operations(empty_module(wan.VAE, config), lambda module: run(module, meta))
+    return counted_operations(empty_module(VAE, config), lambda module: run(module, meta))
 
 
 def decode_call(bench: Bench, job: Job, module: Any, latents: torch.Tensor) -> Entrant:
     """Our program over the frames, as the pipeline runs it, without the copies to the host."""
     facts: dict[str, Any] = {}
-    component = Component(wan.VAE, job.configurations.vae, bench.placement, dtype=bench.dtype, cache=bench.cache)
+    component = Component(VAE, job.configurations.vae, bench.placement, dtype=bench.dtype, cache=bench.cache)
     weights = component.load(HostWeights(module))
-    program = component.program(wan.decode_frame, donate=("cache",), on_event=StageClock(facts))
+    program = component.program(wan_vae.decode_frame, donate=("cache",), on_event=StageClock(facts))
     # Peers are given the VAE's own latents; ours takes the transformer's, and begins by rescaling them.
     mean, deviation = (
         torch.tensor(values, device=bench.device).view(1, -1, 1, 1, 1)
-        for values in wan.latent_statistics(module.config)
+        for values in wan_vae.latent_statistics(module.config)
     )
     scaled = (latents.float() - mean) / deviation
     frames = [bench.array(scaled[:, :, index : index + 1].contiguous()) for index in range(scaled.shape[2])]
@@ -116,7 +116,7 @@ def decode_call(bench: Bench, job: Job, module: Any, latents: torch.Tensor) -> E
 
 def encode_call(bench: Bench, job: Job, module: Any, pixels: torch.Tensor) -> Entrant:
     facts: dict[str, Any] = {}
-    component = Component(wan.VAE, job.configurations.vae, bench.placement, dtype=bench.dtype, cache=bench.cache)
+    component = Component(VAE, job.configurations.vae, bench.placement, dtype=bench.dtype, cache=bench.cache)
     weights = component.load(HostWeights(module))
     program = component.program(encode_moments, donate=("cache",), on_event=StageClock(facts))
     starts = [0, *range(1, pixels.shape[2], TEMPORAL)]

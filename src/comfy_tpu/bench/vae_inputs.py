@@ -14,7 +14,7 @@ from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.references import in_float32, random_module
 from comfy_tpu.bench.timing import Listener
 from comfy_tpu.bench.vae_choices import CONFIGURATIONS
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan.vae import VAE
 
 _WEIGHTS, _VIDEO = "vae", "video.safetensors"
 
@@ -37,8 +37,8 @@ class Inputs:
 def make_inputs(job: Job, listener: Listener) -> None:
     bench = Bench.open(job)
     config = CONFIGURATIONS[job.model]
-    module = random_module(wan.VAE, config, device=bench.device, dtype=bench.dtype)
-    reference: Any = in_float32(module, wan.VAE, config)
+    module = random_module(VAE, config, device=bench.device, dtype=bench.dtype)
+    reference: Any = in_float32(module, VAE, config)
     latents = bench.random(1, reference.config.z_dim, *job.video_size.latent, seed=8).float()
     with torch.no_grad(), exact_float32():
         expected = reference.decode(latents, return_dict=False)[0]

@@ -25,7 +25,7 @@ def measure_start(job: Job, listener: Any) -> None:
     from diffusers import AutoencoderKLWan  # noqa: F401 - built by it or held against it, in every variant
 
     if variant.startswith("nnx"):
-        import comfy_tpu.nnx.component  # noqa: F401 - counted as imported, as torch and jax are by now
+        import comfy_tpu.families.wan.nnx_vae.component  # noqa: F401 - counted as imported, as torch and jax are by now
     imported = time.time() - job.started
     load = os.getloadavg()[0]
     inputs, bench = Inputs.read(job), Bench.open(job)

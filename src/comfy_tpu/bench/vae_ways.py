@@ -24,7 +24,8 @@ from comfy_tpu.bridge import build_skeleton
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.vae import VAE
 
 
 @dataclasses.dataclass
@@ -40,7 +41,7 @@ def prepare(variant: str, job: Job, bench: Bench, inputs: Inputs) -> Decoder:
     if framework == "torchax":
         return _by_programs(_torchax(job, bench), _TORCHAX[form], bench, inputs, facts, channels=1)
     if framework == "nnx":
-        from comfy_tpu.nnx import decoding
+        from comfy_tpu.families.wan.nnx_vae import decoding
 
         functions: dict[str, Callable[..., Any]] = {
             "unrolled": decoding.decode_unrolled,
@@ -54,17 +55,17 @@ def prepare(variant: str, job: Job, bench: Bench, inputs: Inputs) -> Decoder:
 _TORCHAX: dict[str, Callable[..., Any]] = {
     "unrolled": whole_videos.decode_unrolled,
     "scanned": whole_videos.decode_scanned,
-    "frames": wan.decode_frame,
+    "frames": wan_vae.decode_frame,
 }
 
 
 def _torchax(job: Job, bench: Bench) -> Callable[[], Any]:
     config = CONFIGURATIONS[job.model]
-    return lambda: Component(wan.VAE, config, bench.placement, dtype=bench.dtype, cache=bench.cache)
+    return lambda: Component(VAE, config, bench.placement, dtype=bench.dtype, cache=bench.cache)
 
 
 def _nnx(job: Job, bench: Bench) -> Callable[[], Any]:
-    from comfy_tpu.nnx import vae_component
+    from comfy_tpu.families.wan.nnx_vae import vae_component
 
     config = CONFIGURATIONS[job.model]
     return lambda: vae_component(config, bench.placement, dtype=bench.dtype, cache=bench.cache)
@@ -114,7 +115,7 @@ def _by_programs(
 
 def _statistics() -> tuple[list[float], list[float]]:
     module: Any = build_skeleton(lambda: build_vae({}))
-    return wan.latent_statistics(module.config)
+    return wan_vae.latent_statistics(module.config)
 
 
 def _by_torch(variant: str, job: Job, bench: Bench, inputs: Inputs, facts: dict[str, Any]) -> Decoder:

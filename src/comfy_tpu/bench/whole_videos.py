@@ -11,8 +11,8 @@ import torch
 
 from comfy_tpu.bridge import constrain, scan
 from comfy_tpu.config import MESH_AXES
-from comfy_tpu.families.wan import TEMPORAL_SCALE, decode_part
-from comfy_tpu.families.wan_image import encode_moments
+from comfy_tpu.families.wan.card import WAN21
+from comfy_tpu.families.wan.vae import decode_part, encode_moments
 
 COLUMNS = (None, None, None, None, MESH_AXES)
 DECODE_AXES = {"latents": COLUMNS}
@@ -46,8 +46,8 @@ def encode_scanned(module: Any, video: torch.Tensor) -> torch.Tensor:
     """The second part stands apart too: the cache has its full length behind it."""
     moments, cache = encode_moments(module, video[:, :, :1], None)
     found = [moments]
-    count = (video.shape[2] - 1) // TEMPORAL_SCALE
-    parts = video[:, :, 1 : 1 + count * TEMPORAL_SCALE].unflatten(2, (count, TEMPORAL_SCALE)).movedim(2, 0)
+    count = (video.shape[2] - 1) // WAN21.temporal_scale
+    parts = video[:, :, 1 : 1 + count * WAN21.temporal_scale].unflatten(2, (count, WAN21.temporal_scale)).movedim(2, 0)
     if count:
         moments, cache = encode_moments(module, parts[0], cache)
         found.append(moments)

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         session.check_outputs(output)
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
-        if session.pipeline.family.guidance == "branches":
+        if session.pipeline.family.card.guidance == "classifier_free":
             artifacts.check_guidance(arguments.text, embeddings, settings)
         session.pictures = header.pictures
         skipped = session.is_there(output, header.prompt, settings, there)

@@ -269,7 +269,7 @@ def chosen(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    from comfy_tpu.pipeline.settings import check_prompt
+    from comfy_tpu.families.settings import check_prompt
 
     prompt: str = arguments.prompt
     with _utf8("prompt"):

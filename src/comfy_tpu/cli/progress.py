@@ -53,14 +53,14 @@ class Account:
         self._last = now
         if progress.reused:
             self.reused.append(progress.done)
-        key = (progress.stage, progress.what)
+        key = (progress.stage, progress.label)
         if key not in self._open:
             self._open.append(key)
             self._started[key] = now
         if progress.done >= progress.total:
             self._open.remove(key)
             if progress.stage == "compiling":
-                program = CompiledProgram(progress.what, progress.from_cache, now - self._started[key])
+                program = CompiledProgram(progress.label, progress.from_cache, now - self._started[key])
                 self.programs.append(program)
 
 
@@ -85,13 +85,13 @@ class Display:
         self.account.add(progress)
         if not sys.stderr.isatty():
             return
-        key = (progress.stage, progress.what)
+        key = (progress.stage, progress.label)
         if key not in self._bars:
             self._bars[key] = self._new_bar(progress)
         bar = self._bars[key]
         if progress.reused:
             reused = spans(self.account.reused)
-            bar.set_description_str(escape_controls(f"{progress.stage} {progress.what}, reused {reused}"))
+            bar.set_description_str(escape_controls(f"{progress.stage} {progress.size}, reused {reused}"))
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
             if progress.stage == "compiling":
@@ -102,7 +102,7 @@ class Display:
     def _new_bar(self, progress: Progress) -> Any:
         from tqdm import tqdm
 
-        text = f"{progress.stage} {progress.what}"
+        text = f"{progress.stage} {progress.what or progress.size}"
         form, unit = _LINE, ""
         if progress.stage == "loading":
             form, unit = _BYTES, "B"
@@ -111,8 +111,8 @@ class Display:
         elif progress.stage == "decoding":
             form, unit = _STEPS, "frame"
         elif progress.stage == "compiling":
-            program, _, size = progress.what.partition(" at ")
-            text = f"compiling {program} (first run{f' at {size}' if size else ''})"
+            size = f" at {progress.size}" if progress.size else ""
+            text = f"compiling {progress.what} (first run{size})"
         columns, lines = os.get_terminal_size(sys.stderr.fileno())
         # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
         return tqdm(

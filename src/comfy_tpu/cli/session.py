@@ -30,13 +30,15 @@ from PIL.Image import Image
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_paths, say
-from comfy_tpu.config import VAE_BACKEND, CacheConfig, GenerationSettings
+from comfy_tpu.config import VAE_BACKEND, CacheConfig, GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.pipeline import artifacts, atomic, media, picture, reuse, video
+from comfy_tpu.families.registry import model_cards
+from comfy_tpu.families.settings import make_settings
+from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
 from comfy_tpu.pipeline.images import as_frame, fingerprint
+from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
-from comfy_tpu.pipeline.settings import make_settings
 from comfy_tpu.terminal_text import excerpt
 
 
@@ -58,7 +60,7 @@ class Session:
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, with what the command line says in their place."""
         known = dataclasses.asdict(base) if base else {}
-        chosen = options.chosen(self.arguments, self.pipeline.family.presets)
+        chosen = options.chosen(self.arguments, self.pipeline.family.card.presets)
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
 
@@ -66,22 +68,24 @@ class Session:
         """Notes which pictures are given."""
         if self.arguments.last_image is not None and self.makes_pictures:
             raise InvalidValueError("last_image is for videos; leave it out")
-        takes = self.pipeline.family.image
-        if self.arguments.last_image is not None and takes is not None and not takes.last:
+        takes = self.pipeline.family.card.image
+        if self.arguments.last_image is not None and takes is not None and takes.last_image == "no":
             raise InvalidValueError(
                 f"last_image is given, but model {self.pipeline.model_name} takes a first picture only; leave it out"
             )
         self.pictures = fingerprint(images)
 
-    def begin_with(
+    def encode_init_image(
         self, images: Sequence[Image], settings: GenerationSettings
-    ) -> tuple[picture.Beginning | None, Sequence[Image]]:
-        """What the given pictures are to the model: one to start from and make anew, or frames that it reads."""
+    ) -> tuple[InitImage | None, Sequence[Image]]:
+        """The image that denoising starts from, where the model takes one; and the images that the model reads."""
         strength = self.arguments.strength
-        starts = self.pipeline.family.encode_picture is not None
+        starts = self.pipeline.family.vae.encode_image is not None
         if strength is not None and not (starts and images):
+            able = [card.name for card in model_cards() if card.image is not None and card.image.role == "initial"]
             raise InvalidValueError(
-                f"strength={strength} is for a picture that is made anew; give --image too, and a model such as Flux.1"
+                f"strength={strength} is for an image that denoising starts from; give --image too, and a model such "
+                f"as {able[0]}"
             )
         if not starts or not images:
             return None, images
@@ -91,7 +95,7 @@ class Session:
                 "leave the others out"
             )
         self._from_picture = {"strength": str(self._strength)}
-        return self.pipeline.encode_picture(as_frame(images[0], settings), settings, self._strength), ()
+        return self.pipeline.encode_init_image(as_frame(images[0], settings), settings, self._strength), ()
 
     @property
     def _strength(self) -> float:
@@ -177,13 +181,15 @@ def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str 
     with Display() as display:
         pipeline = video.VideoPipeline.open(
             model,
+            RuntimeConfig(
+                mesh=arguments.mesh,
+                platform=arguments.platform,
+                dtype=arguments.dtype,
+                quantize=arguments.quantize,
+                vae_backend=getattr(arguments, "vae_backend", VAE_BACKEND),
+                cache=CacheConfig(directory=arguments.cache_dir),
+            ),
             name=name,
-            mesh=arguments.mesh,
-            platform=arguments.platform,
-            dtype=arguments.dtype,
-            quantize=arguments.quantize,
-            vae_backend=getattr(arguments, "vae_backend", VAE_BACKEND),
-            cache=CacheConfig(directory=arguments.cache_dir),
             on_progress=display,
             loras=getattr(arguments, "lora", ()),
             check=lambda files: _check_settings(arguments, files),
@@ -193,7 +199,7 @@ def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
     """Each by itself, before devices are started: what is said of those would stand before the refusal."""
-    make_settings(files.defaults, options.chosen(arguments, files.family.presets), files.family.limits)
+    make_settings(files.defaults, options.chosen(arguments, files.family.card.presets), files.family.card.limits)
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:

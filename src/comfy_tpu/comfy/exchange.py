@@ -33,15 +33,15 @@ _NOT_READ = (
 """What other nodes tell a sampler along with a prompt. To pass over it would draw something else than was asked for."""
 
 
-def to_conditioning(embeddings: Mapping[str, torch.Tensor], extras: Mapping[str, str]) -> Conditioning:
+def to_conditioning(embeddings: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> Conditioning:
     """float32, as ComfyUI's own encoders give it on a CPU; bfloat16 values survive that unchanged."""
-    return [[embeddings["text"].float(), {key: embeddings[name].float() for name, key in extras.items()}]]
+    return [[embeddings["text"].float(), {key: embeddings[name].float() for name, key in keys.items()}]]
 
 
 def from_conditioning(
-    name: str, conditioning: Any, *, shapes: Mapping[str, tuple[int, ...]], extras: Mapping[str, str], filled: bool
+    name: str, conditioning: Any, *, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str], pads_text: bool
 ) -> dict[str, torch.Tensor]:
-    """The embeddings of one prompt, by the family's names. `filled`: a shorter text is filled up with zeros."""
+    """The embeddings of one prompt, by the family's names. `pads_text`: a shorter text is padded with zeros."""
     try:
         entries = [(entry[0], dict(entry[1])) for entry in conditioning]
     except (TypeError, ValueError, IndexError, KeyError):
@@ -70,14 +70,14 @@ def from_conditioning(
             f"{name} has {embeds.shape[2]} features, this model_id wants {features}: those of another model; encode "
             "the prompt with the same model_id"
         )
-    found = {"text": embeds, **{own: extra.get(key) for own, key in extras.items()}}
+    found = {"text": embeds, **{own: extra.get(key) for own, key in keys.items()}}
     for own, tensor in found.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 + len(shapes[own]):
             raise InvalidValueError(f"{name} has no {own}, which this model reads; use the family's own text encoder")
         if not is_finite(tensor):
             raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
     read = {own: tensor.detach().cpu().float() for own, tensor in found.items() if tensor is not None}
-    missing = max(tokens - embeds.shape[1], 0) if filled else 0
+    missing = max(tokens - embeds.shape[1], 0) if pads_text else 0
     return read | {"text": torch.nn.functional.pad(read["text"], (0, 0, 0, missing))}
 
 
@@ -101,9 +101,9 @@ def from_images(name: str, images: Any) -> Image:
     return fromarray((picture.clamp(0, 1) * 255).round().byte().numpy())
 
 
-def to_latent(samples: torch.Tensor, *, picture: bool = False) -> Latent:
+def to_latent(samples: torch.Tensor, *, is_image: bool = False) -> Latent:
     """[videos, channels, frames, height, width]; pictures without frames, as ComfyUI has them."""
-    return {"samples": samples[:, :, 0] if picture else samples}
+    return {"samples": samples[:, :, 0] if is_image else samples}
 
 
 def from_latent(name: str, latent: Any) -> torch.Tensor:

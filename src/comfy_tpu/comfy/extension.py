@@ -7,15 +7,15 @@ import logging
 from comfy_api.latest import ComfyExtension, io
 
 from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
-from comfy_tpu.comfy.family_nodes import nodes_of
+from comfy_tpu.comfy.family_nodes import make_nodes
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
-from comfy_tpu.comfy.node_families import NODE_FAMILIES
 from comfy_tpu.comfy.routes import add_routes
+from comfy_tpu.families.registry import family_cards
 from comfy_tpu.terminal_text import SanitizeRecords
 
 NODES: tuple[type[io.ComfyNode], ...] = (
-    *(node for family in NODE_FAMILIES for node in nodes_of(family)),
+    *(node for card in family_cards() for nodes in card.node_sets for node in make_nodes(nodes)),
     TPULoraLoader,
     TPUCompileModel,
     TPUCompileVAE,

@@ -23,9 +23,9 @@ from comfy_tpu.comfy.exchange import (
     to_latent,
     to_video,
 )
-from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.comfy.run import pipeline_run
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import NodeSet
 from comfy_tpu.terminal_text import excerpt
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class FamilyNode(io.ComfyNode):
-    FAMILY: ClassVar[NodeFamily]
+    FAMILY: ClassVar[NodeSet]
     KIND: ClassVar[str]
     """What its id ends with."""
 
@@ -60,11 +60,11 @@ class TextEncoder(FamilyNode):
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
         given, made = [inputs.prompt(family)], ["prompt"]
-        if family.negative:
+        if family.has_negative_prompt:
             given, made = [*given, inputs.negative_prompt(family)], [*made, "negative prompt"]
         return cls.schema(
             "Text Encoder (TPU)",
-            f"Reads the {' and the '.join(made)} with {family.encoder}, on the device.",
+            f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device.",
             [*given, inputs.model_id(family)],
             [
                 io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
@@ -74,7 +74,7 @@ class TextEncoder(FamilyNode):
 
     @classmethod
     def validate_inputs(cls, prompt: str | None = None) -> bool | str:
-        what = f"it is empty; say what the {cls.FAMILY.noun} should show"
+        what = f"it is empty; say what the {inputs.noun(cls.FAMILY)} should show"
         return what if prompt is not None and not prompt.strip() else True
 
     @classmethod
@@ -89,10 +89,10 @@ class TextEncoder(FamilyNode):
             embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0))
         _warn_of_cut(embeddings.cut)
         branches = [embeddings.positive]
-        if family.negative:
+        if family.has_negative_prompt:
             nothing = {name: torch.zeros_like(row) for name, row in embeddings.positive.items()}
             branches.append(embeddings.negative or nothing)  # some models of the family have no branch for it
-        return node_output(*(to_conditioning(branch, family.extras) for branch in branches))
+        return node_output(*(to_conditioning(branch, family.conditioning_keys) for branch in branches))
 
 
 class ImageEncoder(FamilyNode):
@@ -102,14 +102,15 @@ class ImageEncoder(FamilyNode):
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
         model = inputs.model_id(family)
-        if family.images == "references":
+        if family.image_role == "reference":
             first, *more = inputs.REFERENCES
             what, size = "Reads pictures to look at beside the prompt", ""
             given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
         else:
-            frame = io.Image.Input("image", tooltip=f"The first frame: one picture of any size, {family.fit}.")
-            last = [inputs.frame(family, "last_image", "last")] if family.last_image else []
-            ending = ", and maybe the one that it ends with" if family.last_image else ""
+            words = f"The first frame: one image of any size, {inputs.resizing(family)}."
+            frame = io.Image.Input("image", tooltip=words)
+            last = [inputs.frame(family, "last_image", "last")] if family.has_last_image else []
+            ending = ", and maybe the one that it ends with" if family.has_last_image else ""
             what, size = f"Reads the picture that a video begins with{ending}", ", at the same size"
             given = [frame, *inputs.size(family), model, *last]
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
@@ -135,7 +136,7 @@ class Sampler(FamilyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
-        negative = [inputs.negative_prompt_embeds(family)] if family.negative else []
+        negative = [inputs.negative_prompt_embeds(family)] if family.has_negative_prompt else []
         given = [
             inputs.prompt_embeds(family),
             *negative,
@@ -151,9 +152,9 @@ class Sampler(FamilyNode):
         )
         return cls.schema(
             "TPU Sampler",
-            f"Denoises a {family.noun}'s latents from the prompt, on all chips.",
-            [*given, *([inputs.image_embeds(family)] if family.encodes_images else [])],
-            [latents] if family.picture else [latents, frames],
+            f"Denoises {_a(family)}'s latents from the prompt, on all chips.",
+            [*given, *([inputs.image_embeds(family)] if has_image_encoder(family) else [])],
+            [latents] if family.makes_images else [latents, frames],
         )
 
     @classmethod
@@ -179,13 +180,13 @@ class Sampler(FamilyNode):
 
             settings = _settings(pipeline, **chosen)
             given = {"prompt_embeds": prompt_embeds}
-            if family.negative:
+            if family.has_negative_prompt:
                 given["negative_prompt_embeds"] = negative_prompt_embeds or []
             positive, *negative = _branches(family, pipeline, settings, given)
             embeddings = PromptEmbeddings("", positive, negative[0] if negative else None, shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
-        latents = to_latent(made, picture=family.picture)
-        return node_output(latents) if family.picture else node_output(latents, settings.num_frames)
+        latents = to_latent(made, is_image=family.makes_images)
+        return node_output(latents) if family.makes_images else node_output(latents, settings.num_frames)
 
 
 class VAEDecoder(FamilyNode):
@@ -196,9 +197,9 @@ class VAEDecoder(FamilyNode):
         family = cls.FAMILY
         return cls.schema(
             "TPU VAE Decoder",
-            f"Decodes latents to {'pictures' if family.picture else 'frames'}, on all chips; in tiles where whole "
-            f"{'ones' if family.picture else 'frames'} do not fit.",
-            [inputs.latents(family), *([] if family.picture else [inputs.fps(family)]), inputs.model_id(family)],
+            f"Decodes latents to {'images' if family.makes_images else 'frames'}, on all chips; in tiles where whole "
+            f"{'ones' if family.makes_images else 'frames'} do not fit.",
+            [inputs.latents(family), *([] if family.makes_images else [inputs.fps(family)]), inputs.model_id(family)],
             inputs.frame_outputs(family),
         )
 
@@ -221,17 +222,17 @@ class Pipeline(FamilyNode):
         family = cls.FAMILY
         given = [
             inputs.prompt(family),
-            *([inputs.negative_prompt(family)] if family.negative else []),
+            *([inputs.negative_prompt(family)] if family.has_negative_prompt else []),
             *inputs.sampling(family),
-            *([] if family.picture else [inputs.fps(family)]),
+            *([] if family.makes_images else [inputs.fps(family)]),
             inputs.model_id(family),
             inputs.scheduler(family),
             inputs.lora(),
         ]
         return cls.schema(
             "TPU Full Pipeline",
-            f"From a prompt to a {family.noun} in one node: text encoder, transformer and VAE, all on the device.",
-            [*given, *inputs.pictures(family)],
+            f"From a prompt to {_a(family)} in one node: text encoder, transformer and VAE, all on the device.",
+            [*given, *inputs.images(family)],
             inputs.frame_outputs(family),
         )
 
@@ -256,18 +257,26 @@ class Pipeline(FamilyNode):
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _settings(pipeline, fps=fps, **chosen)
-            beginning = None
-            if given and cls.FAMILY.images == "beginning":
-                beginning = pipeline.encode_picture(as_frame(given.pop(), settings), settings, strength)
+            init_image = None
+            if given and cls.FAMILY.image_role == "initial":
+                init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)
             embeddings = pipeline.encode(prompt, settings, given)
             _warn_of_cut(embeddings.cut)
-            latents = pipeline.denoise(embeddings, settings, beginning)
+            latents = pipeline.denoise(embeddings, settings, init_image)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
         return _frames(images, fps)
 
 
-def nodes_of(family: NodeFamily) -> list[type[io.ComfyNode]]:
-    kinds = [TextEncoder, *([ImageEncoder] if family.encodes_images else []), Sampler, VAEDecoder, Pipeline]
+def has_image_encoder(family: NodeSet) -> bool:
+    return family.image_role in ("first_frame", "reference")
+
+
+def _a(family: NodeSet) -> str:
+    return "an image" if family.makes_images else "a video"
+
+
+def make_nodes(family: NodeSet) -> list[type[io.ComfyNode]]:
+    kinds = [TextEncoder, *([ImageEncoder] if has_image_encoder(family) else []), Sampler, VAEDecoder, Pipeline]
     return [type(f"{family.key}{kind.KIND}", (kind,), {"FAMILY": family}) for kind in kinds]
 
 
@@ -280,7 +289,7 @@ def _frames(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
     return node_output(images) if fps is None else node_output(images, float(fps), to_video(images, fps))
 
 
-def _check_frames(family: NodeFamily, num_frames: int | None) -> bool | str:
+def _check_frames(family: NodeSet, num_frames: int | None) -> bool | str:
     """None: it comes over a link, and is checked when it is there."""
     return True if num_frames is None else inputs.frames_problem(family, num_frames) or True
 
@@ -293,8 +302,8 @@ def _pictures(chosen: dict[str, Any]) -> list[Any]:
     return [from_images(name, images) for name, images in given.items() if images is not None]
 
 
-def _latent_frames(family: NodeFamily, chosen: Mapping[str, Any]) -> int:
-    return int(chosen.get("num_frames", 1) - 1) // family.frames_step + 1
+def _latent_frames(family: NodeSet, chosen: Mapping[str, Any]) -> int:
+    return int(chosen.get("num_frames", 1) - 1) // family.limits.frames_multiple + 1
 
 
 def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:
@@ -309,12 +318,12 @@ def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:
 
 
 def _branches(
-    family: NodeFamily, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, Conditioning]
+    family: NodeSet, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, Conditioning]
 ) -> list[dict[str, torch.Tensor]]:
     """Each as the model reads it, all of one length."""
     shapes = pipeline.embedding_shapes(settings)
     read = [
-        from_conditioning(name, embeds, shapes=shapes, extras=family.extras, filled=family.filled)
+        from_conditioning(name, embeds, shapes=shapes, keys=family.conditioning_keys, pads_text=family.pads_text)
         for name, embeds in given.items()
     ]
     longest = max(embeds["text"].shape[1] for embeds in read)
@@ -333,7 +342,7 @@ def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any
                 "%s draws %d×%d only; height and width are not used", pipeline.model_name, own.width, own.height
             )
         height, width = own.height, own.width
-    if len(pipeline.family.transformers) == 1:  # the widget is there for others of the family
+    if len(pipeline.family.denoiser.transformers) == 1:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)
     return pipeline.settings(height=height, width=width, **chosen)
 

@@ -10,9 +10,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import model_choices
-from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import NodeSet
 
 SIZE_MIN, FRAMES_MIN = 256, 17
 
@@ -25,37 +25,47 @@ IMAGE_TYPE = io.Custom("TPU_IMAGE_EMBEDS")
 """Tensors by name: what a model reads of pictures."""
 
 
-def prompt(family: NodeFamily) -> io.Input:
+def noun(family: NodeSet) -> str:
+    return "image" if family.makes_images else "video"
+
+
+def resizing(family: NodeSet) -> str:
+    """What becomes of an image that is a frame and has another size."""
+    return "of which the center is taken, in the video's shape" if family.crops_images else "resized to the video's"
+
+
+def prompt(family: NodeSet) -> io.Input:
     return io.String.Input(
         "prompt",
         multiline=True,
         dynamic_prompts=True,
-        tooltip=f"What the {family.noun} should show, {family.languages}.",
+        tooltip=f"What the {noun(family)} should show, {family.words.languages}.",
     )
 
 
-def negative_prompt(family: NodeFamily) -> io.Input:
+def negative_prompt(family: NodeSet) -> io.Input:
     return io.String.Input(
         "negative_prompt",
         multiline=True,
         dynamic_prompts=True,
         default=family.defaults.negative_prompt,
-        tooltip=f"What the {family.noun} should not show. {family.negative_help}",
+        tooltip=f"What the {noun(family)} should not show. {family.words.negative_prompt}",
     )
 
 
-def prompt_embeds(family: NodeFamily) -> io.Input:
+def prompt_embeds(family: NodeSet) -> io.Input:
     return io.Conditioning.Input(
         "prompt_embeds",
-        tooltip=f"The prompt, from {family.text_encoder_name}{family.native_encoder}.",
+        tooltip=f"The prompt, from {family.name} Text Encoder (TPU){family.words.native_text_encoder}.",
     )
 
 
-def negative_prompt_embeds(family: NodeFamily) -> io.Input:
-    return io.Conditioning.Input("negative_prompt_embeds", tooltip=f"The negative prompt. {family.negative_help}")
+def negative_prompt_embeds(family: NodeSet) -> io.Input:
+    tooltip = f"The negative prompt. {family.words.negative_prompt}"
+    return io.Conditioning.Input("negative_prompt_embeds", tooltip=tooltip)
 
 
-def size(family: NodeFamily) -> list[io.Input]:
+def size(family: NodeSet) -> list[io.Input]:
     """Height, width and frames."""
     sides = [
         io.Int.Input(
@@ -63,34 +73,34 @@ def size(family: NodeFamily) -> list[io.Input]:
             default=getattr(family.defaults, side),
             min=SIZE_MIN,
             max=family.size_max,
-            step=family.size_step,
+            step=family.limits.size_multiple,
             tooltip=_size_tooltip(family, side.capitalize()),
         )
         for side in ("height", "width")
     ]
-    if family.picture:
+    if family.makes_images:
         return sides
     frames = io.Int.Input(
         "num_frames",
         default=family.defaults.num_frames,
         min=FRAMES_MIN,
         max=family.frames_max,
-        step=family.frames_step,
-        tooltip=f"Frames of the video: {family.frames_step}n+1. {family.frames_help}",
+        step=family.limits.frames_multiple,
+        tooltip=f"Frames of the video: {family.limits.frames_multiple}n+1. {family.words.frames}",
     )
     return [*sides, frames]
 
 
-def sampling(family: NodeFamily) -> list[io.Input]:
+def sampling(family: NodeSet) -> list[io.Input]:
     """Height to flow_shift, in the order of the node table."""
-    motion = "finer" if family.picture else "finer; below 20 motion suffers"
+    motion = "finer" if family.makes_images else "finer; below 20 motion suffers"
     shift = io.Float.Input(
         "flow_shift",
         default=family.defaults.flow_shift,
         min=1.0,
         max=family.shift_max,
         step=0.1,
-        tooltip=f"How long to stay at high noise: {family.shift_help}.",
+        tooltip=f"How long to stay at high noise: {family.words.flow_shift}.",
     )
     return [
         *size(family),
@@ -107,23 +117,23 @@ def sampling(family: NodeFamily) -> list[io.Input]:
             min=0.0,
             max=20.0,
             step=0.1,
-            tooltip=family.guidance_help,
+            tooltip=family.words.guidance,
         ),
-        *([_second_guidance(family)] if family.second_guidance else []),
+        *([_second_guidance(family)] if family.has_second_guidance else []),
         io.Int.Input(
             "seed",
             default=family.defaults.seed,
             min=0,
             max=2**64 - 1,
             control_after_generate=True,
-            tooltip=f"The same seed with the same settings is the same {family.noun}, bit for bit on the same chips "
+            tooltip=f"The same seed with the same settings is the same {noun(family)}, bit for bit on the same chips "
             "and mesh, nearly on others.",
         ),
-        *([] if family.picture else [shift]),
+        *([] if family.makes_images else [shift]),
     ]
 
 
-def _second_guidance(family: NodeFamily) -> io.Input:
+def _second_guidance(family: NodeSet) -> io.Input:
     return io.Float.Input(
         "guidance_scale_2",
         default=family.defaults.guidance_scale_2,
@@ -134,14 +144,16 @@ def _second_guidance(family: NodeFamily) -> io.Input:
     )
 
 
-def pictures(family: NodeFamily) -> list[io.Input]:
+def images(family: NodeSet) -> list[io.Input]:
     """As a full pipeline takes them."""
-    if family.images == "beginning":
-        return picture_to_start_from()
-    if family.images == "references":
+    if family.image_role is None:
+        return []
+    if family.image_role == "initial":
+        return initial_image()
+    if family.image_role == "reference":
         return [reference(name) for name in REFERENCES]
-    last = [frame(family, "last_image", "last")] if family.last_image else []
-    return [frame(family, "image", "first"), *last] if family.images else []
+    last = [frame(family, "last_image", "last")] if family.has_last_image else []
+    return [frame(family, "image", "first"), *last]
 
 
 def reference(name: str, *, optional: bool = True) -> io.Input:
@@ -152,15 +164,15 @@ def reference(name: str, *, optional: bool = True) -> io.Input:
     )
 
 
-def frame(family: NodeFamily, name: str, which: str) -> io.Input:
+def frame(family: NodeSet, name: str, which: str) -> io.Input:
     return io.Image.Input(
         name,
         optional=True,
-        tooltip=f"The {which} frame, for models that take one: one picture of any size, {family.fit}.",
+        tooltip=f"The {which} frame, for models that take one: one image of any size, {resizing(family)}.",
     )
 
 
-def picture_to_start_from() -> list[io.Input]:
+def initial_image() -> list[io.Input]:
     return [
         io.Image.Input(
             "image", optional=True, tooltip="A picture to start from: one, of any size, resized to height and width."
@@ -177,32 +189,32 @@ def picture_to_start_from() -> list[io.Input]:
     ]
 
 
-def image_embeds(family: NodeFamily) -> io.Input:
-    use = "pictures to look at" if family.images == "references" else "models that begin with a picture"
+def image_embeds(family: NodeSet) -> io.Input:
+    use = "reference images" if family.image_role == "reference" else "models that begin with an image"
     return IMAGE_TYPE.Input(
         "image_embeds", optional=True, tooltip=f"From {family.name} Image Encoder (TPU), for {use}."
     )
 
 
-def latents(family: NodeFamily) -> io.Input:
+def latents(family: NodeSet) -> io.Input:
     name = family.name
     return io.Latent.Input(
         "latents", tooltip=f"From {name} TPU Sampler, or from any ComfyUI sampler or VAE Encode of {name}."
     )
 
 
-def fps(family: NodeFamily) -> io.Input:
+def fps(family: NodeSet) -> io.Input:
     read = " The model reads it: the same in sampler and decoder." if family.reads_fps else ""
     return io.Int.Input(
         "fps",
         default=family.defaults.fps,
         min=1,
         max=240,
-        tooltip=f"Frames a second of the video. {family.name} was trained at {family.trained_fps}.{read}",
+        tooltip=f"Frames a second of the video. {family.name} was trained at {family.words.trained_fps}.{read}",
     )
 
 
-def model_id(family: NodeFamily) -> io.Input:
+def model_id(family: NodeSet) -> io.Input:
     places = "A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's models/diffusers"
     demo = (
         "; or demo and demo-image, small models that come with the pack: moving shapes at 64×64, the second from a "
@@ -212,17 +224,17 @@ def model_id(family: NodeFamily) -> io.Input:
         "model_id",
         options=model_choices(family),
         default=family.hub_models[0],
-        tooltip=f"{places}{demo if family.has_demo else ''}.",
+        tooltip=f"{places}{demo if family.has_demo_models else ''}.",
     )
 
 
-def scheduler(family: NodeFamily) -> io.Input:
+def scheduler(family: NodeSet) -> io.Input:
     return io.Combo.Input(
         "scheduler",
-        options=list(family.schedulers),
+        options=list(family.limits.schedulers),
         default=family.defaults.scheduler,
         optional=True,
-        tooltip=f"The solver. {family.scheduler_help}.",
+        tooltip=f"The solver. {family.words.schedulers}.",
     )
 
 
@@ -232,8 +244,8 @@ def lora() -> io.Input:
     )
 
 
-def frame_outputs(family: NodeFamily) -> list[io.Output]:
-    if family.picture:
+def frame_outputs(family: NodeSet) -> list[io.Output]:
+    if family.makes_images:
         return [io.Image.Output("images", tooltip="The picture, or one for each latent, for ComfyUI's image nodes.")]
     return [
         io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
@@ -242,9 +254,9 @@ def frame_outputs(family: NodeFamily) -> list[io.Output]:
     ]
 
 
-def frames_problem(family: NodeFamily, num_frames: Any) -> str | None:
+def frames_problem(family: NodeSet, num_frames: Any) -> str | None:
     """What is wrong with a typed num_frames, in a sentence. ComfyUI checks ranges itself, but knows no 4n+1."""
-    step, most = family.frames_step, family.frames_max
+    step, most = family.limits.frames_multiple, family.frames_max
     if not FRAMES_MIN <= num_frames <= most:
         return f"num_frames={num_frames} is outside {FRAMES_MIN} to {most}"
     if (num_frames - 1) % step:
@@ -269,6 +281,6 @@ def check_loras(given: Any) -> tuple[Lora, ...]:
     return given
 
 
-def _size_tooltip(family: NodeFamily, side: str) -> str:
-    demo = " demo and demo-image always draw 64×64." if family.has_demo else ""
-    return f"{side} in pixels, a multiple of {family.size_step}. {family.sizes_help}{demo}"
+def _size_tooltip(family: NodeSet, side: str) -> str:
+    demo = " demo and demo-image always draw 64×64." if family.has_demo_models else ""
+    return f"{side} in pixels, a multiple of {family.limits.size_multiple}. {family.words.sizes}{demo}"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
-from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
 from comfy_tpu.errors import InvalidValueError, listed
+from comfy_tpu.families.card import NodeSet
 from comfy_tpu.json_input import read_json
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ _pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
 
 
-def model_choices(family: NodeFamily) -> list[str]:
+def model_choices(family: NodeSet) -> list[str]:
     """Hub models, the demo models, and every directory of the family that ComfyUI's model folders hold."""
-    return [*family.models, *(name for name in sorted(_local_models(family)) if name not in family.models)]
+    return [*family.model_ids, *(name for name in sorted(_local_models(family)) if name not in family.model_ids)]
 
 
-def open_pipeline(model_id: str, family: NodeFamily, on_fetch: Callable[[], None]) -> VideoPipeline:
+def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) -> VideoPipeline:
     """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice.
 
     `on_fetch` is called before the hub is asked for it: a download can take an hour.
@@ -42,7 +42,7 @@ def open_pipeline(model_id: str, family: NodeFamily, on_fetch: Callable[[], None
     from comfy_tpu.pipeline.video import VideoPipeline
 
     local = _local_models(family)
-    if model_id not in (*family.models, *local):
+    if model_id not in (*family.model_ids, *local):
         raise InvalidValueError(
             f"model_id={model_id!r} is not a {family.name} model that is known here; choose from "
             f"{listed(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
@@ -58,7 +58,7 @@ def open_pipeline(model_id: str, family: NodeFamily, on_fetch: Callable[[], None
         return _pipelines[model_id][1]
 
 
-def _local_models(family: NodeFamily) -> dict[str, Path]:
+def _local_models(family: NodeSet) -> dict[str, Path]:
     models: dict[str, Path] = {}
     for root in folder_paths.get_folder_paths(_FOLDER):
         for directory in _directories(Path(root), _DEPTH):

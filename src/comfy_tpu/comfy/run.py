@@ -19,13 +19,13 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from comfy_tpu.comfy.models import open_pipeline
-from comfy_tpu.comfy.node_families import NodeFamily
 from comfy_tpu.comfy.routes import announce
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import stand_in_line
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.pipeline.progress import Progress, ignore
+from comfy_tpu.families.card import NodeSet
+from comfy_tpu.pipeline.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.video import VideoPipeline
@@ -41,7 +41,7 @@ _turn = threading.RLock()
 
 @contextlib.contextmanager
 def pipeline_run(
-    family: NodeFamily, model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()
+    family: NodeSet, model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()
 ) -> Iterator[VideoPipeline]:
     """The model's pipeline with these LoRAs, reporting to the node that runs now. `stages`: what its bar counts, with
     totals."""
@@ -64,7 +64,7 @@ def pipeline_run(
             try:
                 yield pipeline
             finally:
-                pipeline.on_progress = ignore
+                pipeline.on_progress = ignore_progress
         finally:
             at_rest()
 

@@ -13,7 +13,7 @@ from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.pipeline.progress import Progress
 
 _RECENT_STEPS = 8
-_IDLE: dict[str, Any] = {"stage": "idle", "what": "", "done": 0, "total": 0, "node": None}
+_IDLE: dict[str, Any] = {"stage": "idle", "what": "", "size": "", "done": 0, "total": 0, "node": None}
 
 
 class Status:
@@ -50,7 +50,8 @@ class Status:
             self._mark = now
             self._activity = {
                 "stage": progress.stage,
-                "what": progress.what,
+                "what": progress.label,
+                "size": progress.size,
                 "done": progress.done,
                 "total": progress.total,
                 "node": node,
@@ -110,26 +111,25 @@ class Status:
         self._compiled[counter] += 1
         if not progress.from_cache:
             self._compiled["seconds"] += now - self._compiling_since
-            self._compiled["last"] = progress.what
+            self._compiled["last"] = progress.label
 
     def _step_seconds(self) -> float | None:
         return statistics.median(self._steps) if self._steps else None
 
 
 def _sentence(activity: dict[str, Any], step: float | None) -> str:
-    stage, what, done, total = (activity[name] for name in ("stage", "what", "done", "total"))
+    stage, what, size, done, total = (activity[name] for name in ("stage", "what", "size", "done", "total"))
     if stage == "loading":
         return f"loading {what} {_size(done, total)}" if total else f"loading {what}"
     if stage == "compiling":
-        size = what.partition(" at ")[2]
         return f"compiling (first run{f' at {size}' if size else ''})"
     if stage == "encoding":
         return "encoding the prompt"
     if stage == "denoising":
         timing = f" · {step:.2f} s/step · {_clock_time(step * (total - done))} left" if step is not None else ""
-        return f"{what} · step {done}/{total}{timing}"
+        return f"{size} · step {done}/{total}{timing}"
     if stage == "decoding":
-        return f"{what} · decoding {done}/{total}"
+        return f"{size} · decoding {done}/{total}"
     return ""
 
 

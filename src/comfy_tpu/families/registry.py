@@ -1,34 +1,101 @@
-"""Every family of models, and which of them a model directory is of."""
+"""All families, built in and installed, and which of them a model directory belongs to."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.family import Config, VideoFamily
-from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
-from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
-from comfy_tpu.families.hunyuan import HUNYUAN15
-from comfy_tpu.families.hunyuan_image import HUNYUAN15_IMAGE
-from comfy_tpu.families.ltx import LTX_VIDEO
-from comfy_tpu.families.wan import WAN21
-from comfy_tpu.families.wan22 import WAN21_FIRST_LAST, WAN21_IMAGE, WAN22, WAN22_5B, WAN22_IMAGE
+from comfy_tpu.families.card import Config, FamilyCard, ModelCard
+from comfy_tpu.families.card_checks import CardError, check_card
 
-PORTED: tuple[VideoFamily, ...] = ()
-"""Those that `comfy-tpu port new` wrote. docs/aten-operators.md tells of a family once it is in FAMILIES by name."""
+if TYPE_CHECKING:
+    from comfy_tpu.families.model_family import ModelFamily
 
-FAMILIES: tuple[VideoFamily, ...] = (
-    *(WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B),
-    *(FLUX_DEV, FLUX_SCHNELL),
-    *(FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE),
-    *(HUNYUAN15, HUNYUAN15_IMAGE),
-    LTX_VIDEO,
-    *PORTED,
+logger = logging.getLogger(__name__)
+
+BUILT_IN = (
+    "comfy_tpu.families.wan",
+    "comfy_tpu.families.flux",
+    "comfy_tpu.families.flux2",
+    "comfy_tpu.families.hunyuan_video",
+    "comfy_tpu.families.ltx_video",
 )
+"""Packages, each with a `card.py` and a `model.py`."""
+
+ENTRY_POINT_GROUP = "comfy_tpu.families"
+"""An installed distribution adds a family by an entry point of this group, whose value is the family's package."""
 
 
-def family_of(index: Config, transformer: Config) -> VideoFamily:
+@functools.cache
+def family_cards() -> tuple[FamilyCard, ...]:
+    """The built-in families, then the installed ones. An installed one that fails is named in the log and left out."""
+    cards: list[FamilyCard] = []
+    for package in BUILT_IN:
+        cards.append(_read_card(package, cards))
+    for name, package in _installed():
+        try:
+            cards.append(_read_card(package, cards))
+        except Exception as error:  # noqa: BLE001 - code of others, which must not take ours along
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            logger.warning("family %s (package %s) is left out: %s", name, package, reason)
+    return tuple(cards)
+
+
+def model_cards() -> tuple[ModelCard, ...]:
+    return tuple(model for card in family_cards() for model in card.models)
+
+
+def find_model_card(index: Config, transformer: Config) -> ModelCard:
     """By the model's model_index.json and the config.json of its transformer, empty where it has none."""
-    for family in FAMILIES:
-        if family.matches(index, transformer):
-            return family
-    known = ", ".join(f"{family.name} ({' or '.join(family.pipeline_classes)})" for family in FAMILIES)
+    found = [card for card in model_cards() if card.accepts(index, transformer)]
+    if len(found) > 1:
+        owners = " and ".join(f"{card.name} ({_family_of(card).package})" for card in found)
+        raise UnsupportedError(f"the model is claimed by {owners}; uninstall one of them")
+    if found:
+        return found[0]
+    known = ", ".join(f"{card.name} ({' or '.join(card.pipeline_classes)})" for card in model_cards())
     raise UnsupportedError(f"the model is a {index.get('_class_name')}; supported are {known}")
+
+
+@functools.cache
+def load_family(name: str) -> ModelFamily:
+    """The code of the model card of this name. Imports torch and jax."""
+    card = next(card for card in model_cards() if card.name == name)
+    owner = _family_of(card)
+    models: dict[str, ModelFamily] = importlib.import_module(f"{owner.package}.model").MODELS
+    if name not in models:
+        raise CardError(f"{owner.package}.model has no {name} in MODELS; its card.py names that model")
+    family = models[name]
+    if tuple(family.scheduling.factories) != card.limits.schedulers:
+        raise CardError(
+            f"{owner.package}.model has the schedulers {', '.join(family.scheduling.factories)} for {name}, its card "
+            f"{', '.join(card.limits.schedulers)}; make them the same"
+        )
+    return family
+
+
+def load_families() -> tuple[ModelFamily, ...]:
+    return tuple(load_family(card.name) for card in model_cards())
+
+
+def _family_of(model: ModelCard) -> FamilyCard:
+    return next(card for card in family_cards() if model in card.models)
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    for point in sorted(points, key=lambda point: point.name):
+        yield point.name, point.value
+
+
+def _read_card(package: str, others: Iterable[FamilyCard]) -> FamilyCard:
+    card = importlib.import_module(f"{package}.card").CARD
+    if not isinstance(card, FamilyCard):
+        raise CardError(f"CARD of {package}.card is a {type(card).__name__}, expected a FamilyCard")
+    check_card(card, others)
+    return card

@@ -10,8 +10,9 @@ import torch
 from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
-from comfy_tpu.families.family import VideoFamily
-from comfy_tpu.pipeline.running_model import RunningModel
+from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.pipeline.text import Embeddings, PromptEmbeddings
 from comfy_tpu.terminal_text import excerpt
 
@@ -19,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_embeddings(
-    model: RunningModel, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
+    files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
 ) -> None:
     for branch in filter(None, (embeddings.positive, embeddings.negative)):
         every = {**branch, **embeddings.shared}
-        shapes = model.embedding_shapes(settings)
-        _check_pictures(model, embeddings.shared, shapes, settings)
+        shapes = files.embedding_shapes(settings)
+        _check_images(files, embeddings.shared, shapes, settings)
         if missing := sorted(set(shapes) - set(every)):
-            how = " and a picture" if model.family.image else ""
+            how = " and an image" if files.family.image else ""
             raise InvalidValueError(
                 f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
             )
@@ -57,33 +58,32 @@ def _check_branches(embeddings: PromptEmbeddings) -> None:
             )
 
 
-def _check_pictures(
-    model: RunningModel, shared: Embeddings, shapes: Mapping[str, tuple[int, ...]], settings: GenerationSettings
+def _check_images(
+    files: ModelFiles, shared: Embeddings, shapes: Mapping[str, tuple[int, ...]], settings: GenerationSettings
 ) -> None:
-    image = model.family.image
-    known = {*shapes, *(image.optional if image is not None else ())}
+    image = files.family.image
+    known = {*shapes, *(image.optional_embeddings if image is not None else ())}
     if not set(shared) <= known:
         raise InvalidValueError(
-            f"the picture was encoded for another model: {model.model_name} does not read {', '.join(sorted(shared))}; "
+            f"the image was encoded for another model: {files.name} does not read {', '.join(sorted(shared))}; "
             + ("leave it out" if image is None else "encode it with this model")
         )
-    _, channels, _, height, width = model.latent_shape(settings)
+    _, channels, _, height, width = latent_shape(files.family, files.latent_channels, settings)
     for name, rows in shared.items():
-        # A model that may do without a picture has its first frame's latents, whatever the length of the video.
-        own = image is not None and image.references is not None
+        # A model that may do without an image has its first frame's latents, whatever the length of the video.
+        own = image is not None and image.fit_reference is not None
         expected = shapes.get(name, (channels, 1, *(rows.shape[3:] if own else (height, width))))
         if rows.ndim == 5 and tuple(rows.shape[1:]) != expected:
             raise InvalidValueError(
-                f"the picture was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "
+                f"the image was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "
                 f"{expected}; encode it for {size_text(settings)}"
             )
 
 
-def check_boundary(model: RunningModel, settings: GenerationSettings) -> None:
-    if settings.boundary > 0 and len(model.family.transformers) == 1:
+def check_boundary(family: ModelFamily, model_name: str, settings: GenerationSettings) -> None:
+    if settings.boundary > 0 and len(family.denoiser.transformers) == 1:
         raise InvalidValueError(
-            f"boundary={settings.boundary} is for models with two transformers, and {model.model_name} has one; leave "
-            "it out"
+            f"boundary={settings.boundary} is for models with two transformers, and {model_name} has one; leave it out"
         )
 
 
@@ -97,7 +97,7 @@ def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: Ge
         raise InvalidValueError("latents hold NaN or infinity; denoise again, with other settings or in float32")
 
 
-def check_made(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> None:
+def check_finite(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> None:
     """Raises NotFiniteError for what a stage computed: passed on, NaN could end as a picture that looks like one."""
     if odd := [name for name, tensor in made.items() if not is_finite(tensor)]:
         advice = "try dtype=float32, or " if dtype != "float32" else ""
@@ -107,17 +107,17 @@ def check_made(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> None
         )
 
 
-def warn_of_ignored(family: VideoFamily, defaults: GenerationSettings, settings: GenerationSettings) -> None:
+def warn_of_ignored(family: ModelFamily, defaults: GenerationSettings, settings: GenerationSettings) -> None:
     """Of settings that somebody chose, and that this family has no use for."""
     of_branches = ("negative_prompt", "guidance_until")
-    ignored = {"branches": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
+    ignored = {"classifier_free": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
     reasons = {
         "guidance_scale": "was distilled to do without guidance",
         "guidance_scale_2": "has one transformer",
         **dict.fromkeys(of_branches, "has no branch for a negative prompt"),
     }
-    of_pairs = ("guidance_scale_2",) if len(family.transformers) == 1 else ()
-    for name in (*ignored[family.guidance], *of_pairs):
+    of_pairs = ("guidance_scale_2",) if len(family.denoiser.transformers) == 1 else ()
+    for name in (*ignored[family.card.guidance], *of_pairs):
         if getattr(settings, name) != getattr(defaults, name):
             value = excerpt(str(getattr(settings, name)))
             logger.warning("%s=%s has no effect: %s %s", name, value, family.name, reasons[name])

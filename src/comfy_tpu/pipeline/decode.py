@@ -10,7 +10,7 @@ import torch
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.errors import DeviceMemoryError
-from comfy_tpu.families.family import Tiles
+from comfy_tpu.families.model_family import Tiles
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ def decode_frames(
     latents: torch.Tensor,
     first_cache: Callable[[int], object] = _no_cache,
     *,
-    whole: bool = False,
+    all_frames: bool = False,
     tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
     """[batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width]; of all
-    of them at once if `whole`.
+    of them at once if `all_frames`.
 
     If the first two latent frames do not fit in device memory, every frame is decoded in tiles instead: the cache has
     its full size after two.
@@ -40,7 +40,7 @@ def decode_frames(
     begun = False
     try:
         cache = first_cache(latents.shape[2])
-        for index, latent in enumerate(_parts(latents, whole)):
+        for index, latent in enumerate(_parts(latents, all_frames)):
             frames, cache = decode_frame(latent, cache)
             ahead.append(to_host(frames, consume=True))
             if index >= 1:
@@ -53,7 +53,7 @@ def decode_frames(
             raise
         logger.warning("decoding whole frames did not fit in device memory; decoding in tiles instead (%s)", error)
         del cache
-        yield from decode_tiles(decode_frame, latents, first_cache, whole=whole, tiles=tiles)
+        yield from decode_tiles(decode_frame, latents, first_cache, all_frames=all_frames, tiles=tiles)
 
 
 def decode_tiles(
@@ -61,14 +61,14 @@ def decode_tiles(
     latents: torch.Tensor,
     first_cache: Callable[[int], object] = _no_cache,
     *,
-    whole: bool = False,
+    all_frames: bool = False,
     tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
     """The same in overlapping tiles of one size, which is one program; neighbours are blended over their overlap."""
     height, width = latents.shape[3:]
     corners = list(itertools.product(tile_starts(height, tiles), tile_starts(width, tiles)))
     caches = {corner: first_cache(latents.shape[2]) for corner in corners}
-    for latent in _parts(latents, whole):
+    for latent in _parts(latents, all_frames):
         total: torch.Tensor | None = None
         weight: torch.Tensor | None = None
         for row, column in corners:
@@ -92,8 +92,8 @@ def decode_tiles(
         yield total / weight
 
 
-def _parts(latents: torch.Tensor, whole: bool) -> Sequence[torch.Tensor]:
-    return (latents,) if whole else latents.split(1, dim=2)
+def _parts(latents: torch.Tensor, all_frames: bool) -> Sequence[torch.Tensor]:
+    return (latents,) if all_frames else latents.split(1, dim=2)
 
 
 def tile_starts(length: int, tiles: Tiles) -> list[int]:

@@ -2,67 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+import logging
+from collections.abc import Generator
 from typing import Any
 
+import jax
 import torch
 
+from comfy_tpu.bridge import to_device, to_host
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.pipeline.checks import check_finite, check_latents
+from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.noise import image_noise, initial_noise
+from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
+from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
+from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.quiet import quiet
 
-Predict = Callable[..., torch.Tensor]
+logger = logging.getLogger(__name__)
 
-
-def make_step(predict: Predict) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """A step as a function on torch tensors: the model's answer, guidance, and the scheduler's weighted sum."""
-
-    def denoise_step(
-        module: Any,
-        samples: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        coefficients: torch.Tensor,
-        timestep: torch.Tensor,
-        guidance_scale: torch.Tensor,
-        prepared: dict[str, torch.Tensor],
-        guided: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        latents = samples[0]
-        if guided:
-            # Both branches in one batch, which dp divides between two halves of the mesh.
-            both = predict(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
-            positive, negative = both.float().chunk(2)
-            velocity = negative + guidance_scale * (positive - negative)
-        else:
-            velocity = predict(module, latents, timestep, guidance_scale, **prepared).float()
-        return _advance(samples, [velocity, *outputs[:-1]], coefficients)
-
-    return denoise_step
+State = tuple[list[jax.Array], list[jax.Array]]
+"""The last samples and velocities, newest first."""
 
 
-def reuse_step(
-    module: Any,
-    samples: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    coefficients: torch.Tensor,
-    scale: torch.Tensor,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A step without the model: its last answer, scaled, stands for the next."""
-    return _advance(samples, [scale * outputs[0], *outputs[:-1]], coefficients)
+def denoise_steps(
+    running: RunningModel,
+    plan: Plan,
+    embeddings: PromptEmbeddings,
+    settings: GenerationSettings,
+    init_image: InitImage | None = None,
+) -> Generator[State, None, None]:
+    """The state after each step, until the next one takes over its memory."""
+    _warn_of_idle_devices(running, plan, settings)
+    first = _first_sample(running, plan, settings, init_image)
+    with quiet():  # these are programs too, which the compile cache may fail to read or store
+        sample = to_device(first)
+        samples: list[Any] = [sample, *(jax.numpy.zeros_like(sample) for _ in range(HISTORY - 1))]
+        outputs: list[Any] = [jax.numpy.zeros_like(sample) for _ in range(HISTORY)]
+    done, size = 0, running.size
+    for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
+        programs = running.step_programs(number)
+        with running.weights(running.family.denoiser.transformers[number]) as loaded:
+            prompt_weights, prepared = _prepare(programs, loaded, embeddings, guided, settings)
+            weights = {**loaded, **prompt_weights}
+            if done == 0:
+                running.report("denoising", "", 0, len(plan), size=size)
+            for step in steps:
+                samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                # So that a step that is reported is done, and Ctrl-C is heard between two.
+                samples[0].block_until_ready()
+                done += 1
+                if done == 1:  # broken weights show at once: 49 steps later would be minutes
+                    check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
+                preview = functools.partial(_without_noise, samples[1], outputs[0], step.sigma)
+                running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
+                yield samples, outputs
+            # The keys and values of two branches are not kept beside those of one.
+            del weights, prompt_weights, prepared
+
+
+def _first_sample(
+    running: RunningModel, plan: Plan, settings: GenerationSettings, init_image: InitImage | None
+) -> torch.Tensor:
+    shape = latent_shape(running.family, running.files.latent_channels, settings)
+    if init_image is None:
+        return initial_noise(shape, settings.seed)
+    check_latents(init_image.latents.expand(shape[0], -1, -1, -1, -1), shape, settings)
+    sigma = plan.steps[0].sigma
+    return sigma * image_noise(shape, settings.seed)[1] + (1 - sigma) * init_image.latents
+
+
+def _prepare(
+    programs: StepPrograms,
+    loaded: dict[str, jax.Array],
+    embeddings: PromptEmbeddings,
+    guided: bool,
+    settings: GenerationSettings,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Weights and inputs of a step, from the prompt and, where there is guidance, the negative one."""
+    shared = {**embeddings.shared, **programs.denoiser.settings_inputs(settings)}
+    names = [*embeddings.positive, *shared]
+    branches = [
+        {**branch, **shared}
+        for branch in (embeddings.positive, embeddings.negative if guided else None)
+        if branch is not None
+    ]
+    rows = {
+        name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in branches])
+        for name in names
+    }
+    return split_prepared(programs.prepare(names)(loaded, **rows))
 
 
 def _advance(
-    samples: list[torch.Tensor], outputs: list[torch.Tensor], coefficients: torch.Tensor
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    known = torch.stack((*samples, *outputs))
-    after = (coefficients.view(2 * HISTORY, *(1,) * samples[0].ndim) * known).sum(0)
-    return [after, *samples[:-1]], outputs
+    programs: StepPrograms,
+    step: PlannedStep,
+    loaded: dict[str, jax.Array],
+    weights: dict[str, jax.Array],
+    prepared: dict[str, jax.Array],
+    state: State,
+) -> State:
+    """One step. `weights` are the loaded ones and the prompt's."""
+    samples, outputs = state
+    given = {"samples": samples, "outputs": outputs, "coefficients": torch.from_numpy(step.coefficients)}
+    if step.scale is not None:
+        # Without the prompt, whose shape would make it another program where guidance ends.
+        scale = torch.tensor(step.scale, dtype=torch.float32)
+        after: Any = programs.reuse()(loaded, **given, scale=scale)
+    else:
+        after = programs.compute()(
+            weights,
+            **given,
+            timestep=torch.tensor([step.timestep], dtype=torch.float32),
+            guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
+            prepared=prepared,
+            guided=step.guided,
+        )
+    return after[0], after[1]
 
 
-def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """As diffusers draws it: on the host, whatever the device, so that a seed means the same noise everywhere."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+def _without_noise(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
+    """The first frame as the model predicts it: what a flow's velocity points to."""
+    return to_host(sample[:1, :, :1] - sigma * velocity[:1, :, :1])
 
 
-def picture_noise(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a run from a picture: of the sample of its latents, which diffusers draws first, and of the run's own."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn((1, *shape[1:]), generator=generator), torch.randn(shape, generator=generator)
+def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:
+    if plan.guided and plan.unguided and settings.num_videos % running.placement.sizes.dp:
+        logger.warning(
+            "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; choose a "
+            "mesh with dp=1",
+            settings.guidance_until,
+            running.placement.sizes.dp,
+        )

@@ -16,7 +16,8 @@ import torch
 from comfy_tpu.compiler.merging import WeightChange
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError, listed
-from comfy_tpu.families.lora_names import ALL, Rows
+from comfy_tpu.families.model_family import Rows
+from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
 
@@ -126,7 +127,7 @@ def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
     """Everything that headers can tell is checked here, before a weight is loaded."""
     if not loras:
         return NO_LORAS
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.lora_names)
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.denoiser.lora_names)
     return Loras(tuple(_open(lora, targets, files) for lora in loras))
 
 
@@ -138,7 +139,7 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
         )
     if lora.noise not in ("all", *NOISE):
         raise InvalidValueError(f"lora={lora.path} is for noise {lora.noise!r}; choose from all, {', '.join(NOISE)}")
-    if lora.noise != "all" and len(files.family.transformers) == 1:
+    if lora.noise != "all" and len(files.family.denoiser.transformers) == 1:
         raise InvalidValueError(
             f"lora={lora.path} is for {lora.noise} noise, but model {files.name} has one transformer for all; leave "
             f"{lora.noise} out"

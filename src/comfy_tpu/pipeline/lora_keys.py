@@ -26,8 +26,8 @@ from safetensors import safe_open
 
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
-from comfy_tpu.families.family import LoraNames
-from comfy_tpu.families.lora_names import ALL, Rows
+from comfy_tpu.families.model_family import LoraNames, Rows
+from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.json_input import parse_json
 
 Part = Literal["down", "up", "alpha", "difference", "bias"]

@@ -21,12 +21,12 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
-from comfy_tpu.families.family import SchedulerFactory, VideoFamily
-from comfy_tpu.families.registry import family_of
-from comfy_tpu.families.schedulers import SCHEDULER_FILE
+from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
+from comfy_tpu.families.registry import find_model_card, load_family
+from comfy_tpu.families.settings import check_settings
+from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
-from comfy_tpu.pipeline.settings import check_settings
 from comfy_tpu.quiet import quiet
 from comfy_tpu.terminal_text import excerpt
 
@@ -59,7 +59,7 @@ keep one of two equal folders, and a checkout or an archive need not support the
 class ModelFiles:
     name: str
     directory: Path
-    family: VideoFamily
+    family: ModelFamily
     index: Mapping[str, Any]
     """Its model_index.json."""
     shared_parts: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
@@ -78,10 +78,10 @@ class ModelFiles:
         described = _part_path(directory, shared, "transformer/config.json")
         transformer = _read_json(described) if described.is_file() else {}
         with config_errors(str(described)):
-            family = family_of(index, transformer)
+            family = load_family(find_model_card(index, transformer).name)
         files = cls(name or str(model), directory, family, index, shared_parts=shared)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
-        folders = [encoder.tokenizer for encoder in family.text_encoders if to_run]
+        folders = [encoder.tokenizer for encoder in family.text.encoders if to_run]
         if to_run and family.image is not None and family.image.encoder is not None:
             folders.append(family.image.processor)
         missing += [folder for folder in folders if not files.path(folder).is_dir()]
@@ -145,7 +145,7 @@ class ModelFiles:
         """The family's, with what the directory's own files say in their place; generation.json has the last word."""
         path = self.path("generation.json")
         with config_errors(f"the scheduler_config.json or guider_config.json of model={self.name}"):
-            own = {**self.family.own_settings(self._read_if_there), **self._read_if_there(path.name)}
+            own = {**self.family.scheduling.own_settings(self._read_if_there), **self._read_if_there(path.name)}
         if self.index.get("boundary_ratio") is not None:
             own.setdefault("boundary", self.index["boundary_ratio"])
         known = {field.name for field in dataclasses.fields(GenerationSettings)}
@@ -153,9 +153,9 @@ class ModelFiles:
             raise CheckpointError(
                 f"{path} names {unknown[0]}, which is no setting; settings are {', '.join(sorted(known))}"
             )
-        defaults = dataclasses.replace(self.family.defaults, **own)
+        defaults = dataclasses.replace(self.family.card.defaults, **own)
         try:
-            check_settings(defaults, self.family.limits)
+            check_settings(defaults, self.family.card.limits)
         except InvalidValueError as error:
             raise CheckpointError(
                 f"model={self.name} brings defaults that cannot be used, in its generation.json, model_index.json or "
@@ -167,8 +167,8 @@ class ModelFiles:
     def schedulers(self) -> Mapping[str, SchedulerFactory]:
         """By the name a user gives: the family's, and the directory's own before them."""
         with self.scheduler_errors():
-            own = self.family.own_schedulers(self._read_if_there)
-        return {**self.family.schedulers, **own}
+            own = self.family.scheduling.own_schedulers(self._read_if_there)
+        return {**self.family.scheduling.factories, **own}
 
     def scheduler(self, settings: GenerationSettings) -> Any:
         """The one that the settings name, with its timesteps set."""
@@ -187,14 +187,14 @@ class ModelFiles:
 
     def workload(self, settings: GenerationSettings) -> Workload:
         with config_errors(str(self._config_path(self.family.transformer))):
-            return self.family.workload(self.config(self.family.transformer), settings)
+            return self.family.denoiser.workload(self.config(self.family.transformer), settings)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """What the text encoders give of a prompt, by name, without the row's own dimension."""
         config = self.config(self.family.transformer)
         with config_errors(str(self._config_path(self.family.transformer))):
             try:
-                shapes = self.family.embedding_shapes(config, settings)
+                shapes = self.family.text.embedding_shapes(config, settings)
             except KeyError as error:
                 raise self._damaged(f"has {error.args[0]}=None") from error
         if odd := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
@@ -209,20 +209,20 @@ class ModelFiles:
 
     @property
     def latent_channels(self) -> int:
-        with config_errors(str(self._config_path(self.family.vae))):
-            channels = self.family.latent_channels(self.config(self.family.vae))
+        with config_errors(str(self._config_path(self.family.vae.component))):
+            channels = self.family.vae.latent_channels(self.config(self.family.vae.component))
         if not 1 <= channels <= _CHANNELS_MAX:
             raise CheckpointError(
-                f"{self._config_path(self.family.vae)} describes latents of {channels} channels, expected 1 to "
-                f"{_CHANNELS_MAX}; download the model again"
+                f"{self._config_path(self.family.vae.component)} describes latents of {channels} channels, expected 1 "
+                f"to {_CHANNELS_MAX}; download the model again"
             )
         return channels
 
     @property
     def latent_statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of the VAE's latents, by channel."""
-        with config_errors(str(self._config_path(self.family.vae))):
-            mean, deviation = self.family.latent_statistics(self.config(self.family.vae))
+        with config_errors(str(self._config_path(self.family.vae.component))):
+            mean, deviation = self.family.vae.latent_statistics(self.config(self.family.vae.component))
             if [len(mean), len(deviation)] != 2 * [self.latent_channels]:
                 lengths = f"{len(mean)} means and {len(deviation)} deviations"
                 raise ValueError(f"{lengths} for latents of {self.latent_channels} channels")
@@ -240,8 +240,8 @@ class ModelFiles:
         and the scheduler, where the family goes by the directory's own."""
         digest = hashlib.sha256()
         folders = [spec.name for spec in self.family.components]
-        folders += (encoder.tokenizer for encoder in self.family.text_encoders)
-        if self.family.own_schedulers(self._read_if_there):
+        folders += (encoder.tokenizer for encoder in self.family.text.encoders)
+        if self.family.scheduling.own_schedulers(self._read_if_there):
             folders.append("scheduler")
         for folder in folders:
             for path in sorted(self.path(folder).glob("*")):

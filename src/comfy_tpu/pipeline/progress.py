@@ -1,4 +1,4 @@
-"""What a pipeline says while it works; a progress bar or a node listens."""
+"""What a pipeline reports while it works, for progress bars and nodes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,29 @@ Stage = Literal["loading", "compiling", "encoding", "denoising", "decoding"]
 class Progress:
     stage: Stage
     what: str
-    """"transformer", "832×480×81" and the like."""
+    """The component that is loaded, the program that is compiled, "prompt" or "image" while encoding; else empty."""
     done: int
     total: int
     """Bytes while loading, steps while denoising, latent frames while decoding, 1 otherwise."""
+    size: str = ""
+    """Width, height and frames, "832×480×81", or the length of a text, where the stage depends on it."""
     from_cache: bool = False
     """With a finished "compiling": the persistent cache had the program."""
     preview: Callable[[], torch.Tensor] | None = None
-    """After a step: fetches the first frame's latents as the model sees them finished, [1, channels, 1, height, width]
-    in the transformer's scale. Only while the listener runs: the next step takes over their memory."""
+    """After a step: fetches the first frame's latents as the model predicts them without noise, [1, channels, 1,
+    height, width] in the transformer's scale. Only inside the callback: the next step takes over their memory."""
     reused: bool = False
-    """After a step: the transformer did not run, what it said before was used again."""
+    """After a step: the transformer did not run, its last velocity was used again."""
+
+    @property
+    def label(self) -> str:
+        """The subject in words: "transformer.denoise_step at 832×480×81"."""
+        return " at ".join(filter(None, (self.what, self.size)))
 
 
-Listener = Callable[[Progress], None]
-"""Called from the thread that runs the pipeline. What it raises ends the run: that is how a run is cancelled."""
+ProgressCallback = Callable[[Progress], None]
+"""Called from the thread that runs the pipeline. An exception from it ends the run: that is how a run is cancelled."""
 
 
-def ignore(progress: Progress) -> None:
-    """For those who do not want to know."""
+def ignore_progress(progress: Progress) -> None:
+    """The callback that does nothing."""

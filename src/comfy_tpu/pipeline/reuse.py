@@ -74,7 +74,7 @@ def find_curve(files: ModelFiles) -> Curve:
     if own.exists():
         return _read(own, files, files.fingerprint)
     config = files.config(files.family.transformer)
-    for name, facts in files.family.curves.items():
+    for name, facts in files.family.card.reuse_curves.items():
         if all(config.get(key) == value for key, value in facts.items()):
             return _read(PUBLISHED_DIRECTORY / name, files, None)
     raise InvalidValueError(

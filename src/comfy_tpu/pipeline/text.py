@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from comfy_tpu.errors import CheckpointError, config_errors
-from comfy_tpu.families.family import TextEncoder
+from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.pipeline.model_files import ModelFiles
 
 Embeddings = Mapping[str, torch.Tensor]
-"""By the names of `VideoFamily.embedding_shapes`, one row each."""
+"""By the names of `TextEncoding.embedding_shapes`, one row each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _check_ids(ids: torch.Tensor, files: ModelFiles, encoder: TextEncoder) -> No
 def _tokenize(
     tokenizer: Any, files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int
 ) -> Tokens:
-    cleaned = [files.family.clean_prompt(prompt) for prompt in prompts]
+    cleaned = [files.family.text.clean_prompt(prompt) for prompt in prompts]
     length = encoder.length or max_length
     if encoder.tokenize is not None:
         inputs = encoder.tokenize(tokenizer, cleaned, length)

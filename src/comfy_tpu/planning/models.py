@@ -8,18 +8,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError, config_errors
-from comfy_tpu.families.family import VideoFamily
-from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.registry import load_family, model_cards
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
+from comfy_tpu.pipeline.step import abstract_embeddings
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
     name: str
-    family: VideoFamily
+    family: ModelFamily
     config: Mapping[str, Any]
     """Of its transformer."""
     defaults: GenerationSettings
@@ -29,15 +32,19 @@ class PlannedModel:
     @property
     def latent_channels(self) -> int:
         with config_errors(f"the config.json of the VAE of model={self.name}"):
-            return self.family.latent_channels(self.vae)
+            return self.family.vae.latent_channels(self.vae)
 
     def workload(self, settings: GenerationSettings) -> Workload:
         with self._transformer_errors():
-            return self.family.workload(self.config, settings)
+            return self.family.denoiser.workload(self.config, settings)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         with self._transformer_errors():
-            return self.family.embedding_shapes(self.config, settings)
+            return self.family.text.embedding_shapes(self.config, settings)
+
+    def abstract_embeddings(self, settings: GenerationSettings) -> dict[str, jax.ShapeDtypeStruct]:
+        with self._transformer_errors():
+            return abstract_embeddings(self.family, self.config, settings)
 
     def _transformer_errors(self) -> AbstractContextManager[None]:
         return config_errors(f"the config.json of the transformer of model={self.name}")
@@ -52,12 +59,12 @@ def find_model(model: str) -> PlannedModel:
         files = ModelFiles.open(model, to_run=False)
         family = files.family
         return PlannedModel(
-            files.name, family, files.config(family.transformer), files.defaults, files.config(family.vae)
+            files.name, family, files.config(family.transformer), files.defaults, files.config(family.vae.component)
         )
-    known = {name: family for family in FAMILIES for name in family.published}
-    for name, family in known.items():
+    known = {name: card for card in model_cards() for name in card.published}
+    for name, card in known.items():
         if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):
-            return PlannedModel(name, family, family.published[name], family.defaults)
+            return PlannedModel(name, load_family(card.name), card.published[name], card.defaults)
     raise InvalidValueError(
         f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "
         "diffusers' layout, in which the JSON files are enough (hf download OWNER/NAME --include '*.json' --local-dir "

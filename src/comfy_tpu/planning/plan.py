@@ -9,12 +9,12 @@ from typing import Any
 
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import InvalidValueError, MeshError
+from comfy_tpu.families.settings import make_settings
 from comfy_tpu.parallel.chips import Slice
 from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, sensible_layouts
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.traffic import seconds
 from comfy_tpu.parallel.workload import Workload
-from comfy_tpu.pipeline.settings import make_settings
 from comfy_tpu.planning.compilation import CompilationError, Counted, count, has_tpu_compiler
 from comfy_tpu.planning.models import PlannedModel
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, lower_step
@@ -95,13 +95,13 @@ def parse_size(text: str, model: PlannedModel, **chosen: Any) -> GenerationSetti
             "height": int(match[2]),
             "num_frames": None if match[3] is None else int(match[3]),
         }
-    elif text.upper() in model.family.presets:
-        values = model.family.presets[text.upper()]
+    elif text.upper() in model.family.card.presets:
+        values = model.family.card.presets[text.upper()]
     else:
-        names = ", ".join(sorted(model.family.presets))
+        names = ", ".join(sorted(model.family.card.presets))
         raise InvalidValueError(f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}")
     try:
-        return make_settings(model.defaults, {**values, **chosen}, model.family.limits)
+        return make_settings(model.defaults, {**values, **chosen}, model.family.card.limits)
     except InvalidValueError as error:
         if not str(error).startswith(("height=", "width=", "num_frames=")):
             raise

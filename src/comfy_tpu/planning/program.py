@@ -10,19 +10,17 @@ from typing import Any
 
 import jax
 import jax.export
-import numpy as np
 import torch
 
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.parallel.chips import Slice, parse_slice
-from comfy_tpu.parallel.constraints import evenly
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
 from comfy_tpu.parallel.workload import Workload
-from comfy_tpu.pipeline.denoise import make_step
 from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.pipeline.step import export_step
 from comfy_tpu.planning.hlo import stablehlo_shapes
 from comfy_tpu.planning.models import PlannedModel
 
@@ -91,59 +89,14 @@ def _lower_step(
     family = model.family
     placement = abstract_placement(sizes, platform="tpu", chip=slice_.chip.name)
     component = Component(family.transformer, model.config, placement, dtype=torch.bfloat16)
-    # The prompt's keys and values are outputs of another program: its abstract evaluation has their names and shapes.
-    rows = {
-        name: jax.ShapeDtypeStruct((work.batch, *shape), np.dtype("bfloat16"))
-        for name, shape in model.embedding_shapes(settings).items()
-    } | {
-        name: jax.ShapeDtypeStruct((work.batch, *row.shape[1:]), np.dtype("float32"))
-        for name, row in family.conditions(settings).items()
-    }
-    weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
-    prepare = component.program(
-        family.prepare, input_axes=dict.fromkeys(rows, ("dp",)), output_axes=family.prepared_axes
-    ).export("tpu", weights, **rows)
-    outputs = {
-        name: jax.ShapeDtypeStruct(
-            x.shape,
-            x.dtype,
-            sharding=placement.sharding(*evenly(family.prepared_axes.get(name, ("dp",)), x.shape, placement)),
-        )
-        for name, x in jax.tree.unflatten(prepare.out_tree, prepare.out_avals).items()
-    }
-    weights |= {name: x for name, x in outputs.items() if "." in name}
-
-    scale = family.spatial_scale
-    frames = (settings.num_frames - 1) // family.temporal_scale + 1
-    shape = (
-        settings.num_videos,
-        model.latent_channels,
-        frames,
-        settings.height // scale,
-        settings.width // scale,
-    )
-    float32 = np.dtype("float32")
-    latent = jax.ShapeDtypeStruct(shape, float32)
-    step = component.program(
-        make_step(family.predict),
-        static=("guided",),
-        donate=("samples", "outputs"),
-        input_axes={"prepared": ("dp",)},
-        output_axes=(),
-    )
-    exported = step.export(
-        "tpu",
-        weights,
-        samples=[latent] * HISTORY,
-        outputs=[latent] * HISTORY,
-        coefficients=jax.ShapeDtypeStruct((2 * HISTORY,), float32),
-        timestep=jax.ShapeDtypeStruct((1,), float32),
-        guidance_scale=jax.ShapeDtypeStruct((), float32),
-        prepared={name: x for name, x in outputs.items() if "." not in name},
-        guided=family.guidance == "branches" and settings.guidance_scale > 1,
-    )
-    resident = work.models * sum(slot.bytes_per_device for slot in component.slots) + 2 * HISTORY * math.prod(shape) * 4
-    resident += sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in outputs.values())
+    embeddings = model.abstract_embeddings(settings)
+    exported = export_step(component, family, settings, embeddings, model.latent_channels)
+    resident = work.models * sum(slot.bytes_per_device for slot in component.slots)
+    resident += 2 * HISTORY * math.prod(exported.latents) * 4
+    for array in exported.prepared.values():
+        assert array.sharding is not None
+        resident += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    text = exported.compute.mlir_module()
     facts = ProgramFacts(
         model=model.name,
         size=f"{settings.width}x{settings.height}x{settings.num_frames}",
@@ -152,11 +105,11 @@ def _lower_step(
         work=work,
         weight_shapes=_weight_shapes(component),
         resident_bytes=resident,
-        argument_bytes=_argument_bytes(exported, placement.mesh),
-        kernels=exported.mlir_module().count("tpu_custom_call"),
-        square_arrays=square_arrays(stablehlo_shapes(exported.mlir_module()), work, sizes),
+        argument_bytes=_argument_bytes(exported.compute, placement.mesh),
+        kernels=text.count("tpu_custom_call"),
+        square_arrays=square_arrays(stablehlo_shapes(text), work, sizes),
     )
-    return StepProgram(facts, bytes(serialize(exported)))
+    return StepProgram(facts, bytes(serialize(exported.compute)))
 
 
 def square_arrays(shapes: set[tuple[int, ...]], work: Workload, sizes: MeshSizes) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import torch
 from comfy_tpu.bridge import weight_shapes
 from comfy_tpu.compiler.stacking import LayerStack, block_difference
 from comfy_tpu.config import ShardingConfig
-from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.families.registry import load_families
 from comfy_tpu.parallel.rules import Rule, column, row
 from comfy_tpu.porting.traps import Finding, finding
 
@@ -80,7 +80,7 @@ def _place_of(owner: torch.nn.Module, attribute: str) -> tuple[str, int, str]:
 
 def rules_for(name: str) -> list[Sequence[Rule]]:
     """Of every family that has a component of this class."""
-    components = {id(each): each for family in FAMILIES for each in family.components if name in each.classes}
+    components = {id(each): each for family in load_families() for each in family.components if name in each.classes}
     return [component.rules for component in components.values()]
 
 

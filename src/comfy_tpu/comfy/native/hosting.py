@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.model_management
@@ -18,6 +18,7 @@ from comfy_tpu.comfy.unloading import stand_in_line
 from comfy_tpu.pipeline.progress import Progress
 
 if TYPE_CHECKING:
+    from comfy_tpu.compiler.component import ComponentSpec
     from comfy_tpu.compiler.hosted import HostedModule
     from comfy_tpu.compiler.program import ProgramEvent
 
@@ -43,7 +44,6 @@ class Host:
         from comfy_tpu.compiler.hosted import HostedModule
         from comfy_tpu.compiler.residency import shared_residency
         from comfy_tpu.config import AttentionConfig
-        from comfy_tpu.families.registry import FAMILIES
         from comfy_tpu.parallel.mesh import make_placement
 
         placement = make_placement(choices.mesh)
@@ -62,7 +62,7 @@ class Host:
             dtype=self.dtype,
             attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
             residency=shared_residency(),
-            tables=[spec.rules for family in FAMILIES for spec in family.components if spec.name.startswith(part)],
+            tables=[spec.rules for spec in _components() if spec.name.startswith(part)],
             prepare=lambda skeleton: _prepare(skeleton, prepare),
             varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
             on_event=self._on_event,
@@ -98,7 +98,7 @@ class Host:
         """Before a call of a sampler's step. Several calls may belong to one; the first announces it."""
         if total and index != self._step:
             self._report = _report()
-            self._tell(Progress("denoising", self.size, index, total))
+            self._tell(Progress("denoising", "", index, total, size=self.size))
         self._step = index
 
     def end_steps(self) -> None:
@@ -107,8 +107,8 @@ class Host:
 
     def _on_event(self, event: ProgramEvent) -> None:
         if event.stage in ("compiling", "ready"):
-            what = f"{event.program} at {self.size}" if self.size else event.program
-            self._tell(Progress("compiling", what, int(event.stage == "ready"), 1, event.from_cache))
+            done = int(event.stage == "ready")
+            self._tell(Progress("compiling", event.program, done, 1, size=self.size, from_cache=event.from_cache))
 
     def _tell(self, progress: Progress) -> None:
         if self._report is not None:
@@ -158,3 +158,10 @@ def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None])
         if hasattr(part, "_full_precision_mm"):
             part._full_precision_mm = True  # with 8-bit weights: what they multiply stays as it is
     more(skeleton)
+
+
+def _components() -> Iterator[ComponentSpec]:
+    from comfy_tpu.families.registry import load_families
+
+    for family in load_families():
+        yield from family.components

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.families.patches import as_latents, as_tokens
-from comfy_tpu.families.ported import by_pipeline
+from comfy_tpu.families.shared.patches import as_latents, as_tokens
+from comfy_tpu.families.shared.ported import by_pipeline
 
 TOLERANCE = 1e-5
 

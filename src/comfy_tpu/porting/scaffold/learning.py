@@ -12,8 +12,8 @@ import ftfy
 import torch
 
 from comfy_tpu.errors import GUIDE, UnsupportedError
-from comfy_tpu.families.ported import as_frames, in_vae_scale
-from comfy_tpu.pipeline.denoise import initial_noise
+from comfy_tpu.families.shared.ported import as_frames, in_vae_scale
+from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
 from comfy_tpu.porting.scaffold.pipelines import PROMPT_ALONE, Source, pictures_of
@@ -390,7 +390,7 @@ class Learner:
 
     def _scheduler(self, runs: list[Run]) -> str:
         from comfy_tpu.config import GenerationSettings
-        from comfy_tpu.families import schedulers
+        from comfy_tpu.families.shared import schedulers
 
         own = self.pipeline.scheduler
         if type(own).__name__ != "FlowMatchEulerDiscreteScheduler":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import GUIDE, InvalidValueError, UnsupportedError
-from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.families.registry import model_cards
 from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.small_models import SMALL_MODELS
 from comfy_tpu.quiet import quiet
@@ -118,7 +118,7 @@ def pictures_of(source: Source) -> list[str]:
 
 def check_supported(source: Source) -> None:
     """What a family is made of must be there, and no family for it yet."""
-    for family in FAMILIES:
+    for family in model_cards():
         if source.name in family.pipeline_classes:
             raise InvalidValueError(f"{source.name} is supported already, as {family.name}; there is nothing to port")
     required = [

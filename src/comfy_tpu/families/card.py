@@ -1,0 +1,233 @@
+"""The facts of a model family, as data: names, hub ids, limits, defaults, and the words that help texts need.
+
+A family is a directory with a `card.py`, whose `CARD` is a FamilyCard, and a `model.py` with the code. Cards import
+neither torch nor jax: ComfyUI starts with them, and so does the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
+
+Config = Mapping[str, Any]
+"""The content of a config.json."""
+
+Guidance = Literal["classifier_free", "embedded", "none"]
+"""classifier_free: a second forward with the negative prompt. embedded: the model reads guidance_scale as a number.
+none: guidance_scale has no effect, because the model was distilled without it."""
+
+ImageRole = Literal["first_frame", "reference", "initial"]
+"""first_frame: the video begins with the image. reference: the model looks at the images beside the prompt. initial:
+denoising starts from the image with noise added to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The settings that a model accepts."""
+
+    size_multiple: int
+    size_min: int
+    size_max: int
+    frames_multiple: int
+    """The number of frames is this many times n, plus one."""
+    frames_max: int
+    schedulers: tuple[str, ...]
+    steps_max: int = 1000
+    guidance_max: float = 100.0
+    shift_max: float = 100.0
+    videos_max: int = 64
+    fps_max: int = 240
+    tokens_max: int = 512
+    reuse_max: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """The images that a model takes beside the prompt."""
+
+    role: ImageRole
+    required: bool = False
+    """The model makes nothing without an image."""
+    last_image: Literal["no", "optional", "required"] = "no"
+    """Whether an image for the last frame may or must be given beside the first."""
+    resize: Literal["stretch", "crop"] = "stretch"
+    """How an image of another aspect ratio becomes a frame. stretch: resized to the frame; the image encoder sees the
+    image as it was given. crop: its center, and nothing sees the rest."""
+    max_images: int = 1
+
+    @property
+    def max_frames(self) -> int:
+        """Images that may be given as frames."""
+        return 1 if self.last_image == "no" else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """One kind of model of a family: models that one set of functions runs."""
+
+    name: str
+    pipeline_classes: tuple[str, ...]
+    """The `_class_name` values of model_index.json."""
+    limits: Limits
+    defaults: GenerationSettings
+    presets: Mapping[str, Mapping[str, Any]]
+    """Settings by the name of a size: "720P"."""
+    spatial_scale: int
+    """Pixels per latent, on a side."""
+    temporal_scale: int
+    """Frames per latent, except the first."""
+    published: Mapping[str, Config]
+    """Transformer configurations by hub id: full-size models are planned without a download."""
+    matches: Callable[[Config, Config], bool] = lambda index, config: True
+    """(model_index.json, the transformer's config.json) -> whether a model of `pipeline_classes` is of this kind."""
+    guidance: Guidance = "classifier_free"
+    transformer_count: int = 1
+    """2: the second one computes the timesteps below `settings.boundary`."""
+    image: ImageInput | None = None
+    reads_fps: bool = False
+    """The transformer is told the frame rate."""
+    reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
+    """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
+    with. A model directory's own reuse.json takes precedence."""
+
+    @property
+    def makes_images(self) -> bool:
+        return self.limits.frames_max == 1
+
+    def accepts(self, index: Config, config: Config) -> bool:
+        """Whether a model directory holds a model of this kind."""
+        return index.get("_class_name") in self.pipeline_classes and self.matches(index, config)
+
+    def latent_frames(self, settings: GenerationSettings) -> int:
+        return (settings.num_frames - 1) // self.temporal_scale + 1
+
+    def latent_size(self, settings: GenerationSettings) -> tuple[int, int, int]:
+        """Frames, height and width of the latents."""
+        height, width = settings.height // self.spatial_scale, settings.width // self.spatial_scale
+        return self.latent_frames(settings), height, width
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The parts of help texts that differ between families; each completes a sentence of `comfy/inputs.py`."""
+
+    text_encoder: str
+    """ "Wan's UMT5 encoder"."""
+    schedulers: str
+    """What the first scheduler is, and what the others are."""
+    sizes: str
+    """The usual sizes, as a sentence."""
+    native_text_encoder: str = ""
+    """Another source of embeddings, with its conjunction; empty: none."""
+    languages: str = "in English"
+    negative_prompt: str = "Has an effect where guidance_scale is over 1."
+    guidance: str = (
+        "How closely to follow the prompt. At 1 or less the negative prompt is not used: a step computes one branch "
+        "instead of two, half the work on one chip. On a mesh with dp=2 that saves no time."
+    )
+    frames: str = ""
+    """How long the default number of frames is, as a sentence."""
+    flow_shift: str = ""
+    trained_fps: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeSet:
+    """The ComfyUI nodes of models that have the same inputs."""
+
+    key: str
+    """The prefix of the node ids."""
+    name: str
+    category: str
+    models: tuple[ModelCard, ...]
+    """The first one has the nodes' defaults."""
+    latent_format: str
+    """The class in comfy.latent_formats, for previews."""
+    words: Words
+    conditioning_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Embeddings besides "text" -> their keys in a CONDITIONING."""
+    pads_text: bool = True
+    """Shorter texts are padded with zeros, as in training."""
+    size_max: int = 1280
+    frames_max: int = 121
+    shift_max: float = 10.0
+    """The largest values of the widgets; the command line goes up to the model's limits."""
+    has_demo_models: bool = False
+    """The models that come with the package are of this kind."""
+
+    @property
+    def defaults(self) -> GenerationSettings:
+        return self.models[0].defaults
+
+    @property
+    def limits(self) -> Limits:
+        return self.models[0].limits
+
+    @property
+    def makes_images(self) -> bool:
+        return self.models[0].makes_images
+
+    @property
+    def hub_models(self) -> tuple[str, ...]:
+        """The first is the default of every node."""
+        return tuple(hub_id for model in self.models for hub_id in model.published)
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        """Models that can be chosen without a local directory."""
+        return (*self.hub_models, DEMO_MODEL, DEMO_IMAGE_MODEL) if self.has_demo_models else self.hub_models
+
+    @property
+    def has_negative_prompt(self) -> bool:
+        return any(model.guidance == "classifier_free" for model in self.models)
+
+    @property
+    def has_second_guidance(self) -> bool:
+        return any(model.transformer_count == 2 for model in self.models)
+
+    @property
+    def reads_fps(self) -> bool:
+        return any(model.reads_fps for model in self.models)
+
+    @property
+    def image_inputs(self) -> tuple[ImageInput, ...]:
+        return tuple(model.image for model in self.models if model.image is not None)
+
+    @property
+    def image_role(self) -> ImageRole | None:
+        return self.image_inputs[0].role if self.image_inputs else None
+
+    @property
+    def has_last_image(self) -> bool:
+        return any(image.last_image != "no" for image in self.image_inputs)
+
+    @property
+    def crops_images(self) -> bool:
+        return any(image.resize == "crop" for image in self.image_inputs)
+
+    def accepts(self, index: Config) -> bool:
+        """Whether a model directory is one for these nodes, as far as its model_index.json says."""
+        return any(model.accepts(index, {}) for model in self.models)
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyCard:
+    """All facts of a family directory."""
+
+    package: str
+    """The importable package of the family: `__package__` of its card."""
+    title: str
+    """The family's name in tables."""
+    node_sets: tuple[NodeSet, ...]
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.package.rpartition(".")[2]
+
+    @property
+    def models(self) -> tuple[ModelCard, ...]:
+        return tuple(model for nodes in self.node_sets for model in nodes.models)

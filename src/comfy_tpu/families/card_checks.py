@@ -1,0 +1,81 @@
+"""Checks of cards: facts that are missing, contradict each other, or belong to another family already."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.families.card import FamilyCard, ModelCard, NodeSet
+from comfy_tpu.families.settings import check_settings
+
+
+class CardError(ComfyTpuError):
+    """A card lacks a fact, or two facts contradict each other."""
+
+
+def check_card(card: FamilyCard, others: Iterable[FamilyCard] = ()) -> None:
+    """Raises CardError for the first problem. `others`: the families that were registered before."""
+    for problem in _problems(card):
+        raise CardError(f"the card of {card.package} {problem}; correct its card.py")
+    for other in others:
+        for kind, own, theirs in (
+            ("package", {card.package}, {other.package}),
+            ("model", {model.name for model in card.models}, {model.name for model in other.models}),
+            ("hub id", _hub_ids(card), _hub_ids(other)),
+            ("node key", {nodes.key for nodes in card.node_sets}, {nodes.key for nodes in other.node_sets}),
+        ):
+            if both := sorted(own & theirs):
+                raise CardError(f"{card.package} claims the {kind} {both[0]}, which {other.package} has already")
+
+
+def _problems(card: FamilyCard) -> Iterator[str]:
+    if not card.package or not card.title or not card.node_sets:
+        yield "lacks its package, title or node_sets"
+    for nodes in card.node_sets:
+        yield from (f"{problem} in node set {nodes.key}" for problem in _node_problems(nodes))
+    for model in card.models:
+        yield from (f"says of {model.name} that {problem}" for problem in _model_problems(model))
+
+
+def _node_problems(nodes: NodeSet) -> Iterator[str]:
+    if not nodes.models:
+        yield "has no models"
+        return
+    if not nodes.hub_models:
+        yield "names no published model"
+    if len({image.role for image in nodes.image_inputs}) > 1:
+        yield "gives images several roles"
+    if len({model.makes_images for model in nodes.models}) > 1:
+        yield "mixes image and video models"
+    if not nodes.makes_images and not (nodes.words.frames and nodes.words.flow_shift and nodes.words.trained_fps):
+        yield "has no words for frames, flow_shift or trained_fps"
+
+
+def _model_problems(model: ModelCard) -> Iterator[str]:
+    limits, image = model.limits, model.image
+    if not model.pipeline_classes:
+        yield "it has no pipeline_classes"
+    if limits.size_multiple % model.spatial_scale:
+        yield f"sizes are multiples of {limits.size_multiple}, and a latent has {model.spatial_scale} pixels"
+    if not model.makes_images and limits.frames_multiple != model.temporal_scale:
+        yield f"frames are {limits.frames_multiple}n+1, and a latent has {model.temporal_scale}"
+    if model.transformer_count not in (1, 2):
+        yield f"it has {model.transformer_count} transformers, expected 1 or 2"
+    if image is not None and image.role != "reference" and image.max_images > 1:
+        yield f"it takes {image.max_images} images, which only a model with reference images does"
+    if image is not None and image.role != "first_frame" and image.last_image != "no":
+        yield "it takes a last image and no first frame"
+    for name, preset in {"default": {}, **model.presets}.items():
+        if unknown := sorted(set(preset) - {field.name for field in dataclasses.fields(GenerationSettings)}):
+            yield f"its size {name} has {unknown[0]}, which is no setting"
+            continue
+        try:
+            check_settings(dataclasses.replace(model.defaults, **preset), limits)
+        except InvalidValueError as error:
+            yield f"its size {name} cannot be used: {error}"
+
+
+def _hub_ids(card: FamilyCard) -> set[str]:
+    return {hub_id.lower() for model in card.models for hub_id in model.published}

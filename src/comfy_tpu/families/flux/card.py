@@ -1,0 +1,83 @@
+"""Flux.1 dev and schnell: facts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+
+TRANSFORMER: Config = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "axes_dims_rope": (16, 56, 56),
+}
+"""Also what diffusers has for values that a configuration leaves out."""
+
+FLUX_DEV = ModelCard(
+    name="Flux.1 dev",
+    pipeline_classes=("FluxPipeline",),
+    matches=lambda index, config: bool(config.get("guidance_embeds")),
+    limits=Limits(
+        size_multiple=16,
+        size_min=16,
+        size_max=2048,
+        frames_multiple=1,
+        frames_max=1,
+        schedulers=("euler", "unipc", "dpm++"),
+    ),
+    defaults=GenerationSettings(
+        height=1024,
+        width=1024,
+        num_frames=1,
+        num_inference_steps=28,
+        guidance_scale=3.5,
+        flow_shift=1.0,
+        scheduler="euler",
+    ),
+    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
+    spatial_scale=8,
+    temporal_scale=1,
+    published={"black-forest-labs/FLUX.1-dev": {**TRANSFORMER, "guidance_embeds": True}},
+    guidance="embedded",
+    image=ImageInput("initial"),
+)
+
+FLUX_SCHNELL = dataclasses.replace(
+    FLUX_DEV,
+    name="Flux.1 schnell",
+    matches=lambda index, config: not config.get("guidance_embeds"),
+    defaults=dataclasses.replace(FLUX_DEV.defaults, num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256),
+    published={"black-forest-labs/FLUX.1-schnell": {**TRANSFORMER, "guidance_embeds": False}},
+    guidance="none",
+)
+
+CARD = FamilyCard(
+    package="comfy_tpu.families.flux",
+    title="Flux.1",
+    node_sets=(
+        NodeSet(
+            key="Flux",
+            name="Flux",
+            category="TPU/Flux",
+            models=(FLUX_DEV, FLUX_SCHNELL),
+            latent_format="Flux",
+            conditioning_keys={"pooled": "pooled_output"},
+            pads_text=False,
+            size_max=2048,
+            words=Words(
+                text_encoder="Flux's CLIP and T5 encoders",
+                native_text_encoder=" or from ComfyUI's CLIP Text Encode with Flux's encoders",
+                schedulers="euler is Flux's own; unipc and dpm++ are multistep ones",
+                guidance="How closely to follow the prompt: a number that dev reads. It has no effect on schnell.",
+                sizes="About a million pixels in all: 1024×1024, 1152×896, 1344×768.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,30 @@
+"""The names of Flux's own code for the modules of diffusers, for LoRA files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from comfy_tpu.families.model_family import Rows
+from comfy_tpu.families.shared.double_stream_names import COMMON_NAMES, SINGLE_NORMS, fused_rows
+from comfy_tpu.families.shared.lora_names import renamed
+
+_ORIGINAL_NAMES = (
+    (r"^single_transformer_blocks\.(\d+)\.(?:attn\.to_[qkv]|proj_mlp)$", r"single_blocks.\1.linear1"),
+    (r"^single_transformer_blocks\.(\d+)\.proj_out$", r"single_blocks.\1.linear2"),
+    (r"^single_transformer_blocks\.(\d+)\.norm\.linear$", r"single_blocks.\1.modulation.lin"),
+    *SINGLE_NORMS,
+    (r"\bnorm1\.linear$", "img_mod.lin"),
+    (r"\bnorm1_context\.linear$", "txt_mod.lin"),
+    (r"\bff\.net\.0\.proj$", "img_mlp.0"),
+    (r"\bff\.net\.2$", "img_mlp.2"),
+    (r"\bff_context\.net\.0\.proj$", "txt_mlp.0"),
+    (r"\bff_context\.net\.2$", "txt_mlp.2"),
+    *COMMON_NAMES,
+)
+
+
+def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
+    rows = fused_rows(module, shape)
+    if module.endswith(".proj_mlp"):  # behind query, key and value
+        rows = (slice(3 * shape[1], 3 * shape[1] + shape[0]),)
+    return {renamed(module, _ORIGINAL_NAMES): rows}

@@ -1,0 +1,35 @@
+"""The models of Flux.1: dev, and schnell, which was distilled without guidance."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.families.flux import card, schedulers, text, transformer, vae
+from comfy_tpu.families.flux.lora import lora_names
+from comfy_tpu.families.flux.workload import workload
+from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding, Vae
+
+FLUX_DEV = ModelFamily(
+    card.FLUX_DEV,
+    TextEncoding(text.ENCODERS, text.embedding_shapes),
+    Denoiser(
+        transformers=(transformer.TRANSFORMER,),
+        prepare=transformer.prepare,
+        predict=transformer.predict,
+        workload=workload,
+        lora_names=lora_names,
+    ),
+    Vae(
+        component=vae.VAE,
+        decode_frame=vae.decode_frame,
+        latent_channels=vae.latent_channels,
+        latent_statistics=vae.latent_statistics,
+        encode_image=vae.encode_image,
+    ),
+    Scheduling(schedulers.DEV_SCHEDULERS),
+)
+FLUX_SCHNELL = dataclasses.replace(
+    FLUX_DEV, card=card.FLUX_SCHNELL, scheduling=Scheduling(schedulers.SCHNELL_SCHEDULERS)
+)
+
+MODELS = {family.name: family for family in (FLUX_DEV, FLUX_SCHNELL)}

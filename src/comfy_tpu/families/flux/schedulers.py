@@ -1,0 +1,39 @@
+"""Flux.1's schedules: the flow shift of dev grows with the number of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.model_family import SchedulerFactory
+from comfy_tpu.families.shared.schedulers import dpm, shift_by_tokens, unipc
+
+
+def image_tokens(settings: GenerationSettings) -> int:
+    return (settings.height // 16) * (settings.width // 16)
+
+
+def dynamic_shift(settings: GenerationSettings) -> float:
+    """The flow shift that Flux.1 dev was trained for at a size: more for more tokens. flow_shift is a factor on it."""
+    return settings.flow_shift * shift_by_tokens({"use_dynamic_shifting": True}, image_tokens(settings))
+
+
+def euler(settings: GenerationSettings) -> Any:
+    """From sigma 1 to 1/steps, as diffusers' Flux pipeline asks for, and not to the last one of training."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    steps = settings.num_inference_steps
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+    return scheduler
+
+
+def _shifted(factory: SchedulerFactory) -> SchedulerFactory:
+    return lambda settings: factory(dataclasses.replace(settings, flow_shift=dynamic_shift(settings)))
+
+
+SCHNELL_SCHEDULERS: dict[str, SchedulerFactory] = {"euler": euler, "unipc": unipc, "dpm++": dpm}
+DEV_SCHEDULERS = {name: _shifted(factory) for name, factory in SCHNELL_SCHEDULERS.items()}

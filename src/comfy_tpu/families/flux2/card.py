@@ -1,0 +1,116 @@
+"""Flux.2 dev and klein: facts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+
+TRANSFORMER_DEV: Config = {
+    "patch_size": 1,
+    "in_channels": 128,
+    "num_layers": 8,
+    "num_single_layers": 48,
+    "attention_head_dim": 128,
+    "num_attention_heads": 48,
+    "joint_attention_dim": 15360,
+    "timestep_guidance_channels": 256,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": (32, 32, 32, 32),
+    "rope_theta": 2000,
+    "guidance_embeds": True,
+}
+"""Also what diffusers has for values that a configuration leaves out."""
+_TRANSFORMER_9B: Config = {
+    **TRANSFORMER_DEV,
+    "num_single_layers": 24,
+    "num_attention_heads": 32,
+    "joint_attention_dim": 12288,
+    "guidance_embeds": False,
+}
+_TRANSFORMER_4B: Config = {
+    **_TRANSFORMER_9B,
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+}
+
+FLUX2_DEV = ModelCard(
+    name="Flux.2 dev",
+    pipeline_classes=("Flux2Pipeline",),
+    limits=Limits(
+        size_multiple=16,
+        size_min=16,
+        size_max=2048,
+        frames_multiple=1,
+        frames_max=1,
+        schedulers=("euler", "unipc", "dpm++"),
+    ),
+    defaults=GenerationSettings(
+        height=1024,
+        width=1024,
+        num_frames=1,
+        num_inference_steps=50,
+        guidance_scale=4.0,
+        flow_shift=1.0,
+        scheduler="euler",
+    ),
+    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
+    spatial_scale=16,
+    temporal_scale=1,
+    published={"black-forest-labs/FLUX.2-dev": TRANSFORMER_DEV},
+    guidance="embedded",
+    image=ImageInput("reference", max_images=4),
+)
+
+FLUX2_KLEIN = dataclasses.replace(
+    FLUX2_DEV,
+    name="Flux.2 klein",
+    pipeline_classes=("Flux2KleinPipeline",),
+    matches=lambda index, config: bool(index.get("is_distilled")),
+    defaults=dataclasses.replace(FLUX2_DEV.defaults, num_inference_steps=4, guidance_scale=1.0),
+    published={
+        "black-forest-labs/FLUX.2-klein-4B": _TRANSFORMER_4B,
+        "black-forest-labs/FLUX.2-klein-9B": _TRANSFORMER_9B,
+    },
+    guidance="none",
+)
+
+FLUX2_KLEIN_BASE = dataclasses.replace(
+    FLUX2_KLEIN,
+    name="Flux.2 klein base",
+    matches=lambda index, config: not index.get("is_distilled"),
+    defaults=FLUX2_DEV.defaults,
+    published={
+        "black-forest-labs/FLUX.2-klein-base-4B": _TRANSFORMER_4B,
+        "black-forest-labs/FLUX.2-klein-base-9B": _TRANSFORMER_9B,
+    },
+    guidance="classifier_free",
+)
+
+CARD = FamilyCard(
+    package="comfy_tpu.families.flux2",
+    title="Flux.2",
+    node_sets=(
+        NodeSet(
+            key="Flux2",
+            name="Flux.2",
+            category="TPU/Flux",
+            models=(FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE),
+            latent_format="Flux2",
+            pads_text=False,
+            size_max=2048,
+            words=Words(
+                text_encoder="Flux.2's language model",
+                native_text_encoder=" or from ComfyUI's CLIP Text Encode with Flux.2's encoder",
+                negative_prompt="Has an effect on klein base alone, where guidance_scale is over 1.",
+                schedulers="euler is Flux.2's own; unipc and dpm++ are multistep ones",
+                guidance="How closely to follow the prompt: a number that dev reads, and the weight of the prompt "
+                "against the negative one in klein base. It has no effect on klein.",
+                sizes="About a million pixels in all: 1024×1024, 1152×896, 1344×768.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,41 @@
+"""Reference images of Flux.2: more tokens behind those of the image that is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from PIL import Image
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.flux2.vae import encode_frames
+from comfy_tpu.families.model_family import ImageEncoding
+
+_AREA = 1024 * 1024
+_SIDE_MIN, _RATIO_MAX, _MULTIPLE = 64, 8, 16
+_NAMES = [f"reference_{number}" for number in (1, 2, 3, 4)]
+
+
+def fit(image: Image.Image) -> Image.Image:
+    """As diffusers' pipelines do: a million pixels at most, and what is over a multiple of 16 is cut off the edges."""
+    width, height = image.size
+    if min(width, height) < _SIDE_MIN or max(width, height) > _RATIO_MAX * min(width, height):
+        raise InvalidValueError(
+            f"image is {width}×{height}, expected sides of {_SIDE_MIN} or more pixels, one at most {_RATIO_MAX} times "
+            "the other; enlarge or crop it"
+        )
+    if width * height > _AREA:
+        scale = math.sqrt(_AREA / (width * height))
+        width, height = int(width * scale), int(height * scale)
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    left, top = width % _MULTIPLE // 2, height % _MULTIPLE // 2
+    return image.crop((left, top, left + width - width % _MULTIPLE, top + height - height % _MULTIPLE))
+
+
+def condition(latents: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+    return dict(zip(_NAMES, latents, strict=False))
+
+
+REFERENCES = ImageEncoding(encode_frames, condition, optional_embeddings=tuple(_NAMES), fit_reference=fit)

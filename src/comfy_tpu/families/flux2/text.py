@@ -1,0 +1,178 @@
+"""What Flux.2 reads of a prompt: hidden states of a language model at three depths: Mistral for dev, Qwen3 for klein.
+
+Both run on the devices. The filling is read too: diffusers' pipelines give the transformer no mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.errors import CheckpointError, UnsupportedError
+from comfy_tpu.families.model_family import TextEncoder
+from comfy_tpu.parallel.rules import column, replicate, row
+from comfy_tpu.quiet import quiet
+
+_DEPTHS = 3
+"""Hidden states are taken after one, two and three times so many layers; what comes after that is not loaded."""
+KLEIN_LAYERS = 9
+DEV_LAYERS = 10
+
+
+def _build_qwen(config: Mapping[str, Any]) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3Model
+
+    if config.get("use_sliding_window"):
+        raise _no_window()
+    return _in_parts(Qwen3Model(Qwen3Config(**_shortened(config, KLEIN_LAYERS))), KLEIN_LAYERS)
+
+
+def _build_mistral(config: Mapping[str, Any]) -> torch.nn.Module:
+    from transformers import MistralConfig, MistralModel
+
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError("the config.json of the text encoder has no text_config; download the model again")
+    if text.get("sliding_window"):
+        raise _no_window()
+    # Only Mistral3's own configuration has None for its default, not Mistral's.
+    shortened = {**_shortened(text, DEV_LAYERS), "sliding_window": None}
+    return _in_parts(MistralModel(MistralConfig(**shortened)), DEV_LAYERS)
+
+
+def _no_window() -> UnsupportedError:
+    return UnsupportedError(
+        "the text encoder attends to a sliding window, which no Flux.2 was published with; use a model whose text "
+        "encoder has sliding_window null"
+    )
+
+
+def _shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    used, count = _DEPTHS * layers, config.get("num_hidden_layers")
+    # One more at least: the last layer's answer would be normed in diffusers.
+    if not isinstance(count, int) or count <= used:
+        raise CheckpointError(
+            f"the config.json of the text encoder has num_hidden_layers={count!r}, expected a whole number over "
+            f"{used}; download the model again"
+        )
+    shorter = {**copy.deepcopy(dict(config)), "num_hidden_layers": used}  # transformers writes into what it is given
+    if config.get("layer_types"):
+        shorter["layer_types"] = list(config["layer_types"])[:used]
+    return shorter
+
+
+def _in_parts(model: Any, layers: int) -> torch.nn.Module:
+    """With its layers in three lists, each of which is scanned."""
+    every = list(model.layers)
+    starts = range(0, len(every), layers)
+    model.parts = torch.nn.ModuleList(torch.nn.ModuleList(every[start : start + layers]) for start in starts)
+    del model.layers
+    model.norm = torch.nn.Identity()
+    built: torch.nn.Module = model
+    return built
+
+
+def _renaming(layers: int) -> Callable[[str], str]:
+    def renamed(name: str) -> str:
+        # Versions of transformers disagree on what stands inside of what.
+        while name.startswith(("model.", "language_model.")):
+            name = name.partition(".")[2]
+        kind, _, rest = name.partition(".")
+        number, _, inner = rest.partition(".")
+        if kind != "layers" or int(number) >= _DEPTHS * layers:
+            return name
+        return f"parts.{int(number) // layers}.{int(number) % layers}.{inner}"
+
+    return renamed
+
+
+_STACKS = tuple(LayerStack(f"parts.{depth}") for depth in range(_DEPTHS))
+_RULES = (
+    row("embed_tokens.weight"),
+    column("parts.*.self_attn.[qkv]_proj.weight"),
+    row("parts.*.self_attn.o_proj.weight"),
+    column("parts.*.mlp.gate_proj.weight"),
+    column("parts.*.mlp.up_proj.weight"),
+    row("parts.*.mlp.down_proj.weight"),
+    replicate("parts.*layernorm.weight"),
+)
+_UNUSED = ("norm.weight", "lm_head.weight", "layers.*")
+
+QWEN = ComponentSpec(
+    name="text_encoder",
+    classes=("Qwen3ForCausalLM",),
+    build=_build_qwen,
+    unused=_UNUSED,
+    stacks=_STACKS,
+    shared=False,  # 512 tokens; the products are divided all the same
+    rules=(*_RULES, replicate("parts.*.self_attn.[qk]_norm.weight")),
+    rename=_renaming(KLEIN_LAYERS),
+)
+
+MISTRAL = ComponentSpec(
+    name="text_encoder",
+    classes=("Mistral3ForConditionalGeneration",),
+    build=_build_mistral,
+    unused=(*_UNUSED, "vision_tower.*", "multi_modal_projector.*"),
+    stacks=_STACKS,
+    shared=False,
+    rules=_RULES,
+    rename=_renaming(DEV_LAYERS),
+)
+
+
+def tokenize_klein(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        for prompt in prompts
+    ]
+    return _numbers(tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"))
+
+
+def tokenize_dev(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
+    with quiet():
+        from diffusers.pipelines.flux2 import pipeline_flux2
+
+    return _numbers(
+        tokenizer.apply_chat_template(
+            pipeline_flux2.format_input(list(prompts)),
+            add_generation_prompt=False,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+        )
+    )
+
+
+def _numbers(tokens: Any) -> dict[str, torch.Tensor]:
+    return {name: tokens[name].int() for name in ("input_ids", "attention_mask")}
+
+
+def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[batch, tokens, three times the features]."""
+    hidden = module.embed_tokens(input_ids)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    rotary = module.rotary_emb(hidden, positions.unsqueeze(0))
+    before = positions.unsqueeze(1) >= positions
+    # No token attends to the filling, not even the filling itself, whose answers are read all the same.
+    visible = before & attention_mask.bool()[:, None, None, :]
+    found = []
+    for part in module.parts:
+        for layer in part:
+            hidden = layer(hidden, attention_mask=visible, position_embeddings=rotary)
+        found.append(hidden)
+    return {"text": torch.stack(found, dim=2).flatten(2)}
+
+
+KLEIN_TEXT = TextEncoder(QWEN, encode_text, tokenize=tokenize_klein)
+DEV_TEXT = TextEncoder(MISTRAL, encode_text, tokenize=tokenize_dev)

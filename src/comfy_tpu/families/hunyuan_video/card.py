@@ -1,0 +1,96 @@
+"""HunyuanVideo-1.5: facts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+
+TRANSFORMER: Config = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "num_layers": 54,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm",
+    "text_embed_dim": 3584,
+    "text_embed_2_dim": 1472,
+    "image_embed_dim": 1152,
+    "rope_theta": 256.0,
+    "rope_axes_dim": (16, 56, 56),
+    "task_type": "t2v",
+}
+"""Also what diffusers has for values that a configuration leaves out."""
+_TRANSFORMER_720P: Config = {**TRANSFORMER, "target_size": 960}
+_TRANSFORMER_480P: Config = {**TRANSFORMER, "target_size": 640}
+
+HUNYUAN15 = ModelCard(
+    name="HunyuanVideo-1.5",
+    pipeline_classes=("HunyuanVideo15Pipeline",),
+    limits=Limits(
+        size_multiple=16,
+        size_min=16,
+        size_max=2048,
+        frames_multiple=4,
+        frames_max=1025,
+        schedulers=("euler", "unipc", "dpm++"),
+        tokens_max=1000,
+    ),
+    defaults=GenerationSettings(
+        num_frames=121,
+        guidance_scale=6.0,
+        flow_shift=9.0,
+        scheduler="euler",
+        fps=24,
+        max_sequence_length=1000,
+    ),
+    # Without a shift: it belongs to the model, and each size has a model of its own.
+    presets={"720P": {"height": 720, "width": 1280}, "480P": {"height": 480, "width": 848}},
+    spatial_scale=16,
+    temporal_scale=4,
+    published={
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": _TRANSFORMER_720P,
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": _TRANSFORMER_480P,
+    },
+)
+
+HUNYUAN15_IMAGE = dataclasses.replace(
+    HUNYUAN15,
+    name="HunyuanVideo-1.5 image-to-video",
+    pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
+    image=ImageInput("first_frame", required=True, resize="crop"),
+    published={
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v": {**_TRANSFORMER_720P, "task_type": "i2v"},
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": {**_TRANSFORMER_480P, "task_type": "i2v"},
+    },
+)
+
+CARD = FamilyCard(
+    package="comfy_tpu.families.hunyuan_video",
+    title="HunyuanVideo-1.5",
+    node_sets=(
+        NodeSet(
+            key="HunyuanVideo15",
+            name="HunyuanVideo 1.5",
+            category="TPU/HunyuanVideo",
+            models=(HUNYUAN15, HUNYUAN15_IMAGE),
+            latent_format="HunyuanVideo15",
+            conditioning_keys={name: f"tpu_{name}" for name in ("text_mask", "glyph", "glyph_mask")},
+            shift_max=20.0,
+            words=Words(
+                text_encoder="HunyuanVideo's Qwen2.5-VL and ByT5 encoders",
+                languages="in English or Chinese",
+                schedulers="euler is HunyuanVideo's own; unipc and dpm++ are multistep ones",
+                sizes="720P is 1280×720, 480P is 848×480.",
+                frames="121 frames at 24 frames a second are 5 seconds.",
+                flow_shift="9 for the 720P model, 5 for the 480P model",
+                trained_fps="24",
+            ),
+        ),
+    ),
+)

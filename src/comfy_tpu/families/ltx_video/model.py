@@ -1,0 +1,41 @@
+"""The model of LTX-Video: from a prompt, and from a first frame."""
+
+from __future__ import annotations
+
+from comfy_tpu.families.ltx_video import card, schedulers, text, transformer, vae
+from comfy_tpu.families.ltx_video.lora import lora_names
+from comfy_tpu.families.ltx_video.workload import workload
+from comfy_tpu.families.model_family import Denoiser, ImageEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
+from comfy_tpu.families.shared import first_frame
+
+LTX_VIDEO = ModelFamily(
+    card.LTX_VIDEO,
+    TextEncoding((text.ENCODER,), text.embedding_shapes),
+    Denoiser(
+        transformers=(transformer.TRANSFORMER,),
+        prepare=transformer.prepare,
+        prepared_axes=transformer.PROMPT_AXES,
+        predict=transformer.predict,
+        settings_inputs=transformer.settings_inputs,
+        workload=workload,
+        lora_names=lora_names,
+    ),
+    Vae(
+        component=vae.VAE,
+        decode_frame=vae.decode_frame,
+        latent_channels=vae.latent_channels,
+        latent_statistics=vae.latent_statistics,
+        decodes_all_frames=True,
+        tiles=Tiles(side=16, overlap=4),  # 512 pixels
+    ),
+    Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
+    ImageEncoding(
+        vae.encode_frames,
+        first_frame.condition,
+        optional_embeddings=("condition",),
+        first_frame_only=True,
+        finish=first_frame.finish,
+    ),
+)
+
+MODELS = {LTX_VIDEO.name: LTX_VIDEO}

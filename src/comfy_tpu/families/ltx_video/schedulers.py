@@ -1,0 +1,34 @@
+"""LTX-Video's schedules: the flow shift grows with the number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
+from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
+from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE, shifted_by_tokens
+
+
+def tokens(settings: GenerationSettings) -> int:
+    frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
+    return frames * (settings.height // SPATIAL_SCALE) * (settings.width // SPATIAL_SCALE)
+
+
+_SCHEDULER: Config = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.95,
+    "max_shift": 2.05,
+    "base_image_seq_len": 1024,
+    "max_image_seq_len": 4096,
+    "shift_terminal": 0.1,
+}
+"""As published; a model directory brings its own."""
+
+SCHEDULERS = shifted_by_tokens(_SCHEDULER, tokens)
+
+
+def own_schedulers(read: ReadJson) -> Mapping[str, SchedulerFactory]:
+    own = read(SCHEDULER_FILE)
+    return shifted_by_tokens(own, tokens) if own else {}

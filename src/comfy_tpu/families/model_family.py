@@ -1,0 +1,199 @@
+"""The code of a model family: how text, latents, images and frames are computed, as a few small functions on torch
+tensors. The facts beside it are in the family's card.
+
+An image is a video of one frame. Functions that take a `module` run inside a trace; `module` is the component's
+skeleton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, ModelCard
+from comfy_tpu.parallel.constraints import Axes
+from comfy_tpu.parallel.workload import Workload
+
+SchedulerFactory = Callable[[GenerationSettings], Any]
+"""A diffusers scheduler with its timesteps set."""
+
+ReadJson = Callable[[str], Config]
+"""Reads a JSON file of the model directory; empty where there is none."""
+
+Rows = tuple[slice, ...]
+"""Pieces of the outputs of a module in a LoRA file, in the order in which ours has them."""
+
+LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, Rows]]
+"""(a module of the transformer, shape of its weight) -> its other names in LoRA files, with dots between the parts, and
+the outputs of that name that belong to the module: not all where one module of theirs is several here."""
+
+Cache = list[torch.Tensor | None]
+"""What a VAE remembers of the frames before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """One encoder of the prompt."""
+
+    component: ComponentSpec
+    encode: Callable[..., dict[str, torch.Tensor]]
+    """(module, **tokens) -> embeddings by name, a row for every prompt."""
+    tokenizer: str = "tokenizer"
+    """The folder of its tokenizer."""
+    tokenize: Callable[[Any, Sequence[str], int], dict[str, torch.Tensor]] | None = None
+    """(tokenizer, prompts, length) -> inputs of `encode`, input_ids and attention_mask among them, the same number of
+    tokens for every prompt. None: those two, padded to length."""
+    length: int | None = None
+    """Tokens that it always reads. None: settings.max_sequence_length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoding:
+    """From a prompt to embeddings."""
+
+    encoders: tuple[TextEncoder, ...]
+    embedding_shapes: Callable[[Config, GenerationSettings], Mapping[str, tuple[int, ...]]]
+    """(the transformer's configuration, settings) -> name and shape of the embeddings of one prompt."""
+    clean_prompt: Callable[[str], str] = str
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoiser:
+    """From embeddings and noisy latents to a velocity."""
+
+    transformers: tuple[ComponentSpec, ...]
+    """One; or two, the second for timesteps below `settings.boundary`."""
+    prepare: Callable[..., Mapping[str, torch.Tensor]]
+    """(module, **embeddings) -> what every step needs of the prompt. Names with a dot become weights of the
+    transformer, the others are inputs of `predict`, with the batch first."""
+    predict: Callable[..., torch.Tensor]
+    """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
+    workload: Callable[[Config, GenerationSettings], Workload]
+    """The transformer's configuration -> the cost of a step, to choose a mesh by and to plan with."""
+    prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    """How outputs of `prepare` are split over the mesh. Others are whole, until a step splits its batch."""
+    settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
+    """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
+    lora_names: LoraNames = lambda module, shape: {}
+    """Beside diffusers' own, which every family accepts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """In latents: pieces of frames that are too large to be decoded at once."""
+
+    side: int = 32
+    """256 pixels where a latent has 8, as diffusers tiles the Wan VAE."""
+    overlap: int = 8
+    """The part that neighbours share, and blend over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VaeFunctions:
+    """How a VAE's frames are computed, one part of a video at a time, with the cache of the parts before it."""
+
+    decode_frame: Callable[..., tuple[Any, Any]]
+    """(module, latent, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after them."""
+    decode_axes: Mapping[str, Axes]
+    encode_frames: Callable[..., tuple[Any, Any]] | None
+    """(module, pixels, cache or None) -> one latent frame, and the cache after it. None: the model takes no images."""
+    encode_axes: Mapping[str, Axes]
+    make_component: Callable[..., Any] | None = None
+    """(configuration, placement, dtype=, attention=, cache=) -> the component, where it is not a torch module's."""
+    check: Callable[[Config], None] = lambda config: None
+    """Raises UnsupportedError for a VAE configuration that these functions do not compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vae:
+    """From latents to frames, and back for image-to-image."""
+
+    component: ComponentSpec
+    decode_frame: Callable[..., tuple[torch.Tensor, Cache]]
+    """(module, latent frame, cache or None) -> frames [batch, t, height, width, 3] in 0..1, and the cache after it. All
+    latent frames at once where `decodes_all_frames`."""
+    latent_channels: Callable[[Config], int]
+    """From the VAE's configuration."""
+    latent_statistics: Callable[[Config], tuple[list[float], list[float]]]
+    """The VAE's configuration -> mean and standard deviation of its latents, by channel. The transformer's latents are
+    the VAE's, less the mean, over the deviation."""
+    first_cache: Callable[[int], Cache | None] = lambda frames: None
+    """(latent frames) -> the cache before the first one: for a VAE that must know how many there will be."""
+    decodes_all_frames: bool = False
+    """The VAE reads later frames: `decode_frame` is given all latent frames of a video together."""
+    tiles: Tiles = Tiles()
+    encode_image: Callable[..., torch.Tensor] | None = None
+    """(module, image [1, height, width, 3] in 0..1, noise [1, channels, 1, height, width]) -> latents to start from, in
+    the transformer's scale. None: denoising starts from noise alone."""
+    other_backends: Mapping[str, Callable[[], VaeFunctions]] = dataclasses.field(default_factory=dict)
+    """Implementations besides the torch module, by the name of the backend; imported when asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageEncoding:
+    """From images to embeddings."""
+
+    encode_frames: Callable[..., tuple[torch.Tensor, Cache]]
+    """(the VAE's module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame
+    of the transformer's latents, and the cache after it."""
+    condition: Callable[[Sequence[torch.Tensor], int, GenerationSettings], dict[str, torch.Tensor]]
+    """(latents of the images' video frame by frame, number of images, settings) -> embeddings by name, on the host.
+    For reference images, the latents of each."""
+    encoder: ComponentSpec | None = None
+    """Of the image's content, beside the VAE."""
+    embed: Callable[..., dict[str, torch.Tensor]] | None = None
+    """(the encoder's module, pixel_values) -> embeddings by name."""
+    processor: str = "image_processor"
+    """The folder of the preprocessing for `pixel_values`."""
+    optional_embeddings: tuple[str, ...] = ()
+    """Embeddings that the transformer can do without."""
+    first_frame_only: bool = False
+    """Only the first frame is encoded: the others have no information."""
+    fit_reference: Callable[[Image], Image] | None = None
+    """Resizes a reference image to a size that the VAE takes, or raises InvalidValueError."""
+    finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """(latents after the last step, embeddings) -> latents, on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduling:
+    """Which solvers a model has, and what its directory says about them."""
+
+    factories: Mapping[str, SchedulerFactory]
+    """By the names in the card's limits."""
+    own_schedulers: Callable[[ReadJson], Mapping[str, SchedulerFactory]] = lambda read: {}
+    """Schedulers that the model directory describes; they take precedence."""
+    own_settings: Callable[[ReadJson], Mapping[str, Any]] = lambda read: {}
+    """Defaults that the model directory describes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+    """One kind of model: its card and its code."""
+
+    card: ModelCard
+    text: TextEncoding
+    denoiser: Denoiser
+    vae: Vae
+    scheduling: Scheduling
+    image: ImageEncoding | None = None
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def transformer(self) -> ComponentSpec:
+        return self.denoiser.transformers[0]
+
+    @property
+    def components(self) -> tuple[ComponentSpec, ...]:
+        image = (self.image.encoder,) if self.image is not None and self.image.encoder is not None else ()
+        text = (encoder.component for encoder in self.text.encoders)
+        return (*text, *image, *self.denoiser.transformers, self.vae.component)

@@ -1,0 +1,115 @@
+"""Checks of what a user chose, made before any weight is loaded. One sentence each, with the value that would do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from comfy_tpu.config import DEMO_IMAGE_MODEL, GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import ImageInput, Limits
+
+
+def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
+    """The model's defaults with what was chosen in their place (None: not chosen), checked."""
+    known = {field.name for field in dataclasses.fields(GenerationSettings)}
+    if unknown := sorted(set(chosen) - known):
+        raise InvalidValueError(f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}")
+    settings = dataclasses.replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
+    check_settings(settings, limits)
+    return settings
+
+
+def check_settings(settings: GenerationSettings, limits: Limits) -> None:
+    for name in ("height", "width"):
+        _check_size(name, getattr(settings, name), limits)
+    _check_frames(settings.num_frames, limits)
+    _check_count("num_inference_steps", settings.num_inference_steps, limits.steps_max)
+    _check_count("num_videos", settings.num_videos, limits.videos_max)
+    _check_count("fps", settings.fps, limits.fps_max)
+    _check_number("guidance_scale", settings.guidance_scale, 0.0, limits.guidance_max)
+    _check_number("guidance_scale_2", settings.guidance_scale_2, 0.0, limits.guidance_max)
+    _check_number("boundary", settings.boundary, 0.0, 1.0)
+    _check_number("flow_shift", settings.flow_shift, 0.01, limits.shift_max)
+    _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
+    _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
+    _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
+    if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
+        raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1")
+    if settings.scheduler not in limits.schedulers:
+        raise InvalidValueError(
+            f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}"
+        )
+    if not isinstance(settings.negative_prompt, str):
+        raise InvalidValueError(f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text")
+
+
+def check_prompt(prompt: str) -> None:
+    if not isinstance(prompt, str):
+        raise InvalidValueError(f"prompt is a {type(prompt).__name__}, expected text")
+    if not prompt.strip():
+        raise InvalidValueError(f"prompt={prompt!r} is empty; say what the video should show")
+
+
+def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:
+    """`count` images are given as frames or references."""
+    if wanted is None or wanted.role == "initial":
+        if count:
+            raise InvalidValueError(
+                f"image is given, but model {model} begins with a prompt alone; leave it out, or choose a model that "
+                f"begins with an image, such as {DEMO_IMAGE_MODEL}"
+            )
+        return
+    if wanted.required and not count:
+        raise InvalidValueError(f"image is missing: model {model} begins with an image; give one")
+    if wanted.role == "reference":
+        if count > wanted.max_images:
+            raise InvalidValueError(
+                f"image is given {count} times, but model {model} takes {wanted.max_images} at most; leave the others "
+                "out"
+            )
+        return
+    if count > wanted.max_frames:
+        takes = "a first and a last image" if wanted.max_frames == 2 else "a first image only"
+        raise InvalidValueError(f"image is given {count} times, but model {model} takes {takes}; leave the others out")
+    if wanted.last_image == "required" and count == 1:
+        raise InvalidValueError(f"last_image is missing: model {model} takes a first and a last image; give both")
+    if count == 2 and settings.num_frames == 1:
+        raise InvalidValueError("num_frames=1 has no last frame; give more frames, or one image")
+
+
+def _check_size(name: str, value: int, limits: Limits) -> None:
+    step = limits.size_multiple
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidValueError(f"{name}={value!r} is not a whole number")
+    if not limits.size_min <= value <= limits.size_max:
+        raise InvalidValueError(f"{name}={value} is outside {limits.size_min} to {limits.size_max}")
+    if value % step:
+        below, above = value // step * step, -(-value // step) * step
+        near = [str(size) for size in (below, above) if limits.size_min <= size <= limits.size_max]
+        raise InvalidValueError(f"{name}={value} is not divisible by {step}; use {' or '.join(near)}")
+
+
+def _check_frames(value: int, limits: Limits) -> None:
+    step = limits.frames_multiple
+    if limits.frames_max == 1 and value != 1:
+        raise InvalidValueError(f"num_frames={value!r} is for videos and this model makes pictures; use 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits.frames_max:
+        raise InvalidValueError(f"num_frames={value!r} is not a whole number from 1 to {limits.frames_max}")
+    if (value - 1) % step:
+        below = (value - 1) // step * step + 1
+        near = [str(count) for count in (below, below + step) if count <= limits.frames_max]
+        raise InvalidValueError(f"num_frames={value} is not {step}n+1; use {' or '.join(near)}")
+
+
+def _check_count(name: str, value: int, largest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise InvalidValueError(f"{name}={value!r} is not allowed; give a whole number from 1 to {largest}")
+
+
+def _check_number(name: str, value: float, smallest: float, largest: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not smallest <= value <= largest:
+        raise InvalidValueError(f"{name}={value!r} is not a number from {smallest:g} to {largest:g}")

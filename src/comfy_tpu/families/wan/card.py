@@ -1,0 +1,192 @@
+"""Wan 2.1 and 2.2: facts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+
+_TEXT_PIPELINE, _IMAGE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline"
+
+TRANSFORMER_14B: Config = {
+    "patch_size": (1, 2, 2),
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 1024,
+    "num_attention_heads": 40,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+}
+"""Also what diffusers has for values that a configuration leaves out."""
+_TRANSFORMER_1_3B: Config = {**TRANSFORMER_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+_TRANSFORMER_I2V: Config = {**TRANSFORMER_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+_TRANSFORMER_5B: Config = {
+    **TRANSFORMER_14B,
+    "num_attention_heads": 24,
+    "num_layers": 30,
+    "ffn_dim": 14336,
+    "in_channels": 48,
+    "out_channels": 48,
+}
+
+
+def _has_two_transformers(index: Config) -> bool:
+    return index.get("boundary_ratio") is not None
+
+
+def _has_timestep_per_token(index: Config) -> bool:
+    """The first frame may be given as it is, at timestep 0."""
+    return bool(index.get("expand_timesteps"))
+
+
+def _is_wan21(index: Config) -> bool:
+    return not _has_two_transformers(index) and not _has_timestep_per_token(index)
+
+
+def _is_a14b(index: Config) -> bool:
+    return _has_two_transformers(index) and not _has_timestep_per_token(index)
+
+
+WAN21 = ModelCard(
+    name="Wan 2.1",
+    pipeline_classes=(_TEXT_PIPELINE,),
+    matches=lambda index, config: _is_wan21(index),
+    limits=Limits(
+        size_multiple=16,
+        size_min=16,
+        size_max=2048,
+        frames_multiple=4,
+        frames_max=1025,
+        schedulers=("unipc", "euler", "dpm++"),
+    ),
+    defaults=GenerationSettings(),
+    presets={
+        "720P": {"height": 720, "width": 1280, "flow_shift": 5.0},
+        "480P": {"height": 480, "width": 848, "flow_shift": 3.0},
+    },
+    spatial_scale=8,
+    temporal_scale=4,
+    published={
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": TRANSFORMER_14B,
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,
+    },
+    reuse_curves={
+        "wan21-t2v-14b.json": {"num_layers": 40, "num_attention_heads": 40},
+        "wan21-t2v-1.3b.json": {"num_layers": 30, "num_attention_heads": 12},
+    },
+)
+
+WAN21_IMAGE = dataclasses.replace(
+    WAN21,
+    name="Wan 2.1 image-to-video",
+    pipeline_classes=(_IMAGE_PIPELINE,),
+    matches=lambda index, config: _is_wan21(index) and config.get("pos_embed_seq_len") is None,
+    image=ImageInput("first_frame", required=True),
+    published={
+        "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": _TRANSFORMER_I2V,
+        "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _TRANSFORMER_I2V,
+    },
+    reuse_curves={},
+)
+
+WAN21_FIRST_LAST = dataclasses.replace(
+    WAN21_IMAGE,
+    name="Wan 2.1 first and last frame",
+    matches=lambda index, config: _is_wan21(index) and config.get("pos_embed_seq_len") is not None,
+    image=ImageInput("first_frame", required=True, last_image="required"),
+    published={"Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": {**_TRANSFORMER_I2V, "pos_embed_seq_len": 514}},
+)
+
+WAN22 = dataclasses.replace(
+    WAN21,
+    name="Wan 2.2",
+    matches=lambda index, config: _is_a14b(index),
+    transformer_count=2,
+    # As the authors' own settings for this model have them. The scheduler's file is not asked for the shift: diffusers'
+    # conversion writes Wan 2.1's 3.0 into it.
+    defaults=dataclasses.replace(
+        WAN21.defaults,
+        num_inference_steps=40,
+        guidance_scale=4.0,
+        guidance_scale_2=3.0,
+        flow_shift=12.0,
+        boundary=0.875,
+    ),
+    presets={name: {**preset, "flow_shift": 12.0} for name, preset in WAN21.presets.items()},
+    published={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": TRANSFORMER_14B},
+    reuse_curves={},
+)
+
+WAN22_IMAGE = dataclasses.replace(
+    WAN22,
+    name="Wan 2.2 image-to-video",
+    pipeline_classes=(_IMAGE_PIPELINE,),
+    image=ImageInput("first_frame", required=True, last_image="optional"),
+    defaults=dataclasses.replace(
+        WAN22.defaults, guidance_scale=3.5, guidance_scale_2=3.5, flow_shift=5.0, boundary=0.9
+    ),
+    presets=WAN21.presets,
+    published={"Wan-AI/Wan2.2-I2V-A14B-Diffusers": {**TRANSFORMER_14B, "in_channels": 36}},
+)
+
+WAN22_5B = dataclasses.replace(
+    WAN21,
+    name="Wan 2.2 5B",
+    pipeline_classes=(_TEXT_PIPELINE, _IMAGE_PIPELINE),
+    matches=lambda index, config: not _has_two_transformers(index) and _has_timestep_per_token(index),
+    image=ImageInput("first_frame"),
+    limits=dataclasses.replace(WAN21.limits, size_multiple=32, size_min=32),
+    defaults=dataclasses.replace(
+        WAN21.defaults, height=704, width=1280, num_frames=121, fps=24, flow_shift=5.0, guidance_scale=5.0
+    ),
+    presets={"720P": {"height": 704, "width": 1280, "flow_shift": 5.0}},
+    spatial_scale=16,
+    published={"Wan-AI/Wan2.2-TI2V-5B-Diffusers": _TRANSFORMER_5B},
+    reuse_curves={},
+)
+
+_WORDS = Words(
+    text_encoder="Wan's UMT5 encoder",
+    native_text_encoder=" or from ComfyUI's CLIP Text Encode with Wan's encoder",
+    languages="in English or Chinese",
+    schedulers="unipc is Wan's own; euler is the plainest; dpm++ is the multistep one",
+    sizes="720P is 1280×720, 480P is 848×480.",
+    frames="81 frames at 16 frames a second are 5 seconds.",
+    flow_shift="5.0 for 720P, 3.0 for 480P",
+    trained_fps="16",
+)
+
+CARD = FamilyCard(
+    package="comfy_tpu.families.wan",
+    title="Wan",
+    node_sets=(
+        NodeSet(
+            key="Wan21",
+            name="Wan 2.1",
+            category="TPU/Wan2.1",
+            models=(WAN21, WAN21_IMAGE, WAN21_FIRST_LAST),
+            latent_format="Wan21",
+            words=_WORDS,
+            has_demo_models=True,
+        ),
+        NodeSet(
+            key="Wan22",
+            name="Wan 2.2",
+            category="TPU/Wan2.2",
+            models=(WAN22, WAN22_IMAGE, WAN22_5B),
+            latent_format="Wan21",
+            words=dataclasses.replace(
+                _WORDS,
+                flow_shift="12 for text-to-video A14B, 5 for image-to-video A14B and the 5B",
+                trained_fps="16, the 5B at 24",
+            ),
+            shift_max=20.0,
+        ),
+    ),
+)

@@ -1,0 +1,172 @@
+"""Wan from images: the first frame, and optionally the last, as latents beside the noise and as CLIP's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.model_family import ImageEncoding
+from comfy_tpu.families.shared import first_frame
+from comfy_tpu.families.shared.building import VISION_RULES, without_vision_prefix
+from comfy_tpu.families.wan import text as wan_text
+from comfy_tpu.families.wan import transformer
+from comfy_tpu.families.wan.vae import encode_frames
+from comfy_tpu.parallel.rules import column, replicate
+
+
+def _build_image_encoder(config: Config) -> torch.nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    # Wan reads what the last layer but one says, so there is no last one.
+    known = CLIPVisionConfig(**config)
+    known.num_hidden_layers -= 1
+    return CLIPVisionModel(known)
+
+
+IMAGE_ENCODER = ComponentSpec(
+    name="image_encoder",
+    classes=("CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    heads="num_attention_heads",
+    build=_build_image_encoder,
+    stacks=(LayerStack("encoder.layers"),),
+    rename=without_vision_prefix,
+    unused=("encoder.layers.*", "post_layernorm.*", "visual_projection.*", "embeddings.position_ids"),
+    rules=(*VISION_RULES, replicate("pre_layrnorm.*")),
+)
+
+TRANSFORMER = dataclasses.replace(
+    transformer.TRANSFORMER,
+    build=transformer.build_transformer,
+    rules=(
+        *transformer.TRANSFORMER.rules,
+        column("blocks.*.attn2.add_[kv]_proj.*"),
+        column("blocks.*.attn2.norm_added_k.weight"),
+    ),
+)
+"""With keys and values of the picture in every cross-attention."""
+
+FIRST_AND_LAST = dataclasses.replace(
+    TRANSFORMER, rules=(*TRANSFORMER.rules, replicate("condition_embedder.image_embedder.pos_embed"))
+)
+"""And with a place for each of two pictures."""
+
+
+def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[pictures, 3, height, width] -> {"image": [1, pictures · tokens, features]}"""
+    hidden = module.pre_layrnorm(module.embeddings(pixel_values))
+    tokens = module.encoder(inputs_embeds=hidden).last_hidden_state
+    return {"image": tokens.flatten(0, 1).unsqueeze(0)}
+
+
+def prompt_cache(
+    module: Any, text: torch.Tensor, condition: torch.Tensor, image: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The prompt's keys and values, CLIP's where the model reads them, and the picture's latents as they are."""
+    prepared = transformer.prompt_cache(module, text) | {"condition": condition}
+    if image is not None:
+        dtype = module.blocks.template.attn2.to_k.weight.dtype
+        embedder = module.condition_embedder.image_embedder
+        if embedder.pos_embed is not None:  # it would fold two pictures, which are in one row already, into one
+            if image.shape[1] != embedder.pos_embed.shape[1]:  # widths are the same in all models with CLIP
+                raise InvalidValueError(
+                    f"the picture was encoded for another model: image has {image.shape[1]} tokens, those of a first "
+                    f"and a last picture are {embedder.pos_embed.shape[1]}; encode both with this model"
+                )
+            image = image.unflatten(1, (2, -1)).flatten(0, 1)
+        context = embedder(image.to(dtype)).to(dtype)
+        keys, values = module.blocks.map(lambda block: _image_keys_and_values(block.attn2, context))
+        prepared |= {"blocks.*.attn2.image_key": keys, "blocks.*.attn2.image_value": values}
+    return prepared
+
+
+def _image_keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    key = attn.norm_added_k(attn.add_k_proj(context)).unflatten(2, (attn.heads, -1))
+    return key, attn.add_v_proj(context).unflatten(2, (attn.heads, -1))
+
+
+PROMPT_AXES = {
+    **transformer.PROMPT_AXES,
+    **dict.fromkeys(("blocks.*.attn2.image_key", "blocks.*.attn2.image_value"), (None, "dp", None, "tp")),
+    "condition": ("dp",),
+}
+
+
+def predict(
+    module: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    condition: torch.Tensor,
+) -> torch.Tensor:
+    """The picture's latents beside the noise, as more channels."""
+    channels = torch.cat((latents, condition.to(latents.dtype)), dim=1)
+    return transformer.predict(module, channels, timestep, guidance_scale)
+
+
+def condition(frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+    """The channels beside the noise: which frames are given, four by four as the VAE takes them, and all latents."""
+    given = torch.zeros(settings.num_frames)
+    given[0] = 1
+    if pictures > 1:
+        given[-1] = 1
+    latents = torch.cat(tuple(frames), dim=2)
+    # The first latent holds one frame, which counts for all four.
+    each = torch.cat((given[:1].expand(4), given[1:])).view(-1, 4).T
+    mask = each[None, :, :, None, None].expand(latents.shape[0], -1, -1, *latents.shape[3:])
+    return {"condition": torch.cat((mask, latents), dim=1)}
+
+
+def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
+    """As `text.embedding_shapes`, with the picture's."""
+    frames = (settings.num_frames - 1) // 4 + 1
+    channels = config["in_channels"] - config["out_channels"]
+    shapes: dict[str, tuple[int, ...]] = dict(wan_text.embedding_shapes(config, settings))
+    shapes["condition"] = (channels, frames, settings.height // 8, settings.width // 8)
+    if config.get("image_dim") is not None:
+        shapes["image"] = (config.get("pos_embed_seq_len") or 257, config["image_dim"])
+    return shapes
+
+
+FROM_LATENTS = ImageEncoding(encode_frames, condition)
+FROM_LATENTS_AND_CLIP = dataclasses.replace(FROM_LATENTS, encoder=IMAGE_ENCODER, embed=embed_image)
+AS_FIRST_FRAME = ImageEncoding(
+    encode_frames,
+    first_frame.condition,
+    optional_embeddings=("condition",),
+    first_frame_only=True,
+    finish=first_frame.finish,
+)
+"""Of the 5B: the first latent frame is the image's own."""
+
+
+def prepare_first_frame(
+    module: Any, text: torch.Tensor, condition: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    prepared = transformer.prompt_cache(module, text)
+    return prepared if condition is None else prepared | {"condition": condition}
+
+
+def predict_first_frame(
+    module: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    condition: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """With an image, the first latent frame is its own and has no noise: its tokens have timestep 0."""
+    if condition is None:
+        return transformer.predict(module, latents, timestep, guidance_scale)
+    latents = first_frame.with_first(latents, condition)
+    _, height, width = module.config.patch_size
+    frame_tokens = (latents.shape[3] // height) * (latents.shape[4] // width)
+    noisy = torch.ones(latents.shape[2] * frame_tokens, device=latents.device)
+    noisy[:frame_tokens] = 0
+    return transformer.predict(module, latents, noisy * timestep, guidance_scale)

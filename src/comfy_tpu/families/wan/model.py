@@ -1,0 +1,102 @@
+"""The models of Wan: a transformer for text, for images, or a pair of them for high and low noise; and the 5B, with a
+VAE of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoder, TextEncoding, Vae
+from comfy_tpu.families.shared.schedulers import FLOW_SCHEDULERS, own_shift
+from comfy_tpu.families.wan import card, image, text, transformer, vae
+from comfy_tpu.families.wan.lora import lora_names
+from comfy_tpu.families.wan.nnx_vae import nnx_functions
+from comfy_tpu.families.wan.workload import workload
+
+_TEXT = TextEncoding(
+    encoders=(TextEncoder(text.TEXT_ENCODER, text.encode_prompt),),
+    embedding_shapes=text.embedding_shapes,
+    clean_prompt=text.clean_prompt,
+)
+_TEXT_AND_IMAGE = dataclasses.replace(_TEXT, embedding_shapes=image.image_shapes)
+
+_DENOISER = Denoiser(
+    transformers=(transformer.TRANSFORMER,),
+    prepare=transformer.prompt_cache,
+    prepared_axes=transformer.PROMPT_AXES,
+    predict=transformer.predict,
+    workload=workload,
+    lora_names=lora_names,
+)
+_IMAGE_DENOISER = dataclasses.replace(
+    _DENOISER,
+    transformers=(image.TRANSFORMER,),
+    prepare=image.prompt_cache,
+    prepared_axes=image.PROMPT_AXES,
+    predict=image.predict,
+)
+
+_VAE = Vae(
+    component=vae.VAE,
+    decode_frame=vae.decode_frame,
+    latent_channels=vae.latent_channels,
+    latent_statistics=vae.latent_statistics,
+    other_backends={"nnx": nnx_functions},
+)
+_VAE_5B = dataclasses.replace(_VAE, latent_channels=lambda config: int(config.get("z_dim", 48)))
+
+_SCHEDULING = Scheduling(FLOW_SCHEDULERS)
+_OWN_SHIFT = Scheduling(FLOW_SCHEDULERS, own_settings=own_shift)
+"""Each size has a model of its own."""
+
+
+def _with_low_noise(spec: ComponentSpec) -> tuple[ComponentSpec, ComponentSpec]:
+    return spec, dataclasses.replace(spec, name="transformer_2")
+
+
+WAN21 = ModelFamily(card.WAN21, _TEXT, _DENOISER, _VAE, _SCHEDULING)
+WAN21_IMAGE = ModelFamily(
+    card.WAN21_IMAGE, _TEXT_AND_IMAGE, _IMAGE_DENOISER, _VAE, _OWN_SHIFT, image.FROM_LATENTS_AND_CLIP
+)
+WAN21_FIRST_LAST = dataclasses.replace(
+    WAN21_IMAGE,
+    card=card.WAN21_FIRST_LAST,
+    denoiser=dataclasses.replace(_IMAGE_DENOISER, transformers=(image.FIRST_AND_LAST,)),
+)
+WAN22 = dataclasses.replace(
+    WAN21,
+    card=card.WAN22,
+    denoiser=dataclasses.replace(
+        _DENOISER,
+        transformers=_with_low_noise(transformer.TRANSFORMER),
+        workload=functools.partial(workload, models=2),
+    ),
+)
+WAN22_IMAGE = dataclasses.replace(
+    WAN22,
+    card=card.WAN22_IMAGE,
+    text=_TEXT_AND_IMAGE,
+    denoiser=dataclasses.replace(
+        _IMAGE_DENOISER,
+        transformers=_with_low_noise(transformer.TRANSFORMER),
+        workload=functools.partial(workload, models=2),
+    ),
+    image=image.FROM_LATENTS,
+)
+WAN22_5B = ModelFamily(
+    card.WAN22_5B,
+    _TEXT,
+    dataclasses.replace(
+        _DENOISER,
+        prepare=image.prepare_first_frame,
+        prepared_axes={**transformer.PROMPT_AXES, "condition": ("dp",)},
+        predict=image.predict_first_frame,
+        workload=functools.partial(workload, spatial_scale=16),
+    ),
+    _VAE_5B,
+    _OWN_SHIFT,
+    image.AS_FIRST_FRAME,
+)
+
+MODELS = {family.name: family for family in (WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B)}

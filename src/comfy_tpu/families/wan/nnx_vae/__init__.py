@@ -1,0 +1,53 @@
+"""The Wan 2.1 VAE a second time, as a Flax NNX model: channels last, no torch in its programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.model_family import VaeFunctions
+from comfy_tpu.parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from comfy_tpu.families.wan.nnx_vae.component import NnxComponent
+
+
+def vae_component(config: Mapping[str, Any], placement: Placement, **options: Any) -> NnxComponent:
+    """The VAE of this configuration on a placement. flax is an extra, and is imported here first."""
+    with _flax_is_an_extra():
+        from comfy_tpu.families.wan.nnx_vae.component import NnxComponent
+    return NnxComponent(config, placement, **options)
+
+
+def check_vae(config: Mapping[str, Any]) -> None:
+    """Raises if a VAE of this configuration cannot run here."""
+    with _flax_is_an_extra():
+        from comfy_tpu.families.wan.nnx_vae.vae import read_architecture
+    read_architecture(config)
+
+
+def nnx_functions() -> VaeFunctions:
+    with _flax_is_an_extra():
+        from comfy_tpu.families.wan.nnx_vae import decoding
+    return VaeFunctions(
+        decoding.decode_frame,
+        decoding.DECODE_FRAME_AXES,
+        decoding.encode_frames,
+        decoding.ENCODE_FRAMES_AXES,
+        make_component=vae_component,
+        check=check_vae,
+    )
+
+
+@contextlib.contextmanager
+def _flax_is_an_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "flax":
+            raise
+        raise UnsupportedError(
+            "the Flax NNX VAE needs flax, which is not installed; run `pip install 'comfy-tpu[nnx]'`"
+        ) from error

@@ -1,0 +1,35 @@
+"""Wan's text encoder: UMT5, with zeros behind the text."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import torch
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.shared.text_encoders import encoded_umt5, umt5_component, without_filling
+
+TEXT_ENCODER = umt5_component("text_encoder")
+
+
+def clean_prompt(text: str) -> str:
+    """As diffusers' Wan pipeline does, so that the same prompt is the same tokens."""
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    return without_filling(encoded_umt5(module, input_ids, attention_mask), attention_mask)
+
+
+def encode_prompt(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"text": encode_text(module, input_ids, attention_mask)}
+
+
+def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
+    return {"text": (settings.max_sequence_length, config["text_dim"])}

@@ -1,0 +1,187 @@
+"""One denoising step: its inputs, which prepared tensors are weights, what is donated, how it is split over the mesh.
+
+Running, planning, benchmarks, calibration and tests make their programs here, so that a plan is of what runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.export
+import numpy as np
+import torch
+
+from comfy_tpu.compiler.component import Component
+from comfy_tpu.compiler.program import DeviceProgram
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.model_family import Denoiser, ModelFamily
+from comfy_tpu.parallel.constraints import Axes, evenly
+from comfy_tpu.pipeline.schedule import HISTORY
+
+MakeProgram = Callable[..., DeviceProgram]
+"""(function, **options of `Program`) -> the program over one component's weights: `Component.program`, or one that
+remembers what it made."""
+
+_Array = TypeVar("_Array")
+_BRANCHES: Axes = ("dp",)
+_STATE = ("samples", "outputs")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrograms:
+    """The programs that denoise with one transformer."""
+
+    denoiser: Denoiser
+    make_program: MakeProgram
+
+    def prepare(self, names: Iterable[str]) -> DeviceProgram:
+        """Of a prompt, once. `names`: the embeddings and settings inputs that it is given."""
+        axes = dict.fromkeys(names, _BRANCHES)
+        return self.make_program(self.denoiser.prepare, input_axes=axes, output_axes=dict(self.denoiser.prepared_axes))
+
+    def compute(self) -> DeviceProgram:
+        """A step with the transformer."""
+        return self.make_program(
+            make_step(self.denoiser.predict),
+            static=("guided",),
+            donate=_STATE,
+            input_axes={"prepared": _BRANCHES},
+            output_axes=(),
+        )
+
+    def reuse(self) -> DeviceProgram:
+        """A step without the transformer."""
+        return self.make_program(reuse_step, donate=_STATE, output_axes=())
+
+
+@functools.lru_cache(maxsize=64)
+def make_step(predict: Callable[..., torch.Tensor]) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """A step as a function on torch tensors: the model's velocity, guidance, and the scheduler's weighted sum."""
+
+    def denoise_step(
+        module: Any,
+        samples: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        coefficients: torch.Tensor,
+        timestep: torch.Tensor,
+        guidance_scale: torch.Tensor,
+        prepared: dict[str, torch.Tensor],
+        guided: bool,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        latents = samples[0]
+        if guided:
+            # Both branches in one batch, which dp divides between two halves of the mesh.
+            both = predict(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
+            positive, negative = both.float().chunk(2)
+            velocity = negative + guidance_scale * (positive - negative)
+        else:
+            velocity = predict(module, latents, timestep, guidance_scale, **prepared).float()
+        return _advance(samples, [velocity, *outputs[:-1]], coefficients)
+
+    return denoise_step
+
+
+def reuse_step(
+    module: Any,
+    samples: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    coefficients: torch.Tensor,
+    scale: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A step with the last velocity, scaled, in the place of the next."""
+    return _advance(samples, [scale * outputs[0], *outputs[:-1]], coefficients)
+
+
+def _advance(
+    samples: list[torch.Tensor], outputs: list[torch.Tensor], coefficients: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    known = torch.stack((*samples, *outputs))
+    after = (coefficients.view(2 * HISTORY, *(1,) * samples[0].ndim) * known).sum(0)
+    return [after, *samples[:-1]], outputs
+
+
+def split_prepared(prepared: Mapping[str, _Array]) -> tuple[dict[str, _Array], dict[str, _Array]]:
+    """The outputs of `prepare` that are weights of the transformer, and those that are inputs of a step."""
+    weights = {name: array for name, array in prepared.items() if "." in name}
+    return weights, {name: array for name, array in prepared.items() if name not in weights}
+
+
+def is_guided(family: ModelFamily, settings: GenerationSettings) -> bool:
+    """Whether the first transformer's steps compute two branches."""
+    return family.card.guidance == "classifier_free" and settings.guidance_scale > 1
+
+
+def batch_rows(family: ModelFamily, settings: GenerationSettings) -> int:
+    """Rows of a step's batch: videos, times the branches of guidance."""
+    return settings.num_videos * (2 if is_guided(family, settings) else 1)
+
+
+def latent_shape(family: ModelFamily, channels: int, settings: GenerationSettings) -> tuple[int, ...]:
+    return (settings.num_videos, channels, *family.card.latent_size(settings))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedStep:
+    """The programs of a step, lowered for a machine that need not be attached."""
+
+    prepare: jax.export.Exported
+    compute: jax.export.Exported
+    prepared: dict[str, jax.ShapeDtypeStruct]
+    """The outputs of `prepare`, as they lie on the mesh."""
+    latents: tuple[int, ...]
+
+
+def abstract_embeddings(
+    family: ModelFamily, config: Config, settings: GenerationSettings
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs of `prepare` for a transformer of this configuration, without their data."""
+    batch = batch_rows(family, settings)
+    shapes = family.text.embedding_shapes(config, settings)
+    inputs = family.denoiser.settings_inputs(settings)
+    return {name: jax.ShapeDtypeStruct((batch, *shape), np.dtype("bfloat16")) for name, shape in shapes.items()} | {
+        name: jax.ShapeDtypeStruct((batch, *row.shape[1:]), np.dtype("float32")) for name, row in inputs.items()
+    }
+
+
+def export_step(
+    component: Component,
+    family: ModelFamily,
+    settings: GenerationSettings,
+    embeddings: Mapping[str, jax.ShapeDtypeStruct],
+    latent_channels: int,
+    *,
+    platform: str = "tpu",
+) -> ExportedStep:
+    """`embeddings`: those of `abstract_embeddings`, and of images where they are given."""
+    programs = StepPrograms(family.denoiser, component.program)
+    weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
+    prepare = programs.prepare(embeddings).export(platform, weights, **embeddings)
+    placement, axes = component.placement, family.denoiser.prepared_axes
+    prepared = {
+        name: jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            sharding=placement.sharding(*evenly(axes.get(name, _BRANCHES), aval.shape, placement)),
+        )
+        for name, aval in jax.tree.unflatten(prepare.out_tree, prepare.out_avals).items()
+    }
+    prompt_weights, inputs = split_prepared(prepared)
+    shape, float32 = latent_shape(family, latent_channels, settings), np.dtype("float32")
+    latent = jax.ShapeDtypeStruct(shape, float32)
+    compute = programs.compute().export(
+        platform,
+        {**weights, **prompt_weights},
+        samples=[latent] * HISTORY,
+        outputs=[latent] * HISTORY,
+        coefficients=jax.ShapeDtypeStruct((2 * HISTORY,), float32),
+        timestep=jax.ShapeDtypeStruct((1,), float32),
+        guidance_scale=jax.ShapeDtypeStruct((), float32),
+        prepared=inputs,
+        guided=is_guided(family, settings),
+    )
+    return ExportedStep(prepare, compute, prepared, shape)
