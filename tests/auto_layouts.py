@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.families.registry import load_families
 from comfy_tpu.parallel.chips import CHIPS, slice_of
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.workload import Workload
@@ -30,12 +30,16 @@ def taken_by(work: Workload, chip: str, device_count: int) -> MeshSizes:
 
 
 def _workloads() -> Iterator[Workload]:
-    models = [(family, config, family.defaults) for family in FAMILIES for config in family.published.values()]
+    models = [
+        (family, config, family.card.defaults)
+        for family in load_families()
+        for config in family.card.published.values()
+    ]
     for files in map(ModelFiles.open, DEMO_DIRECTORIES):
         models.append((files.family, files.config(files.family.transformer), files.defaults))
     for family, config, defaults in models:
         for changed in DEFAULTS:
-            yield family.workload(config, dataclasses.replace(defaults, **changed))
+            yield family.denoiser.workload(config, dataclasses.replace(defaults, **changed))
 
 
 def as_text(sizes: MeshSizes) -> str:

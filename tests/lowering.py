@@ -24,9 +24,10 @@ import torch
 from comfy_tpu.bridge.compat import replaced
 from comfy_tpu.bridge.environment import TraceEnvironment
 from comfy_tpu.compiler.component import Component, ComponentSpec
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.placement import Placement
-from comfy_tpu.pipeline.denoise import make_step
-from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.pipeline.step import abstract_embeddings, export_step
 
 OPERATIONS = 10_000
 """Of StableHLO in one program. HunyuanVideo's decoder has 8,500; twenty blocks that are not scanned have more."""
@@ -48,27 +49,19 @@ def outputs(exported: jax.export.Exported) -> Any:
     return jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), avals)
 
 
-def export_step(
-    made: Component,
-    predict: Callable[..., torch.Tensor],
-    weights: Mapping[str, Any],
-    latent: tuple[int, ...],
-    prepared: Mapping[str, Any],
-    *,
-    guided: bool,
-) -> jax.export.Exported:
-    program = made.program(make_step(predict), static=("guided",), input_axes={"prepared": ("dp",)}, output_axes=())
-    return program.export(
-        "tpu",
-        weights,
-        samples=[array(*latent)] * HISTORY,
-        outputs=[array(*latent)] * HISTORY,
-        coefficients=array(2 * HISTORY),
-        timestep=array(1),
-        guidance_scale=array(),
-        prepared=dict(prepared),
-        guided=guided,
-    )
+def lower_step(
+    family: ModelFamily,
+    config: Mapping[str, Any],
+    settings: GenerationSettings,
+    placement: Placement,
+    channels: int,
+    images: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+) -> dict[str, jax.export.Exported]:
+    """The product's own programs of a step. `images`: embeddings of images that are given."""
+    embeddings = abstract_embeddings(family, config, settings) | dict(images or {})
+    made = component(family.transformer, config, placement)
+    exported = export_step(made, family, settings, embeddings, channels)
+    return {"prepare": exported.prepare, "denoise_step": exported.compute}
 
 
 def facts(exported: jax.export.Exported, *, sequence: int) -> dict[str, Any]:

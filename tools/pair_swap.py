@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.config import ResidencyConfig, RuntimeConfig
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -81,7 +81,7 @@ def main() -> None:
         logger.info("%.2f GB each", nbytes / 1e9)
         for name, budget in (("both have room", 4 * nbytes), ("one has room", int(1.1 * nbytes))):
             residency = Residency(ResidencyConfig(budget_bytes=budget))
-            pipeline = VideoPipeline.open(directory, mesh="single", residency=residency)
+            pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"), residency=residency)
             settings = pipeline.settings(
                 height=chosen.size,
                 width=chosen.size,

@@ -8,7 +8,7 @@ from comfy_tpu.bench.flops import attention_operations, counted_operations, tran
 from comfy_tpu.bench.job import FULL, SMALL, VideoSize
 from comfy_tpu.bench.references import empty_module
 from comfy_tpu.compiler.component import Component
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import transformer as wan_transformer
 from comfy_tpu.parallel.mesh import make_placement
 
 SIZE = VideoSize(96, 64, 9)
@@ -44,7 +44,7 @@ def test_transformer_as_torch_counts_it():
         text = torch.empty(1, SMALL.text_tokens, config["text_dim"], device="meta")
         return module(latents, torch.empty(1, device="meta"), text, return_dict=False)
 
-    counted = counted_operations(empty_module(wan.TRANSFORMER, config), call)
+    counted = counted_operations(empty_module(wan_transformer.TRANSFORMER, config), call)
     assert counted == transformer_operations(config, SIZE.tokens, SMALL.text_tokens).total
 
 
@@ -52,7 +52,9 @@ def test_transformer_as_xla_counts_it():
     # Unrolled, because XLA counts the body of a loop once. It also counts norms, RoPE and softmax, which are much at
     # this width.
     config = {**SMALL.transformer, "num_layers": 1}
-    component = Component(wan.TRANSFORMER, config, make_placement("single"), dtype=torch.float32, scan=False)
+    component = Component(
+        wan_transformer.TRANSFORMER, config, make_placement("single"), dtype=torch.float32, scan=False
+    )
     lowered = component.program("forward", static=("return_dict",)).lower(
         component.abstract_weights(),
         hidden_states=torch.empty(1, 16, *SIZE.latent),

@@ -12,14 +12,16 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.compiler.weights import adopt
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import text as wan_text
+from comfy_tpu.families.wan import transformer as wan_transformer
+from comfy_tpu.families.wan import vae as wan_vae
 from comfy_tpu.parallel.mesh import make_placement
 
 CPU = torch.device("cpu")
 COMPONENTS = [
-    (wan.TRANSFORMER, SMALL.transformer),
-    (wan.TEXT_ENCODER, SMALL.text_encoder),
-    (wan.VAE, SMALL.vae),
+    (wan_transformer.TRANSFORMER, SMALL.transformer),
+    (wan_text.TEXT_ENCODER, SMALL.text_encoder),
+    (wan_vae.VAE, SMALL.vae),
 ]
 
 
@@ -34,7 +36,7 @@ def test_nothing_is_left_without_a_value(spec, config):
 
 
 def test_dtypes_are_those_of_diffusers():
-    module = random_module(wan.TRANSFORMER, SMALL.transformer, device=CPU, dtype=torch.bfloat16)
+    module = random_module(wan_transformer.TRANSFORMER, SMALL.transformer, device=CPU, dtype=torch.bfloat16)
     kept = type(module)._keep_in_fp32_modules
     for name, parameter in module.named_parameters():
         expected = torch.float32 if any(part in name for part in kept) else torch.bfloat16
@@ -42,13 +44,13 @@ def test_dtypes_are_those_of_diffusers():
 
 
 def test_tied_weights_stay_tied():
-    module = random_module(wan.TEXT_ENCODER, SMALL.text_encoder, device=CPU, dtype=torch.float32)
+    module = random_module(wan_text.TEXT_ENCODER, SMALL.text_encoder, device=CPU, dtype=torch.float32)
     assert module.shared.weight is module.encoder.embed_tokens.weight
 
 
 def test_the_reference_has_the_same_numbers_in_float32():
-    module = random_module(wan.TRANSFORMER, SMALL.transformer, device=CPU, dtype=torch.bfloat16)
-    reference = in_float32(module, wan.TRANSFORMER, SMALL.transformer)
+    module = random_module(wan_transformer.TRANSFORMER, SMALL.transformer, device=CPU, dtype=torch.bfloat16)
+    reference = in_float32(module, wan_transformer.TRANSFORMER, SMALL.transformer)
     for (name, one), two in zip(reference.named_parameters(), module.parameters(), strict=True):
         assert one.dtype == torch.float32, name
         assert torch.equal(one, two.float()), name
@@ -68,7 +70,7 @@ def test_a_tensor_of_torch_is_adopted_by_jax(dtype):
 def test_our_encoder_by_frames_is_diffusers_encoder():
     job = Job("vae", size="32x16x9", cache_directory="build/test-programs")
     bench = Bench.open(job)
-    module = random_module(wan.VAE, SMALL.vae, device=CPU, dtype=torch.float32)
+    module = random_module(wan_vae.VAE, SMALL.vae, device=CPU, dtype=torch.float32)
     pixels = bench.random(1, 3, 9, 16, 32, seed=1).clamp(-1, 1)
     entrant = vae.encode_call(bench, job, module, pixels)
     with torch.no_grad():
@@ -80,12 +82,14 @@ def test_our_encoder_by_frames_is_diffusers_encoder():
 # torch's own, when it imports the compiler.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_parts_leave_the_module_as_it_was():
-    module = random_module(wan.VAE, SMALL.vae, device=CPU, dtype=torch.float32)
+    module = random_module(wan_vae.VAE, SMALL.vae, device=CPU, dtype=torch.float32)
     twin = compiled(module, ("decoder",))
     assert twin.decoder is not module.decoder
     assert twin.encoder is module.encoder
     assert type(module.decoder).__name__ == "WanDecoder3d"
-    blocks = compiled(random_module(wan.TRANSFORMER, SMALL.transformer, device=CPU, dtype=torch.float32), ("blocks",))
+    blocks = compiled(
+        random_module(wan_transformer.TRANSFORMER, SMALL.transformer, device=CPU, dtype=torch.float32), ("blocks",)
+    )
     assert [type(block).__name__ for block in blocks.blocks] == ["OptimizedModule"] * 2
 
 
@@ -100,7 +104,7 @@ def test_a_preferred_attention_leaves_torch_as_it_was():
 
 
 def test_components_load_from_the_peers_module():
-    module = random_module(wan.TEXT_ENCODER, SMALL.text_encoder, device=CPU, dtype=torch.float32)
-    component = Component(wan.TEXT_ENCODER, SMALL.text_encoder, make_placement("single"), dtype=torch.float32)
+    module = random_module(wan_text.TEXT_ENCODER, SMALL.text_encoder, device=CPU, dtype=torch.float32)
+    component = Component(wan_text.TEXT_ENCODER, SMALL.text_encoder, make_placement("single"), dtype=torch.float32)
     weights = component.load(HostWeights(module))
     assert torch.equal(to_host(weights["shared.weight"]), module.shared.weight)

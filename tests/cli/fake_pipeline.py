@@ -4,6 +4,7 @@ As a script it is the comfy-tpu command with this pipeline in it. FAKE_PAUSE=sta
 say so on the file descriptor FAKE_READY.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError
-from comfy_tpu.pipeline.progress import Progress, ignore
-from comfy_tpu.pipeline.settings import Limits, check_prompt, make_settings
+from comfy_tpu.families.card import Limits
+from comfy_tpu.families.settings import check_prompt, make_settings
+from comfy_tpu.pipeline.progress import Progress, ignore_progress
 from comfy_tpu.pipeline.text import PromptEmbeddings
 
 MODELS = {"demo": "ab12", "other": "cd34"}
@@ -29,11 +31,13 @@ class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
     family = types.SimpleNamespace(
         name="Fake",
-        guidance="branches",
-        image=None,
-        encode_picture=None,
-        presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
-        limits=limits,
+        vae=types.SimpleNamespace(encode_image=None),
+        card=types.SimpleNamespace(
+            guidance="classifier_free",
+            image=None,
+            presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
+            limits=limits,
+        ),
     )
 
     def __init__(self, model, on_progress):
@@ -49,15 +53,10 @@ class FakePipeline:
     def open(
         cls,
         model="demo",
+        runtime=RuntimeConfig(),
         *,
         name=None,
-        mesh="auto",
-        platform="auto",
-        dtype="auto",
-        quantize="none",
-        vae_backend="torchax",
-        cache=None,
-        on_progress=ignore,
+        on_progress=ignore_progress,
         loras=(),
         check=lambda files: None,
     ):
@@ -66,14 +65,7 @@ class FakePipeline:
             raise CheckpointError(f"model={model} is not a directory; give one")
         pipeline = cls(name, on_progress)
         check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
-        pipeline.opened_with = {
-            "mesh": mesh,
-            "platform": platform,
-            "dtype": dtype,
-            "quantize": quantize,
-            "vae_backend": vae_backend,
-            "cache": cache,
-        }
+        pipeline.opened_with = dataclasses.asdict(runtime)
         notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]
         pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "")
         return pipeline
@@ -92,17 +84,17 @@ class FakePipeline:
         cut = " ".join(words[WORDS:])
         return PromptEmbeddings(prompt, {"text": positive}, {"text": negative} if guided else None, cut)
 
-    def denoise(self, embeddings, settings, beginning=None):
+    def denoise(self, embeddings, settings, init_image=None):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"
         self._begin("denoise", "transformer", size)
         shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed))
         for step in range(settings.num_inference_steps):
             reused = settings.reuse > 0 and step > 1  # all but the first: nothing is computed here anyway
-            self._say(Progress("denoising", size, step, settings.num_inference_steps, reused=reused))
+            self._say(Progress("denoising", "", step, settings.num_inference_steps, size=size, reused=reused))
             pause("denoise")
             latents = latents + settings.guidance_scale * embeddings.positive["text"].float().mean()
-        self._say(Progress("denoising", size, settings.num_inference_steps, settings.num_inference_steps))
+        self._say(Progress("denoising", "", settings.num_inference_steps, settings.num_inference_steps, size=size))
         return latents
 
     def velocities(self, embeddings, settings):
@@ -120,7 +112,7 @@ class FakePipeline:
         for index in range(latents.shape[2]):
             frames = torch.full((len(latents), 4 if index else 1, settings.height, settings.width, 3), 0.25)
             frames[:, :, 8:24, 4 * index : 4 * index + 16] = colours[:, None, None, None]
-            self._say(Progress("decoding", size, index + 1, latents.shape[2]))
+            self._say(Progress("decoding", "", index + 1, latents.shape[2], size=size))
             yield frames
             pause("decode")
 
@@ -128,8 +120,8 @@ class FakePipeline:
         self.ran.append(stage)
         self._say(Progress("loading", component, 0, 2048))
         self._say(Progress("loading", component, 2048, 2048))
-        self._say(Progress("compiling", f"{component} at {size}", 0, 1))
-        self._say(Progress("compiling", f"{component} at {size}", 1, 1, from_cache=component == "vae"))
+        self._say(Progress("compiling", component, 0, 1, size=size))
+        self._say(Progress("compiling", component, 1, 1, size=size, from_cache=component == "vae"))
 
 
 def pause(stage):

@@ -66,7 +66,7 @@ def test_a_model_that_begins_with_a_picture_asks_for_a_flag_that_there_is(tmp_pa
     assert (
         cli.main(["calibrate", "demo-image", "--mesh", "single", "--steps", "2", "-o", str(tmp_path / "x.json")]) == 1
     )
-    assert "--image is missing: model demo-image begins with a picture; give one" in capsys.readouterr().err
+    assert "--image is missing: model demo-image begins with an image; give one" in capsys.readouterr().err
 
 
 REFUSED = {

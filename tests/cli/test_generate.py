@@ -91,7 +91,7 @@ def test_every_flag_arrives(opened, capsys):
     assert document["outputs"] == ["x-0.npy", "x-1.npy"]
     assert document["model"] == {"name": "other", "fingerprint": "cd34"}
     (pipeline,) = opened
-    assert pipeline.opened_with["cache"].directory == Path("c")
+    assert pipeline.opened_with["cache"]["directory"] == Path("c")
     names = ("mesh", "platform", "dtype", "quantize", "vae_backend")
     assert [pipeline.opened_with[name] for name in names] == ["dp=2", "cpu", "float32", "int8", "nnx"]
     assert np.load("x-1.npy").shape == (5, 48, 80, 3)

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import stand_in  # beside this file
 import torch
 
-from comfy_tpu.comfy.node_families import WAN21
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import EscapeError
+from comfy_tpu.families.wan.card import CARD
 from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 
@@ -29,7 +30,7 @@ CONDITIONING = [[torch.zeros(1, 512, 128), {}]]
 def run(kind: str) -> dict[str, str]:
     from comfy_tpu.comfy import family_nodes  # which imports ComfyUI
 
-    pipeline = VideoPipeline.open("demo", mesh="single")
+    pipeline = VideoPipeline.open("demo", RuntimeConfig(mesh="single"))
     device = "cpu" if kind == "host" else "meta"
     tensor = torch.zeros(1, 17, 64, 64, 3, device=device)
     rows = {"text": torch.zeros(1, 512, 128, device=device)}
@@ -58,7 +59,7 @@ def run(kind: str) -> dict[str, str]:
         "Wan21TPUVAEDecoder": {"latents": latents, "fps": 8},
         "Wan21TPUPipeline": SAMPLING | {"prompt": "a red circle", "fps": 8},
     }
-    nodes = {node.__name__: node for node in family_nodes.nodes_of(WAN21)}
+    nodes = {node.__name__: node for node in family_nodes.make_nodes(CARD.node_sets[0])}
     assert set(nodes) == set(given)
     return {name: outcome(node, given[name] | model) for name, node in nodes.items()}
 

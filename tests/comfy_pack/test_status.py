@@ -28,11 +28,11 @@ def status(clock: Clock) -> Status:
     [
         (Progress("loading", "transformer", int(3.2e9), int(28.6e9)), "loading transformer 3.2 of 28.6 GB"),
         (Progress("loading", "vae", 2_500_000, 10_300_000), "loading vae 2.5 of 10.3 MB"),
-        (Progress("compiling", "transformer.step at 832×480×81", 0, 1), "compiling (first run at 832×480×81)"),
+        (Progress("compiling", "transformer.step", 0, 1, size="832×480×81"), "compiling (first run at 832×480×81)"),
         (Progress("compiling", "vae", 0, 1), "compiling (first run)"),
         (Progress("encoding", "prompt", 0, 1), "encoding the prompt"),
-        (Progress("denoising", "832×480×81", 0, 50), "832×480×81 · step 0/50"),
-        (Progress("decoding", "832×480×81", 3, 21), "832×480×81 · decoding 3/21"),
+        (Progress("denoising", "", 0, 50, size="832×480×81"), "832×480×81 · step 0/50"),
+        (Progress("decoding", "", 3, 21, size="832×480×81"), "832×480×81 · decoding 3/21"),
     ],
 )
 def test_lines(status: Status, progress: Progress, text: str) -> None:
@@ -43,11 +43,11 @@ def test_lines(status: Status, progress: Progress, text: str) -> None:
 def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Status, clock: Clock) -> None:
     size = "832×480×81"
     for now, progress in [
-        (0.0, Progress("denoising", size, 0, 50)),
-        (1.0, Progress("compiling", f"transformer.step at {size}", 0, 1)),
-        (21.0, Progress("compiling", f"transformer.step at {size}", 1, 1)),
-        (22.5, Progress("denoising", size, 1, 50)),
-        (24.0, Progress("denoising", size, 2, 50)),
+        (0.0, Progress("denoising", "", 0, 50, size=size)),
+        (1.0, Progress("compiling", "transformer.step", 0, 1, size=size)),
+        (21.0, Progress("compiling", "transformer.step", 1, 1, size=size)),
+        (22.5, Progress("denoising", "", 1, 50, size=size)),
+        (24.0, Progress("denoising", "", 2, 50, size=size)),
     ]:
         clock.now = now
         status.note(progress, "3")
@@ -62,29 +62,29 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
 def test_a_reused_step_says_nothing_of_a_steps_time(status: Status, clock: Clock) -> None:
     for done, now in enumerate((0.0, 2.0, 2.0, 2.0, 4.0)):
         clock.now = now
-        status.note(Progress("denoising", "a", done, 5, reused=done in (2, 3)), None)
+        status.note(Progress("denoising", "", done, 5, size="a", reused=done in (2, 3)), None)
     assert status.text() == "a · step 4/5 · 2.00 s/step · 0:02 left"
 
 
 def test_a_program_from_the_cache_is_not_a_compilation(status: Status, clock: Clock) -> None:
-    status.note(Progress("compiling", "vae.decode at x", 0, 1), None)
+    status.note(Progress("compiling", "vae.decode", 0, 1, size="x"), None)
     clock.now = 2.0
-    status.note(Progress("compiling", "vae.decode at x", 1, 1, from_cache=True), None)
+    status.note(Progress("compiling", "vae.decode", 1, 1, size="x", from_cache=True), None)
     assert status.snapshot()["compiled"] == {"programs": 0, "from_cache": 1, "seconds": 0.0, "last": None}
 
 
 def test_a_new_run_forgets_the_steps_of_the_last(status: Status, clock: Clock) -> None:
-    status.note(Progress("denoising", "a", 0, 2), None)
+    status.note(Progress("denoising", "", 0, 2, size="a"), None)
     clock.now = 9.0
-    status.note(Progress("denoising", "a", 1, 2), None)
-    status.note(Progress("denoising", "b", 0, 2), None)
+    status.note(Progress("denoising", "", 1, 2, size="a"), None)
+    status.note(Progress("denoising", "", 0, 2, size="b"), None)
     assert status.snapshot()["step_seconds"] is None
 
 
 def test_hours_are_shown_as_hours(status: Status, clock: Clock) -> None:
-    status.note(Progress("denoising", "a", 0, 100), None)
+    status.note(Progress("denoising", "", 0, 100, size="a"), None)
     clock.now = 60.0
-    status.note(Progress("denoising", "a", 1, 100), None)
+    status.note(Progress("denoising", "", 1, 100, size="a"), None)
     assert status.text().endswith("60.00 s/step · 1:39:00 left")
 
 
@@ -102,7 +102,7 @@ def test_devices_are_told_once_started(status: Status) -> None:
 
 
 def test_at_rest_nothing_goes_on(status: Status) -> None:
-    status.note(Progress("decoding", "a", 1, 2), "3")
+    status.note(Progress("decoding", "", 1, 2, size="a"), "3")
     status.rest()
     assert status.text() == ""
     assert status.snapshot()["activity"]["stage"] == "idle"

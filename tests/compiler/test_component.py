@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.residency import Residency, ResidencyEvent
-from comfy_tpu.config import ResidencyConfig, ShardingConfig
+from comfy_tpu.config import ResidencyConfig, RuntimeConfig, ShardingConfig
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
-from comfy_tpu.families.wan import TEXT_ENCODER
+from comfy_tpu.families.wan.text import TEXT_ENCODER
 from comfy_tpu.parallel.constraints import even_batch, evenly
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -132,12 +132,14 @@ def test_batches_and_sizes_that_do_not_divide() -> None:
 
 def test_models_that_do_not_fit_together_take_turns() -> None:
     """The pipeline on devices that hold one component at a time: each leaves for the next and comes back."""
-    probe = VideoPipeline.open(small_pipeline.directory(), mesh="single")
-    sizes = [sum(slot.bytes_per_device for slot in probe._component(spec).slots) for spec in probe.family.components]
+    probe = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
+    sizes = [
+        sum(slot.bytes_per_device for slot in probe.running.component(spec).slots) for spec in probe.family.components
+    ]
     registry = Residency(ResidencyConfig(budget_bytes=max(sizes)))
     events: list[ResidencyEvent] = []
     registry.listen(events.append)
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="single", residency=registry)
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"), residency=registry)
     settings = pipeline.settings(height=32, width=32, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
     videos = [torch.cat(list(pipeline.generate("a red circle", settings)), dim=1) for _ in range(2)]
     assert torch.equal(*videos)

@@ -3,18 +3,16 @@
 Arguments: width, height.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
-import jax
-import jax.export
-
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families import flux
+from comfy_tpu.families.flux import model as flux_model
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, tell
 
-FAMILY = flux.FLUX_DEV
+FAMILY = flux_model.FLUX_DEV
 CLIP = {
     "vocab_size": 49408,
     "hidden_size": 768,
@@ -49,28 +47,20 @@ VAE = {
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
 
 
-def transformer(latent: tuple[int, ...]) -> dict[str, jax.export.Exported]:
-    made = component(FAMILY.transformer, FAMILY.published["black-forest-labs/FLUX.1-dev"], PLACEMENT)
-    weights = made.abstract_weights()
-    prepare = made.program(FAMILY.prepare).export(
-        "tpu", weights, pooled=array(1, 768, dtype=BFLOAT16), text=array(1, 512, 4096, dtype=BFLOAT16)
-    )
-    step = export_step(made, FAMILY.predict, weights, latent, outputs(prepare), guided=False)
-    return {"prepare": prepare, "denoise_step": step}
-
-
 def main(width: int, height: int) -> dict[str, Any]:
     latent = (1, 16, 1, height // 8, width // 8)
-    programs = transformer(latent)
-    for encoder, config in zip(FAMILY.text_encoders, (CLIP, T5), strict=True):
+    config = FAMILY.card.published["black-forest-labs/FLUX.1-dev"]
+    settings = dataclasses.replace(FAMILY.card.defaults, height=height, width=width)
+    programs = lower_step(FAMILY, config, settings, PLACEMENT, latent[1])
+    for encoder, config in zip(FAMILY.text.encoders, (CLIP, T5), strict=True):
         made = component(encoder.component, config, PLACEMENT)
         tokens = array(1, encoder.length or 512, dtype=INT32)
         programs[encoder.encode.__name__] = made.program(encoder.encode).export(
             "tpu", made.abstract_weights(), input_ids=tokens, attention_mask=tokens
         )
-    vae = component(FAMILY.vae, VAE, PLACEMENT)
+    vae = component(FAMILY.vae.component, VAE, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
-    programs["decode_frame"] = vae.program(FAMILY.decode_frame, input_axes={"latent": axes}).export(
+    programs["decode_frame"] = vae.program(FAMILY.vae.decode_frame, input_axes={"latent": axes}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
     return {name: facts(exported, sequence=4096) for name, exported in programs.items()}

@@ -3,17 +3,15 @@
 Arguments: the model's id on the hub, width, height.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
-import jax
-import jax.export
-
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families.family import VideoFamily
-from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN
+from comfy_tpu.families.flux2.model import FLUX2_DEV, FLUX2_KLEIN
+from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, tell
 
 QWEN_4B = {
     "vocab_size": 151936,
@@ -47,37 +45,27 @@ VAE = {
     "layers_per_block": 2,
     "latent_channels": 32,
 }
-MODELS: dict[str, tuple[VideoFamily, dict[str, Any]]] = {
+MODELS: dict[str, tuple[ModelFamily, dict[str, Any]]] = {
     "black-forest-labs/FLUX.2-klein-4B": (FLUX2_KLEIN, QWEN_4B),
     "black-forest-labs/FLUX.2-dev": (FLUX2_DEV, MISTRAL_24B),
 }
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
 
 
-def transformer(family: VideoFamily, model: str, latent: tuple[int, ...]) -> dict[str, jax.export.Exported]:
-    config = family.published[model]
-    made = component(family.transformer, config, PLACEMENT)
-    weights = made.abstract_weights()
-    prepare = made.program(family.prepare).export(
-        "tpu", weights, text=array(1, 512, config["joint_attention_dim"], dtype=BFLOAT16)
-    )
-    step = export_step(made, family.predict, weights, latent, outputs(prepare), guided=False)
-    return {"prepare": prepare, "denoise_step": step}
-
-
 def main(model: str, width: int, height: int) -> dict[str, Any]:
     family, text_config = MODELS[model]
     latent = (1, 128, 1, height // 16, width // 16)
-    programs = transformer(family, model, latent)
-    (encoder,) = family.text_encoders
+    settings = dataclasses.replace(family.card.defaults, height=height, width=width)
+    programs = lower_step(family, family.card.published[model], settings, PLACEMENT, latent[1])
+    (encoder,) = family.text.encoders
     made = component(encoder.component, text_config, PLACEMENT)
     tokens = array(1, 512, dtype=INT32)
     programs["encode_text"] = made.program(encoder.encode).export(
         "tpu", made.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
-    vae = component(family.vae, VAE, PLACEMENT)
+    vae = component(family.vae.component, VAE, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
-    programs["decode_frame"] = vae.program(family.decode_frame, input_axes={"latent": axes}).export(
+    programs["decode_frame"] = vae.program(family.vae.decode_frame, input_axes={"latent": axes}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
     return {name: facts(exported, sequence=4096) for name, exported in programs.items()}

@@ -3,13 +3,16 @@
 Arguments: width, height, frames.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families import hunyuan, hunyuan_text, hunyuan_vae
+from comfy_tpu.families.hunyuan_video import model as hunyuan_model
+from comfy_tpu.families.hunyuan_video import text as hunyuan_text
+from comfy_tpu.families.hunyuan_video import vae as hunyuan_vae
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, outputs, tell
 
 TEXT_ENCODER = {
     "vocab_size": 152064,
@@ -34,12 +37,12 @@ GLYPH_ENCODER = {
     "tie_word_embeddings": False,
 }
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
-SETTINGS = hunyuan.HUNYUAN15.defaults
+SETTINGS = hunyuan_model.HUNYUAN15.card.defaults
 
 
 def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 32, (frames - 1) // 4 + 1, height // 16, width // 16)
-    config = next(iter(hunyuan.PUBLISHED.values()))
+    config = next(iter(hunyuan_model.HUNYUAN15.card.published.values()))
     programs = {}
     for spec, encode, encoder_config, length in (
         (hunyuan_text.TEXT_ENCODER, hunyuan_text.encode_text, TEXT_ENCODER, 1108),
@@ -50,15 +53,8 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
             "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
         )
 
-    transformer = component(hunyuan.TRANSFORMER, config, PLACEMENT)
-    weights = transformer.abstract_weights()
-    rows = {
-        name: array(2, *shape, dtype=BFLOAT16) for name, shape in hunyuan.embedding_shapes(config, SETTINGS).items()
-    }
-    axes = dict.fromkeys(rows, ("dp",))
-    programs["prepare"] = transformer.program(hunyuan.prepare, input_axes=axes).export("tpu", weights, **rows)
-    prepared = outputs(programs["prepare"])
-    programs["denoise_step"] = export_step(transformer, hunyuan.predict, weights, latent, prepared, guided=True)
+    settings = dataclasses.replace(SETTINGS, height=height, width=width, num_frames=frames)
+    programs |= lower_step(hunyuan_model.HUNYUAN15, config, settings, PLACEMENT, latent[1])
 
     vae = component(hunyuan_vae.VAE, {}, PLACEMENT)
     columns = (None, None, None, None, MESH_AXES)

@@ -3,14 +3,17 @@
 Arguments: width, height, frames.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families import ltx, ltx_vae
-from comfy_tpu.families.text_encoders import t5_component
+from comfy_tpu.families.ltx_video import model as ltx_model
+from comfy_tpu.families.ltx_video import text as ltx_text
+from comfy_tpu.families.ltx_video import vae as ltx_vae
+from comfy_tpu.families.shared.text_encoders import t5_component
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, tell
 
 T5 = {
     "vocab_size": 32128,
@@ -28,32 +31,18 @@ COLUMNS = (None, None, None, None, MESH_AXES)
 
 def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 128, (frames - 1) // 8 + 1, height // 32, width // 32)
-    config, settings = ltx.LTX_VIDEO.published["Lightricks/LTX-Video"], ltx.LTX_VIDEO.defaults
+    config, settings = ltx_model.LTX_VIDEO.card.published["Lightricks/LTX-Video"], ltx_model.LTX_VIDEO.card.defaults
     programs = {}
     encoder, tokens = component(t5_component("text_encoder"), T5, PLACEMENT), array(2, 128, dtype=INT32)
-    programs["encode_text"] = encoder.program(ltx.encode_text).export(
+    programs["encode_text"] = encoder.program(ltx_text.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
 
-    transformer = component(ltx.TRANSFORMER, config, PLACEMENT)
-    weights = transformer.abstract_weights()
-    rows = {name: array(2, *shape, dtype=BFLOAT16) for name, shape in ltx.embedding_shapes(config, settings).items()}
-    rows["frame_rate"] = array(2, 1)
-    for name, given in (("", {}), (" from a picture", {"condition": array(2, 128, 1, *latent[3:])})):
-        every = rows | given
-        prepare = transformer.program(
-            ltx.prepare, input_axes=dict.fromkeys(every, ("dp",)), output_axes=ltx.PROMPT_AXES
-        ).export("tpu", weights, **every)
-        programs[f"prepare{name}"] = prepare
-        found = outputs(prepare)
-        programs[f"denoise_step{name}"] = export_step(
-            transformer,
-            ltx.predict,
-            weights | {key: value for key, value in found.items() if "." in key},
-            latent,
-            {key: value for key, value in found.items() if "." not in key},
-            guided=True,
-        )
+    settings = dataclasses.replace(settings, height=height, width=width, num_frames=frames)
+    image = {"condition": array(2, 128, 1, *latent[3:])}
+    for name, given in (("", None), (" from an image", image)):
+        made = lower_step(ltx_model.LTX_VIDEO, config, settings, PLACEMENT, latent[1], given)
+        programs |= {f"{program}{name}": exported for program, exported in made.items()}
 
     vae = component(ltx_vae.VAE, {}, PLACEMENT)
     programs["decode_frame"] = vae.program(ltx_vae.decode_frame, input_axes={"latent": COLUMNS}).export(

@@ -9,9 +9,9 @@ from typing import Any
 import jax.export
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families.family import VideoFamily
-from comfy_tpu.families.hunyuan_image import HUNYUAN15_IMAGE
-from comfy_tpu.families.wan22 import WAN21_IMAGE, WAN22_5B
+from comfy_tpu.families.hunyuan_video.model import HUNYUAN15_IMAGE
+from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.wan.model import WAN21_IMAGE, WAN22_5B
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import array, component, facts, outputs, tell
 
@@ -45,7 +45,7 @@ VAE_OF_5B = {
     "latents_mean": [0.0] * 48,
     "latents_std": [1.0] * 48,
 }
-FAMILIES: dict[str, tuple[VideoFamily, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
+FAMILIES: dict[str, tuple[ModelFamily, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "wan": (WAN21_IMAGE, {}, CLIP, (720, 1280)),
     "5b": (WAN22_5B, VAE_OF_5B, {}, (704, 1280)),
     "hunyuan": (HUNYUAN15_IMAGE, {}, SIGLIP, (720, 1280)),
@@ -65,16 +65,16 @@ def main(name: str) -> dict[str, Any]:
             "tpu", encoder.abstract_weights(), pixel_values=array(1, 3, side, side)
         )
 
-    vae = component(family.vae, vae_config, PLACEMENT)
+    vae = component(family.vae.component, vae_config, PLACEMENT)
     weights = vae.abstract_weights()
     encode = vae.program(image.encode_frames, input_axes={"pixels": COLUMNS, "cache": COLUMNS})
     cache = None
-    for index, frames in enumerate((1,) if image.first_only else (1, 4, 4)):
+    for index, frames in enumerate((1,) if image.first_frame_only else (1, 4, 4)):
         exported = encode.export("tpu", weights, pixels=array(1, 3, frames, height, width), cache=cache)
         programs[f"encode_frames {index}"] = exported
         latent, cache = outputs(exported)
     if name == "5b":
-        decode = vae.program(family.decode_frame, input_axes={"latent": COLUMNS, "cache": COLUMNS})
+        decode = vae.program(family.vae.decode_frame, input_axes={"latent": COLUMNS, "cache": COLUMNS})
         cache = None
         for index in range(2):
             exported = decode.export("tpu", weights, latent=array(*latent.shape), cache=cache)

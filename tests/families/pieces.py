@@ -17,7 +17,7 @@ def component(
     """And its weights."""
     found = Component(
         spec,
-        pipeline._files.config(spec),
+        pipeline.files.config(spec),
         make_placement(mesh),
         dtype=dtype,
         # Every weight is stored in pieces, however small: it is the gathering that is on trial.

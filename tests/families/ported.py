@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.pipeline.denoise import initial_noise
+from comfy_tpu.config import RuntimeConfig
+from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.parity.small_models import temporary_directory
 
@@ -28,7 +29,7 @@ def saved(reference: Callable[[], Any]) -> Path:
 
 @functools.cache
 def opened(reference: Callable[[], Any], mesh: str = "single") -> VideoPipeline:
-    return VideoPipeline.open(saved(reference), mesh=mesh)
+    return VideoPipeline.open(saved(reference), RuntimeConfig(mesh=mesh))
 
 
 def made(pipeline: VideoPipeline, chosen: Mapping[str, Any], prompt: str = PROMPT, **changed: Any) -> torch.Tensor:

@@ -23,7 +23,9 @@ from transformers import (
     T5EncoderModel,
 )
 
-from comfy_tpu.families import hunyuan, hunyuan_text, hunyuan_vae
+from comfy_tpu.families.hunyuan_video import text as hunyuan_text
+from comfy_tpu.families.hunyuan_video import transformer as hunyuan_transformer
+from comfy_tpu.families.hunyuan_video import vae as hunyuan_vae
 from tests.parity.small_models import SmallModel, small_model, temporary_directory
 
 WORDS = ("a", "red", "blue", "circle", "square", "moving", "left", "right", "on", "black", "background", "says")
@@ -72,7 +74,7 @@ def transformer() -> SmallModel:
         "target_size": 64,
         "task_type": "t2v",
     }
-    return small_model(hunyuan.TRANSFORMER, config, lambda: HunyuanVideo15Transformer3DModel(**config))
+    return small_model(hunyuan_transformer.TRANSFORMER, config, lambda: HunyuanVideo15Transformer3DModel(**config))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from pathlib import Path
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
-from comfy_tpu.families import hunyuan_image
+from comfy_tpu.families.hunyuan_video import image as hunyuan_image
 from tests.families import small_hunyuan
 from tests.parity.small_models import SmallModel, small_model, temporary_directory
 

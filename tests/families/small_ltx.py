@@ -16,8 +16,9 @@ from diffusers import (
 )
 from transformers import T5Config, T5EncoderModel
 
-from comfy_tpu.families import ltx, ltx_vae
-from comfy_tpu.families.text_encoders import t5_component
+from comfy_tpu.families.ltx_video import transformer as ltx_transformer
+from comfy_tpu.families.ltx_video import vae as ltx_vae
+from comfy_tpu.families.shared.text_encoders import t5_component
 from tests.families.small_flux import T5, t5_tokenizer
 from tests.parity.small_models import SmallModel, small_model, temporary_directory
 
@@ -47,7 +48,7 @@ def transformer() -> SmallModel:
         "num_layers": 3,
         "caption_channels": TEXT,
     }
-    return small_model(ltx.TRANSFORMER, config, lambda: LTXVideoTransformer3DModel(**config))
+    return small_model(ltx_transformer.TRANSFORMER, config, lambda: LTXVideoTransformer3DModel(**config))
 
 
 @functools.cache

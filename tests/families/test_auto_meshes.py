@@ -2,24 +2,24 @@
 
 import pytest
 
-from comfy_tpu.families.family import VideoFamily
-from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.registry import load_families
 from comfy_tpu.parallel.chips import CHIPS
 from tests.auto_layouts import as_text, taken_by
 from tests.families.meshes import AUTO, MESHES
 
 
-def taken(family: VideoFamily) -> set[str]:
-    works = [family.workload(config, family.defaults) for config in family.published.values()]
+def taken(family: ModelFamily) -> set[str]:
+    works = [family.denoiser.workload(config, family.card.defaults) for config in family.card.published.values()]
     return {as_text(taken_by(work, chip, 8)) for work in works for chip in CHIPS}
 
 
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_takes_what_is_compared(name: str) -> None:
-    families = [family for family in FAMILIES if family.name.startswith(name)]
+    families = [family for family in load_families() if family.name.startswith(name)]
     found = set().union(*map(taken, families))
     assert found - set(MESHES) == set(AUTO[name])
 
 
 def test_every_family_is_named() -> None:
-    assert all(any(family.name.startswith(name) for name in AUTO) for family in FAMILIES)
+    assert all(any(family.name.startswith(name) for name in AUTO) for family in load_families())

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from comfy_tpu.bridge import to_host
 from comfy_tpu.cli import main as cli
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
-from comfy_tpu.families import flux, patches
-from comfy_tpu.families.flux import FLUX_DEV, FLUX_SCHNELL
+from comfy_tpu.families.flux import transformer as flux_transformer
+from comfy_tpu.families.flux.model import FLUX_DEV, FLUX_SCHNELL
+from comfy_tpu.families.shared import patches
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import as_frame, read_image
 from comfy_tpu.pipeline.schedule import make_schedule
@@ -48,7 +49,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 @functools.cache
 def opened(variant: str, mesh: str = "single") -> VideoPipeline:
-    return VideoPipeline.open(small_flux.directory(variant), mesh=mesh)
+    return VideoPipeline.open(small_flux.directory(variant), RuntimeConfig(mesh=mesh))
 
 
 def picture(pipeline: VideoPipeline, prompt: str = PROMPT, **changed: Any) -> torch.Tensor:
@@ -152,8 +153,8 @@ def test_schnell_says_that_guidance_has_no_effect(caplog: pytest.LogCaptureFixtu
 
 
 def test_sizes_of_the_family() -> None:
-    assert (FLUX_DEV.defaults.num_inference_steps, FLUX_DEV.defaults.guidance_scale) == (28, 3.5)
-    assert (FLUX_SCHNELL.defaults.num_inference_steps, FLUX_SCHNELL.defaults.max_sequence_length) == (4, 256)
+    assert (FLUX_DEV.card.defaults.num_inference_steps, FLUX_DEV.card.defaults.guidance_scale) == (28, 3.5)
+    assert (FLUX_SCHNELL.card.defaults.num_inference_steps, FLUX_SCHNELL.card.defaults.max_sequence_length) == (4, 256)
     assert opened("dev").family is FLUX_DEV
     assert opened("schnell").family is FLUX_SCHNELL
 
@@ -166,9 +167,9 @@ def test_sigmas_are_those_of_diffusers() -> None:
         reference = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
         sigmas = np.linspace(1.0, 1 / steps, steps)
         reference.set_timesteps(sigmas=sigmas, mu=calculate_shift((size // 16) ** 2))
-        found = make_schedule(FLUX_DEV.schedulers["euler"](settings))
+        found = make_schedule(FLUX_DEV.scheduling.factories["euler"](settings))
         np.testing.assert_allclose(found.sigmas, reference.sigmas[:-1].numpy(), rtol=1e-6)
-        plain = make_schedule(FLUX_SCHNELL.schedulers["euler"](settings))
+        plain = make_schedule(FLUX_SCHNELL.scheduling.factories["euler"](settings))
         np.testing.assert_allclose(plain.sigmas, sigmas, rtol=1e-6)
 
 
@@ -200,10 +201,10 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
         torch.tensor([3.5, 3.5]),
         return_dict=False,
     )[0]
-    transformer, weights = component(opened("dev"), flux.TRANSFORMER, mesh, dtype, scan=scan)
-    prepared = transformer.program(flux.prepare)(weights, pooled=pooled, text=text)
+    transformer, weights = component(opened("dev"), flux_transformer.TRANSFORMER, mesh, dtype, scan=scan)
+    prepared = transformer.program(flux_transformer.prepare)(weights, pooled=pooled, text=text)
     axes = dict.fromkeys(("latents", "pooled", "text"), ("dp",))
-    velocity = transformer.program(flux.predict, input_axes=axes)(
+    velocity = transformer.program(flux_transformer.predict, input_axes=axes)(
         weights, latents=latents, timestep=torch.tensor([700.0]), guidance_scale=torch.tensor(3.5), **prepared
     )
     wanted = reference._unpack_latents(wanted, 64, 128, 8).unsqueeze(2)
@@ -214,7 +215,7 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
 def test_quantized_products(quantize: Any, least: float) -> None:
     """60 and 76 dB are found."""
     exact = picture(opened("dev"))
-    pipeline = VideoPipeline.open(small_flux.directory("dev"), mesh="dp=2,tp=4", quantize=quantize)
+    pipeline = VideoPipeline.open(small_flux.directory("dev"), RuntimeConfig(mesh="dp=2,tp=4", quantize=quantize))
     assert least <= psnr(picture(pipeline), exact) < 80
     assert_wrong_ones_differ(
         exact,
@@ -229,7 +230,7 @@ def test_quantized_products(quantize: Any, least: float) -> None:
 def test_text_encoders(mesh: str, scan: bool) -> None:
     reference = small_flux.reference("dev")
     text, pooled, _ = reference.encode_prompt(PROMPT, max_sequence_length=19)
-    for encoder, wanted in zip(FLUX_DEV.text_encoders, (pooled, text), strict=True):
+    for encoder, wanted in zip(FLUX_DEV.text.encoders, (pooled, text), strict=True):
         tokenizer = reference.tokenizer if encoder.length else reference.tokenizer_2
         ids = tokenizer(PROMPT, padding="max_length", max_length=encoder.length or 19, return_tensors="pt").input_ids
         found, weights = component(opened("dev"), encoder.component, mesh, scan=scan)
@@ -246,7 +247,7 @@ def test_clip_under_the_names_of_published_checkpoints(tmp_path: Path) -> None:
     directory = copy_of("dev", tmp_path / "model")
     (file,) = (directory / "text_encoder").glob("*.safetensors")
     save_file({f"text_model.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    pipeline = VideoPipeline.open(directory, mesh="single")
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     settings = pipeline.settings(**CHOSEN)
     ours, known = (p.encode(PROMPT, settings).positive for p in (pipeline, opened("dev")))
     assert torch.equal(ours["pooled"], known["pooled"])
@@ -289,23 +290,23 @@ def test_wrong_directories(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"lacks text_encoder_2, tokenizer_2; a FluxPipeline directory has text_e"
     ):
-        VideoPipeline.open(directory, mesh="single")
+        VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
 
     directory = copy_of("dev", tmp_path / "other")
     edited(directory, "model_index.json", _class_name="FluxFillPipeline")
     with pytest.raises(UnsupportedError, match=r"is a FluxFillPipeline; supported are .*Flux.1 dev \(FluxPipeline\)"):
-        VideoPipeline.open(directory, mesh="single")
+        VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
 
     directory = copy_of("dev", tmp_path / "vae")
     edited(directory, "vae/config.json", _class_name="AutoencoderTiny")
     with pytest.raises(
         CheckpointError, match=r"describes a AutoencoderTiny, expected AutoencoderKL; this is not a Flux"
     ):
-        VideoPipeline.open(directory, mesh="single")
+        VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
 
     directory = copy_of("dev", tmp_path / "newer")
     edited(directory, "transformer/config.json", thinking=True)
-    pipeline = VideoPipeline.open(directory, mesh="single")
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     settings = pipeline.settings(**CHOSEN)
     with pytest.raises(UnsupportedError, match="FluxTransformer2DModel has thinking, which this version of diffusers"):
         pipeline.denoise(opened("dev").encode(PROMPT, settings), settings)
@@ -313,7 +314,7 @@ def test_wrong_directories(tmp_path: Path) -> None:
     directory = copy_of("dev", tmp_path / "damaged")
     edited(directory, "transformer/config.json", num_layers="many")
     with pytest.raises(CheckpointError, match="num_layers='many', expected a whole number"):
-        VideoPipeline.open(directory, mesh="single")
+        VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
 
 
 def test_embeddings_of_another_model() -> None:
@@ -405,7 +406,7 @@ def test_from_a_picture_as_diffusers_does_it(
         ).images.permute(0, 2, 3, 1)
     pipeline = opened(variant, mesh)
     settings = pipeline.settings(**chosen, num_videos=2)
-    beginning = pipeline.encode_picture(as_frame(read_image(file), settings), settings, strength)
+    beginning = pipeline.encode_init_image(as_frame(read_image(file), settings), settings, strength)
     latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings, beginning)
     (actual,) = pipeline.decode(latents, settings)
     assert psnr(actual[:, 0], wanted) >= SAME
@@ -426,7 +427,7 @@ def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, cap
     for more, message in [
         (["--image", "photograph.png", "--strength", "0"], "--strength 0.0 is not a number over 0, up to 1"),
         (["--image", "photograph.png", "--strength", "some"], "--strength 'some' is not a number over 0, up to 1"),
-        (["--strength", "0.5"], "--strength 0.5 is for a picture that is made anew; give --image too"),
+        (["--strength", "0.5"], "--strength 0.5 is for an image that denoising starts from; give --image too"),
         (["--image", "none.png"], "--image none.png is not a file; give a picture such as first.png"),
     ]:
         assert cli.main([*command, *more]) == 1

@@ -11,10 +11,11 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
-from comfy_tpu.families import flux2, flux2_text
-from comfy_tpu.families.flux2 import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
+from comfy_tpu.families.flux2 import text as flux2_text
+from comfy_tpu.families.flux2 import transformer as flux2_transformer
+from comfy_tpu.families.flux2.model import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
@@ -40,7 +41,7 @@ every_variant = pytest.mark.parametrize("variant", ["klein", "base", "dev"])
 
 @functools.cache
 def opened(variant: str, mesh: str = "single") -> VideoPipeline:
-    return VideoPipeline.open(small_flux2.directory(variant), mesh=mesh)
+    return VideoPipeline.open(small_flux2.directory(variant), RuntimeConfig(mesh=mesh))
 
 
 def picture(pipeline: VideoPipeline, prompt: str = PROMPT, **changed: Any) -> torch.Tensor:
@@ -135,7 +136,7 @@ def test_sigmas_are_those_of_diffusers() -> None:
         reference = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
         mu = compute_empirical_mu(image_seq_len=(size // 16) ** 2, num_steps=steps)
         reference.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        found = make_schedule(FLUX2_DEV.schedulers["euler"](settings))
+        found = make_schedule(FLUX2_DEV.scheduling.factories["euler"](settings))
         np.testing.assert_allclose(found.sigmas, reference.sigmas[:-1].numpy(), rtol=1e-6)
 
 
@@ -163,9 +164,9 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
         guidance=torch.tensor([3.5, 3.5]),
         return_dict=False,
     )[0]
-    transformer, weights = component(opened("dev"), flux2.TRANSFORMER, mesh, dtype, scan=scan)
-    prepared = transformer.program(flux2.prepare)(weights, text=text)
-    velocity = transformer.program(flux2.predict, input_axes=dict.fromkeys(("latents", "text"), ("dp",)))(
+    transformer, weights = component(opened("dev"), flux2_transformer.TRANSFORMER, mesh, dtype, scan=scan)
+    prepared = transformer.program(flux2_transformer.prepare)(weights, text=text)
+    velocity = transformer.program(flux2_transformer.predict, input_axes=dict.fromkeys(("latents", "text"), ("dp",)))(
         weights, latents=latents, timestep=torch.tensor([700.0]), guidance_scale=torch.tensor(3.5), **prepared
     )
     wanted = wanted.transpose(1, 2).reshape(latents.shape)
@@ -175,7 +176,7 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
 @pytest.mark.parametrize(("quantize", "least"), [("fp8", 69), ("int8", 79)])
 def test_quantized_products(quantize: Any, least: float) -> None:
     """72 and 82 dB are found, and 75 where the prompt is another: a seed and a guidance must be seen."""
-    pipeline = VideoPipeline.open(small_flux2.directory("dev"), mesh="dp=2,tp=4", quantize=quantize)
+    pipeline = VideoPipeline.open(small_flux2.directory("dev"), RuntimeConfig(mesh="dp=2,tp=4", quantize=quantize))
     assert least <= psnr(picture(pipeline), expected("dev")) < SAME
     assert_wrong_ones_differ(
         expected("dev"), least - 5, seed=picture(pipeline, seed=8), guidance=picture(pipeline, guidance_scale=3.9)
@@ -188,9 +189,9 @@ def test_text_encoder(variant: str, mesh: str, scan: bool) -> None:
     pipeline, reference = opened(variant), small_flux2.reference(variant)
     prompts = [PROMPT, "blue"]
     wanted, _ = reference.encode_prompt(prompts, max_sequence_length=43)
-    (encoder,) = pipeline.family.text_encoders
+    (encoder,) = pipeline.family.text.encoders
     assert encoder.tokenize is not None
-    tokens = encoder.tokenize(pipeline._files.tokenizer("tokenizer"), prompts, 43)
+    tokens = encoder.tokenize(pipeline.files.tokenizer("tokenizer"), prompts, 43)
     assert 0 < int(tokens["attention_mask"].sum(1).min()) < 43, "there is some filling, which is read too"
     found, weights = component(opened(variant), encoder.component, mesh, scan=scan)
     actual = to_host(found.program(encoder.encode)(weights, **tokens)["text"])
@@ -234,8 +235,8 @@ def test_bad_settings(chosen: dict[str, Any], message: str) -> None:
 
 def test_it_does_not_start_from_a_picture() -> None:
     pipeline = opened("klein")
-    with pytest.raises(InvalidValueError, match=r"Flux\.2 klein does not start from a picture"):
-        pipeline.encode_picture(torch.zeros(1, 48, 80, 3), pipeline.settings(**CHOSEN), 0.5)
+    with pytest.raises(InvalidValueError, match=r"Flux\.2 klein does not start from an image"):
+        pipeline.encode_init_image(torch.zeros(1, 48, 80, 3), pipeline.settings(**CHOSEN), 0.5)
 
 
 @pytest.mark.parametrize("model", ["black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-dev"])

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from comfy_tpu.cli import main as cli
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.flux2_image import fit
+from comfy_tpu.families.flux2.image import fit
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
@@ -87,7 +88,9 @@ def test_sizes_that_are_refused(size: tuple[int, int]) -> None:
 def test_they_are_refused_before_the_text_encoder_is_loaded() -> None:
     told: list[str] = []
     pipeline = VideoPipeline.open(
-        small_flux2.directory("klein"), mesh="single", on_progress=lambda progress: told.append(progress.what)
+        small_flux2.directory("klein"),
+        RuntimeConfig(mesh="single"),
+        on_progress=lambda progress: told.append(progress.what),
     )
     with pytest.raises(InvalidValueError, match="image is 63×100"):
         pipeline.encode(PROMPT, pipeline.settings(**CHOSEN), [picture(3, 63, 100)])

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from comfy_tpu.compiler.arranging import packed_columns
-from comfy_tpu.config import Lora
+from comfy_tpu.config import Lora, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families import flux2
-from comfy_tpu.families.flux_names import flux2_names
+from comfy_tpu.families.flux2 import transformer as flux2_transformer
+from comfy_tpu.families.flux2.lora import lora_names
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -72,7 +72,9 @@ def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, 
     expected = fused(write(tmp_path / "a.safetensors", diffusers_style(made)), -0.5)
     actual = weights([Lora(write(tmp_path / "b.safetensors", WHOLE[style](made)), -0.5)], mesh)
     tp = 4 if "tp=4" in mesh else 1
-    packed = flux2.TRANSFORMER.packed(small_flux2.TRANSFORMER) if flux2.TRANSFORMER.packed else ()
+    packed = (
+        flux2_transformer.TRANSFORMER.packed(small_flux2.TRANSFORMER) if flux2_transformer.TRANSFORMER.packed else ()
+    )
     assert error(actual, {name: packed_columns(name, tensor, packed, tp) for name, tensor in expected.items()}) < 1e-5
     name = "single_transformer_blocks.1.attn.to_qkv_mlp_proj.weight"
     assert (error(actual, {name: expected[name]}) < 1e-5) == (tp == 1), "its rows are in another order at tp=4"
@@ -90,7 +92,7 @@ def test_klein_has_no_place_for_guidance_and_takes_the_rest(tmp_path: Path, capl
 def test_every_module_is_known_by_its_original_name() -> None:
     """The names of Flux.2's own code, written out for one block of each kind."""
     files = ModelFiles.open(small_flux2.directory("dev"))
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, flux2_names)
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, lora_names)
     norms = ("query_norm.scale", "key_norm.scale")
     names = [name for name in factors() if not any(f"blocks.{number}." in name for number in (1, 2))]
     names += [f"double_blocks.0.{stream}_attn.norm.{norm}" for stream in ("img", "txt") for norm in norms]
@@ -104,7 +106,7 @@ def test_every_module_is_known_by_its_original_name() -> None:
 def test_the_picture_is_that_of_diffusers_with_the_lora(mesh: str, tmp_path: Path) -> None:
     small = {name: (0.1 * up, down) for name, (up, down) in factors().items()}
     path = write(tmp_path / "a.safetensors", diffusers_style(small))
-    pipeline = VideoPipeline.open(small_flux2.directory("klein"), mesh=mesh)
+    pipeline = VideoPipeline.open(small_flux2.directory("klein"), RuntimeConfig(mesh=mesh))
     settings = pipeline.settings(height=48, width=80, num_inference_steps=2, max_sequence_length=40, seed=7)
 
     def picture() -> torch.Tensor:

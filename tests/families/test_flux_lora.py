@@ -10,10 +10,10 @@ import torch
 from comfy_tpu.compiler.arranging import packed_columns
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import Lora, ResidencyConfig
+from comfy_tpu.config import Lora, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families import flux
-from comfy_tpu.families.flux_names import flux_names
+from comfy_tpu.families.flux import transformer as flux_transformer
+from comfy_tpu.families.flux.lora import lora_names
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -84,7 +84,7 @@ def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, 
     expected = fused(write(tmp_path / "a.safetensors", diffusers_style(made)), -0.5)
     actual = weights([Lora(write(tmp_path / "b.safetensors", WHOLE[style](made)), -0.5)], mesh)
     tp = 4 if "tp=4" in mesh else 1
-    packed = flux.TRANSFORMER.packed(small_flux.TRANSFORMER) if flux.TRANSFORMER.packed else ()
+    packed = flux_transformer.TRANSFORMER.packed(small_flux.TRANSFORMER) if flux_transformer.TRANSFORMER.packed else ()
     assert error(actual, {name: packed_columns(name, tensor, packed, tp) for name, tensor in expected.items()}) < 1e-5
     name = "single_transformer_blocks.1.proj_out.weight"
     assert (error(actual, {name: expected[name]}) < 1e-5) == (tp == 1), "its columns are in another order at tp=4"
@@ -113,7 +113,7 @@ def test_the_last_norm_scales_before_it_shifts(tmp_path: Path) -> None:
 def test_every_module_is_known_by_its_original_name() -> None:
     """The names of Flux's own code, written out for one block of each kind."""
     files = ModelFiles.open(small_flux.directory("dev"))
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, flux_names)
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, lora_names)
     norms = ("query_norm.scale", "key_norm.scale")
     names = [f"double_blocks.0.{name}" for name in small_flux_loras.DOUBLE_BLOCK]
     names += [f"double_blocks.0.{stream}_attn.norm.{norm}" for stream in ("img", "txt") for norm in norms]
@@ -132,7 +132,9 @@ def test_nothing_is_compiled_for_another_lora_and_the_base_is_exact_again(mesh: 
     """Merged on the host with tp, on the devices without."""
     heard: list[Progress] = []
     residency = Residency(ResidencyConfig())
-    pipeline = VideoPipeline.open(small_flux.directory("dev"), mesh=mesh, residency=residency, on_progress=heard.append)
+    pipeline = VideoPipeline.open(
+        small_flux.directory("dev"), RuntimeConfig(mesh=mesh), residency=residency, on_progress=heard.append
+    )
     settings = pipeline.settings(height=64, width=96, num_inference_steps=2, max_sequence_length=32, seed=7)
     embeddings = pipeline.encode("a red circle", settings)
     results = [pipeline.denoise(embeddings, settings)]

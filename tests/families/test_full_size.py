@@ -4,7 +4,7 @@ what pictures go through."""
 import pytest
 
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.families.registry import FAMILIES
+from comfy_tpu.families.registry import load_families
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.planning.models import find_model
@@ -12,7 +12,7 @@ from comfy_tpu.planning.plan import parse_size
 from comfy_tpu.planning.program import lower_step
 from tests.lowering import assert_bounded_work, lowered
 
-PUBLISHED = [name for family in FAMILIES for name in family.published]
+PUBLISHED = [name for family in load_families() for name in family.card.published]
 WAN = {
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": "1280x720x81",
     "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": "1280x720x81",
@@ -26,7 +26,7 @@ WAN = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_fits_on_eight(name: str, tpu: str) -> None:
     model = find_model(name)
-    best = rank_layouts(model.family.workload(model.config, model.defaults), parse_slice(tpu))[0]
+    best = rank_layouts(model.family.denoiser.workload(model.config, model.defaults), parse_slice(tpu))[0]
     assert best.fits
     assert best.memory.weights > 1e8
 
@@ -34,7 +34,7 @@ def test_it_fits_on_eight(name: str, tpu: str) -> None:
 def test_a_pair_is_counted_twice() -> None:
     one, pair = (find_model(name) for name in ("Wan2.1-T2V-14B-Diffusers", "Wan2.2-T2V-A14B-Diffusers"))
     weights = [
-        rank_layouts(model.family.workload(model.config, one.defaults), parse_slice("v6e-8"))[0].memory.weights
+        rank_layouts(model.family.denoiser.workload(model.config, one.defaults), parse_slice("v6e-8"))[0].memory.weights
         for model in (one, pair)
     ]
     assert weights[1] == 2 * weights[0]
@@ -44,7 +44,7 @@ def test_a_pair_is_counted_twice() -> None:
 def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     model, slice_ = find_model(name), parse_slice("v6e-8")
     settings = parse_size(WAN[name], model)
-    work = model.family.workload(model.config, settings)
+    work = model.family.denoiser.workload(model.config, settings)
     facts = lower_step(model, settings, work, slice_, MeshSizes(dp=2, sp=4)).facts
     assert facts.square_arrays == ()
     cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and a picture's

@@ -12,9 +12,13 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
-from comfy_tpu.config import MESH_AXES, MeshSizes, ShardingConfig
+from comfy_tpu.config import MESH_AXES, MeshSizes, RuntimeConfig, ShardingConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
-from comfy_tpu.families import hunyuan, hunyuan_text, hunyuan_vae
+from comfy_tpu.families.hunyuan_video import model as hunyuan_model
+from comfy_tpu.families.hunyuan_video import text as hunyuan_text
+from comfy_tpu.families.hunyuan_video import transformer as hunyuan_transformer
+from comfy_tpu.families.hunyuan_video import vae as hunyuan_vae
+from comfy_tpu.families.hunyuan_video import workload as hunyuan_workload
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -34,7 +38,7 @@ NEGATIVE = "left"
 
 @functools.cache
 def opened(mesh: str) -> VideoPipeline:
-    return VideoPipeline.open(small_hunyuan.directory(), mesh=mesh)
+    return VideoPipeline.open(small_hunyuan.directory(), RuntimeConfig(mesh=mesh))
 
 
 def settings(pipeline: VideoPipeline, size: str, **changed: Any) -> Any:
@@ -121,7 +125,9 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def forward(module: Any, latents: torch.Tensor, timestep: torch.Tensor, **embeddings: torch.Tensor) -> torch.Tensor:
-    return hunyuan.predict(module, latents, timestep, timestep, **hunyuan.prepare(module, **embeddings))
+    return hunyuan_transformer.predict(
+        module, latents, timestep, timestep, **hunyuan_transformer.prepare(module, **embeddings)
+    )
 
 
 def _visible(lengths: tuple[int, ...], tokens: int) -> torch.Tensor:
@@ -282,17 +288,17 @@ def test_full_size_lowers_for_eight_chips(width: int, height: int) -> None:
 
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=4), MeshSizes(dp=2, tp=4), MeshSizes(sp=2, tp=4)], ids=str)
 def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes) -> None:
-    config = hunyuan.PUBLISHED["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"]
+    config = hunyuan_model.HUNYUAN15.card.published["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"]
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
-    component = Component(hunyuan.TRANSFORMER, config, placement, dtype=torch.bfloat16)
+    component = Component(hunyuan_transformer.TRANSFORMER, config, placement, dtype=torch.bfloat16)
     # Biases are counted whole, also those that follow their columns over tp.
-    counted = _weight_bytes(hunyuan.workload(config, hunyuan.HUNYUAN15.defaults), sizes)
+    counted = _weight_bytes(hunyuan_workload.workload(config, hunyuan_model.HUNYUAN15.card.defaults), sizes)
     assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 
 def test_published_sizes() -> None:
-    config = hunyuan.PUBLISHED["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
-    work = hunyuan.workload(config, hunyuan.HUNYUAN15.defaults)
+    config = hunyuan_model.HUNYUAN15.card.published["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
+    work = hunyuan_workload.workload(config, hunyuan_model.HUNYUAN15.card.defaults)
     assert (work.tokens, work.text_tokens, work.layers, work.hidden, work.batch) == (111600, 1256, 54, 2048, 2)
 
 
@@ -331,8 +337,8 @@ def test_a_missing_folder_is_named(folder: str, tmp_path: Path) -> None:
 )
 def test_a_guider_says_the_scale(guider: dict[str, Any], scale: float) -> None:
     files = {"guider/guider_config.json": guider, "scheduler/scheduler_config.json": {"shift": 9}}
-    own = hunyuan.own_settings(lambda name: files[name])
-    assert own.get("guidance_scale", hunyuan.HUNYUAN15.defaults.guidance_scale) == scale
+    own = hunyuan_model.own_settings(lambda name: files[name])
+    assert own.get("guidance_scale", hunyuan_model.HUNYUAN15.card.defaults.guidance_scale) == scale
     assert own["flow_shift"] == 9.0
 
 
@@ -346,15 +352,15 @@ def test_a_guider_says_the_scale(guider: dict[str, Any], scale: float) -> None:
 )
 def test_other_guiders_are_refused(guider: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="supported is ClassifierFreeGuidance with a guidance_scale alone"):
-        hunyuan.own_settings(lambda name: guider if "guider" in name else {})
+        hunyuan_model.own_settings(lambda name: guider if "guider" in name else {})
 
 
 def test_what_is_not_understood_is_refused() -> None:
     config, placement = small_hunyuan.transformer().config, make_placement("single")
     with pytest.raises(UnsupportedError, match="distilled with MeanFlow"):
-        Component(hunyuan.TRANSFORMER, {**config, "use_meanflow": True}, placement, dtype=torch.float32)
+        Component(hunyuan_transformer.TRANSFORMER, {**config, "use_meanflow": True}, placement, dtype=torch.float32)
     with pytest.raises(UnsupportedError, match="has shiny, which this version of diffusers does not know"):
-        Component(hunyuan.TRANSFORMER, {**config, "shiny": True}, placement, dtype=torch.float32)
+        Component(hunyuan_transformer.TRANSFORMER, {**config, "shiny": True}, placement, dtype=torch.float32)
     short = {**small_hunyuan.text_encoder().config, "num_hidden_layers": 2}
     with pytest.raises(CheckpointError, match="num_hidden_layers=2, expected a whole number over 2"):
         Component(hunyuan_text.TEXT_ENCODER, short, placement, dtype=torch.float32)

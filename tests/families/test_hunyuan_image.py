@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from comfy_tpu.config import MESH_AXES, GenerationSettings
+from comfy_tpu.config import MESH_AXES, GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families import hunyuan_image
+from comfy_tpu.families.hunyuan_video import image as hunyuan_image
 from comfy_tpu.pipeline.images import cropped
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
@@ -51,7 +51,7 @@ def test_the_picture_is_seen_as_in_diffusers() -> None:
 
 @functools.cache
 def opened(mesh: str) -> VideoPipeline:
-    return VideoPipeline.open(directory(), mesh=mesh)
+    return VideoPipeline.open(directory(), RuntimeConfig(mesh=mesh))
 
 
 def video(image: Image.Image, mesh: str = "single", **size: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families import hunyuan
-from comfy_tpu.families.hunyuan_image import HUNYUAN15_IMAGE
+from comfy_tpu.families.hunyuan_video import lora as hunyuan_lora
+from comfy_tpu.families.hunyuan_video.model import HUNYUAN15_IMAGE
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -174,12 +174,12 @@ def test_every_module_has_a_name_of_the_authors_and_of_comfyui() -> None:
     """Two modules of one name would both get what is meant for one of them."""
     files = ModelFiles.open(small_hunyuan.directory())
     tensors = files.checkpoint(files.family.transformer).tensors
-    targets = make_targets(tensors, hunyuan.lora_names)
+    targets = make_targets(tensors, hunyuan_lora.lora_names)
     for name, info in tensors.items():
         module = name.removesuffix(".weight")
         if name.endswith(".bias"):
             continue
-        for alias in hunyuan.lora_names(module, info.shape):
+        for alias in hunyuan_lora.lora_names(module, info.shape):
             assert not alias.startswith(("transformer_blocks", "context_embedder", "image_embedder")), alias
             found = [target.weight for target in targets.find(f"diffusion_model.{alias}")]
             assert name in found
@@ -188,7 +188,7 @@ def test_every_module_has_a_name_of_the_authors_and_of_comfyui() -> None:
 
 
 def test_the_one_that_begins_with_a_picture_takes_them_too() -> None:
-    assert HUNYUAN15_IMAGE.lora_names is hunyuan.lora_names
+    assert HUNYUAN15_IMAGE.denoiser.lora_names is hunyuan_lora.lora_names
 
 
 def test_loras_of_wan_and_of_flux_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

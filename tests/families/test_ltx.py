@@ -17,9 +17,13 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
-from comfy_tpu.config import MESH_AXES, MeshSizes, ShardingConfig
+from comfy_tpu.config import MESH_AXES, MeshSizes, RuntimeConfig, ShardingConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
-from comfy_tpu.families import ltx, ltx_vae
+from comfy_tpu.families.ltx_video import model as ltx_model
+from comfy_tpu.families.ltx_video import schedulers as ltx_schedulers
+from comfy_tpu.families.ltx_video import transformer as ltx_transformer
+from comfy_tpu.families.ltx_video import vae as ltx_vae
+from comfy_tpu.families.ltx_video import workload as ltx_workload
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
@@ -37,7 +41,7 @@ NEGATIVE = "left"
 
 @functools.cache
 def opened(mesh: str, *, conditioned: bool = False) -> VideoPipeline:
-    return VideoPipeline.open(small_ltx.directory(conditioned=conditioned), mesh=mesh)
+    return VideoPipeline.open(small_ltx.directory(conditioned=conditioned), RuntimeConfig(mesh=mesh))
 
 
 def settings(pipeline: VideoPipeline, size: str, **changed: Any) -> Any:
@@ -154,21 +158,21 @@ def test_a_decoder_that_takes_noise_away_is_told_that_there_is_none(mesh: str) -
         (dict(small_ltx.scheduler().config), (64, 96, 17)),
         (dict(small_ltx.scheduler(shift_terminal=None, time_shift_type="linear").config), (64, 96, 17)),
         (dict(small_ltx.scheduler(use_dynamic_shifting=False, shift=3.0).config), (64, 96, 17)),
-        (ltx._SCHEDULER, (512, 704, 161)),
-        (ltx._SCHEDULER, (256, 256, 9)),
+        (ltx_schedulers._SCHEDULER, (512, 704, 161)),
+        (ltx_schedulers._SCHEDULER, (256, 256, 9)),
     ],
     ids=["small", "linear", "static", "published", "published, few tokens"],
 )
 def test_steps_are_those_of_diffusers(config: Any, size: tuple[int, int, int]) -> None:
     height, width, frames = size
     chosen = dataclasses.replace(
-        ltx.LTX_VIDEO.defaults, height=height, width=width, num_frames=frames, num_inference_steps=5
+        ltx_model.LTX_VIDEO.card.defaults, height=height, width=width, num_frames=frames, num_inference_steps=5
     )
     wanted = small_ltx.FlowMatchEulerDiscreteScheduler.from_config(config)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu = pipeline_ltx.calculate_shift(ltx.tokens(chosen), *(wanted.config[name] for name in names))
+    mu = pipeline_ltx.calculate_shift(ltx_schedulers.tokens(chosen), *(wanted.config[name] for name in names))
     wanted.set_timesteps(sigmas=np.linspace(1.0, 0.2, 5), mu=mu)
-    made = ltx.own_schedulers(lambda name: config)["euler"](chosen)
+    made = ltx_schedulers.own_schedulers(lambda name: config)["euler"](chosen)
     assert torch.allclose(made.timesteps, wanted.timesteps, rtol=1e-6)
     assert torch.allclose(made.sigmas, wanted.sigmas, rtol=1e-6)
 
@@ -185,9 +189,9 @@ def test_the_model_directory_says_how_steps_are_shifted(tmp_path: Path) -> None:
     assert last[0] != last[1] != last[2]
     file.write_text(json.dumps({"_class_name": "LCMScheduler"}))
     with pytest.raises(UnsupportedError, match="describes a LCMScheduler, expected a FlowMatchEulerDiscreteScheduler"):
-        VideoPipeline.open(path, mesh="single").plan(chosen)
+        VideoPipeline.open(path, RuntimeConfig(mesh="single")).plan(chosen)
     shutil.rmtree(path / "scheduler")
-    assert ModelFiles.open(path).schedulers["euler"] is ltx.SCHEDULERS["euler"]
+    assert ModelFiles.open(path).schedulers["euler"] is ltx_schedulers.SCHEDULERS["euler"]
 
 
 def test_every_solver_makes_a_video() -> None:
@@ -239,9 +243,11 @@ def answered(mesh: str, inputs: dict[str, torch.Tensor], **options: Any) -> torc
     component = Component(model.spec, model.config, make_placement(mesh), **options)
     weights = component.load(Checkpoint.open(model.checkpoint))
     rows = {name: inputs[name] for name in ("text", "text_mask", "frame_rate")}
-    prepare = component.program(ltx.prepare, input_axes=dict.fromkeys(rows, ("dp",)), output_axes=ltx.PROMPT_AXES)
+    prepare = component.program(
+        ltx_transformer.prepare, input_axes=dict.fromkeys(rows, ("dp",)), output_axes=ltx_transformer.PROMPT_AXES
+    )
     prepared = prepare(weights, **rows)
-    predict = component.program(ltx.predict, input_axes={"latents": ("dp",), "text_visible": ("dp",)})
+    predict = component.program(ltx_transformer.predict, input_axes={"latents": ("dp",), "text_visible": ("dp",)})
     return to_host(
         predict(
             {**weights, **{name: array for name, array in prepared.items() if "." in name}},
@@ -262,9 +268,9 @@ def test_transformer_with_masks(mesh: str) -> None:
 def unrolled(module: Any, latents: torch.Tensor, timestep: torch.Tensor, **rows: torch.Tensor) -> torch.Tensor:
     for block in module.transformer_blocks:
         context = module.caption_projection(rows["text"])
-        block.attn2.prompt_key, block.attn2.prompt_value = ltx.keys_and_values(block.attn2, context)
+        block.attn2.prompt_key, block.attn2.prompt_value = ltx_transformer.keys_and_values(block.attn2, context)
     visible, frame_rate = rows["text_mask"].squeeze(-1) > 0, rows["frame_rate"][:1]
-    return ltx.predict(module, latents, timestep, timestep, visible, frame_rate)
+    return ltx_transformer.predict(module, latents, timestep, timestep, visible, frame_rate)
 
 
 def test_blocks_that_are_not_scanned_say_the_same() -> None:
@@ -311,7 +317,7 @@ def test_full_size_lowers_for_eight_chips() -> None:
         assert program["devices"] == 8
         assert program["megabytes"] < 1, "nothing of the size of a sequence was worked out on the host"
         assert program["sequences in one array"] <= 1, "no scores of all tokens by all tokens"
-    for name in ("denoise_step", "denoise_step from a picture"):
+    for name in ("denoise_step", "denoise_step from an image"):
         assert programs[name]["kernels"] == 1, "28 blocks are one scanned block"
         assert programs[name]["loops"] == 1
         assert programs[name]["outputs"] == [[1, 128, 33, 22, 38]] * 6
@@ -322,12 +328,12 @@ def test_full_size_lowers_for_eight_chips() -> None:
 
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=4), MeshSizes(dp=2, tp=4), MeshSizes(sp=2, tp=4)], ids=str)
 def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes) -> None:
-    config = ltx.LTX_VIDEO.published["Lightricks/LTX-Video"]
+    config = ltx_model.LTX_VIDEO.card.published["Lightricks/LTX-Video"]
     component = Component(
-        ltx.TRANSFORMER, config, abstract_placement(sizes, platform="tpu", chip="v6e"), dtype=torch.bfloat16
+        ltx_transformer.TRANSFORMER, config, abstract_placement(sizes, platform="tpu", chip="v6e"), dtype=torch.bfloat16
     )
     # Biases are counted whole, also those that follow their columns over tp.
-    counted = _weight_bytes(ltx.workload(config, ltx.LTX_VIDEO.defaults), sizes)
+    counted = _weight_bytes(ltx_workload.workload(config, ltx_model.LTX_VIDEO.card.defaults), sizes)
     assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 
@@ -365,9 +371,9 @@ def test_what_is_not_understood_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="16 × 16 pixels and 4 frames to a latent, expected 32 × 32 and 8"):
         build(ltx_vae.VAE, {**small_ltx.VAE, "spatio_temporal_scaling": (True, True, False, False)})
     with pytest.raises(UnsupportedError, match="takes patches of 1 × 2 × 2 latents"):
-        build(ltx.TRANSFORMER, {**small_ltx.transformer().config, "patch_size": 2})
+        build(ltx_transformer.TRANSFORMER, {**small_ltx.transformer().config, "patch_size": 2})
     with pytest.raises(UnsupportedError, match="has shiny, which this version of diffusers does not know"):
-        build(ltx.TRANSFORMER, {**small_ltx.transformer().config, "shiny": True})
+        build(ltx_transformer.TRANSFORMER, {**small_ltx.transformer().config, "shiny": True})
 
 
 def test_the_schedule_of_a_directory_is_part_of_the_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families import ltx
+from comfy_tpu.families.ltx_video import lora as ltx_lora
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -81,11 +81,11 @@ def test_every_module_has_one_name_of_its_own() -> None:
     """Two modules of one name would both get what is meant for one of them."""
     files = ModelFiles.open(small_ltx.directory())
     tensors = files.checkpoint(files.family.transformer).tensors
-    targets = make_targets(tensors, ltx.lora_names)
+    targets = make_targets(tensors, ltx_lora.lora_names)
     for name, info in tensors.items():
         if not name.endswith(".weight"):
             continue
-        (alias,) = ltx.lora_names(name.removesuffix(".weight"), info.shape)
+        (alias,) = ltx_lora.lora_names(name.removesuffix(".weight"), info.shape)
         for key in (f"diffusion_model.{alias}", f"lora_unet_{alias.replace('.', '_')}"):
             assert [target.weight for target in targets.find(key)] == [name]
 

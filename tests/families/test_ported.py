@@ -15,7 +15,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.ported import by_pipeline, module_of, own_scheduler, own_text_length, workload_of
+from comfy_tpu.families.shared.ported import by_pipeline, module_of, own_scheduler, own_text_length, workload_of
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.porting.scaffold.small import random_weights

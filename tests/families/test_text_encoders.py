@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel
 
-from comfy_tpu.families.text_encoders import encoded_t5, t5_component, without_filling
+from comfy_tpu.families.shared.text_encoders import encoded_t5, t5_component, without_filling
 
 CONFIG = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
 IDS = torch.tensor([[5, 6, 7, 1, 0, 0], [8, 1, 0, 0, 0, 0]])

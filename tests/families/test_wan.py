@@ -10,7 +10,7 @@ import torch
 from comfy_tpu.cli import main as cli
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.config import ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -42,7 +42,7 @@ PICTURES = {
 
 @functools.cache
 def opened(kind: str, mesh: str = "single") -> VideoPipeline:
-    return VideoPipeline.open(wan_pipelines.directory(kind), mesh=mesh)
+    return VideoPipeline.open(wan_pipelines.directory(kind), RuntimeConfig(mesh=mesh))
 
 
 def chosen(kind: str, **changed: Any) -> dict[str, Any]:
@@ -119,11 +119,13 @@ def test_wan22_from_a_first_picture_alone() -> None:
 
 
 def test_both_transformers_take_part_and_are_one_program() -> None:
-    pipeline = VideoPipeline.open(wan_pipelines.directory("2.2"), mesh="single", residency=Residency(ResidencyConfig()))
+    pipeline = VideoPipeline.open(
+        wan_pipelines.directory("2.2"), RuntimeConfig(mesh="single"), residency=Residency(ResidencyConfig())
+    )
     settings = pipeline.settings(**chosen("2.2"))
     assert {step.transformer for step in pipeline.plan(settings)} == {0, 1}
     heard: list[str] = []
-    pipeline.on_progress = lambda progress: heard.append(progress.what) if progress.stage == "compiling" else None
+    pipeline.on_progress = lambda progress: heard.append(progress.label) if progress.stage == "compiling" else None
     list(pipeline.generate(PROMPT, settings))
     assert heard.count("transformer.denoise_step at 96×64×9") == 2, "compiling and ready, once"
     assert not any("transformer_2" in what for what in heard)
@@ -171,11 +173,11 @@ def test_stages_hand_the_picture_on(tmp_path: Any) -> None:
     ("kind", "pictures", "text"),
     [
         ("2.2", 1, "image is given, but model .* begins with a prompt alone; leave it out"),
-        ("2.1 image", 0, "image is missing: model .* begins with a picture; give one"),
-        ("2.1 image", 2, "image is given 2 times, but model .* takes a first picture only"),
-        ("2.1 first and last", 0, "image is missing: model .* begins with a picture; give one"),
-        ("2.1 first and last", 1, "last_image is missing: model .* takes a first and a last picture; give both"),
-        ("2.2 image", 3, "image is given 3 times, but model .* takes a first and a last picture"),
+        ("2.1 image", 0, "image is missing: model .* begins with an image; give one"),
+        ("2.1 image", 2, "image is given 2 times, but model .* takes a first image only"),
+        ("2.1 first and last", 0, "image is missing: model .* begins with an image; give one"),
+        ("2.1 first and last", 1, "last_image is missing: model .* takes a first and a last image; give both"),
+        ("2.2 image", 3, "image is given 3 times, but model .* takes a first and a last image"),
     ],
 )
 def test_too_many_or_too_few_pictures(kind: str, pictures: int, text: str) -> None:
@@ -213,7 +215,7 @@ def test_a_picture_encoded_for_another_video_is_refused_by_the_next_stage(kind: 
     embeddings = pipeline.encode(PROMPT, pipeline.settings(**chosen(kind)), [picture(0)])
     settings = pipeline.settings(**chosen(kind, **changed))
     size = f"{settings.width}×{settings.height}×{settings.num_frames}"
-    with pytest.raises(InvalidValueError, match=f"the picture was encoded for other sizes.*encode it for {size}"):
+    with pytest.raises(InvalidValueError, match=f"the image was encoded for other sizes.*encode it for {size}"):
         pipeline.denoise(embeddings, settings)
 
 

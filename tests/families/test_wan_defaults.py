@@ -10,10 +10,10 @@ import pytest
 
 from comfy_tpu.cli import options
 from comfy_tpu.errors import CheckpointError
-from comfy_tpu.families import wan22
-from comfy_tpu.families.wan import WAN21
+from comfy_tpu.families.settings import make_settings
+from comfy_tpu.families.wan import model as wan_model
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline.model_files import ModelFiles
-from comfy_tpu.pipeline.settings import make_settings
 from tests.families import wan_pipelines
 from tests.families.wan_pipelines import KINDS
 from tests.pipeline import small_pipeline
@@ -36,8 +36,8 @@ def shift(files: ModelFiles, *arguments: str) -> float:
     """That of `comfy-tpu generate` with these arguments."""
     parser = argparse.ArgumentParser()
     options.add_settings(parser)
-    chosen = options.chosen(parser.parse_args(arguments), files.family.presets)
-    return make_settings(files.defaults, chosen, files.family.limits).flow_shift
+    chosen = options.chosen(parser.parse_args(arguments), files.family.card.presets)
+    return make_settings(files.defaults, chosen, files.family.card.limits).flow_shift
 
 
 PAIRS = ("2.2", "2.2 image")
@@ -58,7 +58,7 @@ def test_by_either_name(kind: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheduler", [None, {}])
 def test_without_one_it_is_the_family_s(scheduler: dict[str, Any] | None, tmp_path: Path) -> None:
-    assert model("5B", tmp_path / "m", scheduler).defaults.flow_shift == wan22.WAN22_5B.defaults.flow_shift
+    assert model("5B", tmp_path / "m", scheduler).defaults.flow_shift == wan_model.WAN22_5B.card.defaults.flow_shift
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("2.2", 12.0), ("2.2 image", 5.0)])
@@ -86,7 +86,7 @@ def test_a_size_that_is_chosen_brings_its_own_and_a_given_one_goes_before_all(
 def test_that_of_wan21_goes_with_the_size() -> None:
     files = ModelFiles.open(small_pipeline.directory())
     assert small_pipeline.reference().scheduler.config.flow_shift == 3.0
-    assert shift(files) == shift(files, "--size", "720P") == WAN21.defaults.flow_shift == 5.0
+    assert shift(files) == shift(files, "--size", "720P") == WAN21.card.defaults.flow_shift == 5.0
     assert shift(files, "--size", "480P") == 3.0
 
 

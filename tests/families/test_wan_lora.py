@@ -10,7 +10,7 @@ from diffusers import WanPipeline
 
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import Lora, ResidencyConfig
+from comfy_tpu.config import Lora, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -78,7 +78,7 @@ def test_both_get_it_where_nothing_is_said(tmp_path: Path) -> None:
 def test_the_video_is_that_of_diffusers_with_one_for_each(mesh: str, tmp_path: Path) -> None:
     high = write(tmp_path / "high.safetensors", small_loras.original_style(seed=1))
     low = write(tmp_path / "low.safetensors", small_loras.original_style(seed=2))
-    pipeline = VideoPipeline.open(wan_pipelines.directory("2.2"), mesh=mesh)
+    pipeline = VideoPipeline.open(wan_pipelines.directory("2.2"), RuntimeConfig(mesh=mesh))
     settings = pipeline.settings(**chosen("2.2"))
 
     def video(*loras: Lora) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_the_video_is_that_of_diffusers_with_one_for_each(mesh: str, tmp_path: P
 
 def test_the_transformer_without_it_is_not_loaded_again(tmp_path: Path) -> None:
     residency = Residency(ResidencyConfig())
-    pipeline = VideoPipeline.open(wan_pipelines.directory("2.2"), mesh="single", residency=residency)
+    pipeline = VideoPipeline.open(wan_pipelines.directory("2.2"), RuntimeConfig(mesh="single"), residency=residency)
     settings = pipeline.settings(**chosen("2.2"))
     embeddings = pipeline.encode(PROMPT, settings)
     pipeline.denoise(embeddings, settings)

@@ -6,7 +6,7 @@ import torch
 
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency, ResidencyEvent
-from comfy_tpu.config import GenerationSettings, ResidencyConfig
+from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
 from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import wan_pipelines
@@ -26,7 +26,7 @@ def opened(budget: int | None, mesh: str = "single") -> tuple[VideoPipeline, Res
 
     residency.listen(hear)
     return (
-        VideoPipeline.open(wan_pipelines.directory("2.2"), name="m", mesh=mesh, residency=residency),
+        VideoPipeline.open(wan_pipelines.directory("2.2"), RuntimeConfig(mesh=mesh), name="m", residency=residency),
         residency,
         events,
     )

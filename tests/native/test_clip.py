@@ -270,7 +270,7 @@ def test_without_the_node_again(small):
 @some_texts("Wan 2.1, Wan 2.2")
 def test_a_known_text_encoder_is_split_by_its_familys_table(small, watch, eight_devices):
     from comfy_tpu.comfy.native.hosting import _hosts
-    from comfy_tpu.families.wan import TEXT_ENCODER
+    from comfy_tpu.families.wan.text import TEXT_ENCODER
 
     plain = clips(small).plain
     assert error(encode(plain), encode(compile_clip(plain, mesh="seed"))) < TOLERANCE

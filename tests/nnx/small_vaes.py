@@ -13,8 +13,8 @@ from comfy_tpu.bench import whole_videos
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
-from comfy_tpu.families import wan
-from comfy_tpu.nnx import decoding, vae_component
+from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.nnx_vae import decoding, vae_component
 from comfy_tpu.parallel.mesh import make_placement
 from tests.parity import small_models
 from tests.parity.small_models import SmallModel, small_model
@@ -34,7 +34,7 @@ def tiny() -> SmallModel:
         "scale_factor_spatial": 4,
         **STATISTICS,
     }
-    return small_model(wan.VAE, config, lambda: AutoencoderKLWan(**config))
+    return small_model(wan_vae.VAE, config, lambda: AutoencoderKLWan(**config))
 
 
 def four_levels() -> SmallModel:
@@ -54,7 +54,7 @@ def irregular() -> SmallModel:
         "temperal_downsample": [False, True, True],
         **STATISTICS,
     }
-    return small_model(wan.VAE, config, lambda: AutoencoderKLWan(**config))
+    return small_model(wan_vae.VAE, config, lambda: AutoencoderKLWan(**config))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def run(
     module: Any = whole_videos if by_torch else decoding
     channels = 1 if by_torch else -1
     axes = module.DECODE_AXES if function.__name__.startswith("decode") else module.ENCODE_AXES
-    make = functools.partial(Component, wan.VAE) if by_torch else vae_component
+    make = functools.partial(Component, wan_vae.VAE) if by_torch else vae_component
     component = make(model.config, make_placement(mesh), dtype=dtype)
     program = component.program(function, input_axes=axes)
     (name,) = axes

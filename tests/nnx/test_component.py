@@ -17,8 +17,9 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
-from comfy_tpu.families import wan, wan_image
-from comfy_tpu.nnx import decoding, vae_component
+from comfy_tpu.families.wan import model as wan_model
+from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.nnx_vae import decoding, vae_component
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.decode import decode_frames
 from tests.lowering import array, facts
@@ -46,8 +47,8 @@ def test_decodes_in_the_place_of_the_torch_module(mesh: str) -> None:
         ("flax", component_of(tiny(), mesh), decoding.decode_frame, decoding.DECODE_FRAME_AXES),
         (
             "torch",
-            Component(wan.VAE, tiny().config, make_placement(mesh), dtype=torch.float32),
-            wan.decode_frame,
+            Component(wan_vae.VAE, tiny().config, make_placement(mesh), dtype=torch.float32),
+            wan_vae.decode_frame,
             {"latent": WIDTH, "cache": WIDTH},
         ),
     ):
@@ -55,7 +56,7 @@ def test_decodes_in_the_place_of_the_torch_module(mesh: str) -> None:
         events: list[ProgramEvent] = []
         program = component.program(function, input_axes=axes, donate=("cache",), on_event=events.append)
         decode = functools.partial(_called, program, weights)
-        parts = decode_frames(decode, latents, tiles=wan.WAN21.tiles)
+        parts = decode_frames(decode, latents, tiles=wan_model.WAN21.vae.tiles)
         frames[name] = torch.cat(list(parts), dim=1)
         compiled[name] = sum(event.stage == "ready" for event in events)
     assert frames["flax"].shape == (1, 13, 12, 20, 3)
@@ -71,8 +72,8 @@ def test_encodes_in_the_place_of_the_torch_module() -> None:
         ("flax", component_of(tiny()), decoding.encode_frames),
         (
             "torch",
-            Component(wan.VAE, tiny().config, make_placement("single"), dtype=torch.float32),
-            wan_image.encode_frames,
+            Component(wan_vae.VAE, tiny().config, make_placement("single"), dtype=torch.float32),
+            wan_vae.encode_frames,
         ),
     ):
         weights = component.load(Checkpoint.open(tiny().checkpoint))
@@ -108,7 +109,7 @@ def test_scanned_the_program_does_not_grow_with_the_video() -> None:
 
 
 def test_scanned_the_program_of_the_torch_module_does_not_grow_either() -> None:
-    component = Component(wan.VAE, tiny().config, make_placement("single"), dtype=torch.float32)
+    component = Component(wan_vae.VAE, tiny().config, make_placement("single"), dtype=torch.float32)
 
     def lines(function: Any, latents: int) -> int:
         lowered = component.program(function).lower(component.abstract_weights(), latents=random(1, 4, latents, 3, 5))
@@ -195,7 +196,7 @@ def test_unknown_configuration_is_refused() -> None:
 
 
 def test_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("comfy_tpu.nnx.")]:
+    for name in [name for name in sys.modules if name.startswith("comfy_tpu.families.wan.nnx_vae.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(

@@ -6,7 +6,8 @@ import pytest
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError
-from comfy_tpu.families.wan import PUBLISHED, WAN21
+from comfy_tpu.families.wan.card import WAN21 as WAN21_CARD
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.kernels.tuning import block_sizes
 from comfy_tpu.parallel import layouts
 from comfy_tpu.parallel.chips import parse_slice
@@ -19,8 +20,8 @@ V6E_8 = parse_slice("v6e-8")
 
 
 def wan(name="14B", **settings):
-    config = PUBLISHED[f"Wan-AI/Wan2.1-T2V-{name}-Diffusers"]
-    return WAN21.workload(config, dataclasses.replace(WAN21.defaults, **settings))
+    config = WAN21_CARD.published[f"Wan-AI/Wan2.1-T2V-{name}-Diffusers"]
+    return WAN21.denoiser.workload(config, dataclasses.replace(WAN21.card.defaults, **settings))
 
 
 def test_wan_14b_at_720p():
@@ -132,8 +133,8 @@ def test_the_solver_keeps_as_much_as_the_pipeline():
 
 
 def test_a_configuration_that_is_short_or_damaged():
-    config = dict(PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"])
+    config = dict(WAN21_CARD.published["Wan-AI/Wan2.1-T2V-14B-Diffusers"])
     del config["patch_size"]
-    assert WAN21.workload(config, WAN21.defaults) == wan(), "diffusers' defaults are those of the 14B"
+    assert WAN21.denoiser.workload(config, WAN21.card.defaults) == wan(), "diffusers' defaults are those of the 14B"
     with pytest.raises(CheckpointError, match=r"has ffn_dim='many', expected a whole number; download the model again"):
-        WAN21.workload(config | {"ffn_dim": "many"}, WAN21.defaults)
+        WAN21.denoiser.workload(config | {"ffn_dim": "many"}, WAN21.card.defaults)

@@ -3,16 +3,16 @@
 Arguments: width, height, frames.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
-import jax
-import jax.export
-
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import text as wan_text
+from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import BFLOAT16, INT32, array, component, export_step, facts, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, outputs, tell
 
 TRANSFORMER = {
     "patch_size": (1, 2, 2),
@@ -45,26 +45,18 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
     programs = {}
 
-    encoder = component(wan.TEXT_ENCODER, TEXT_ENCODER, PLACEMENT)
+    encoder = component(wan_text.TEXT_ENCODER, TEXT_ENCODER, PLACEMENT)
     tokens = array(2, 512, dtype=INT32)
-    programs["encode_text"] = encoder.program(wan.encode_text).export(
+    programs["encode_text"] = encoder.program(wan_text.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
 
-    transformer = component(wan.TRANSFORMER, TRANSFORMER, PLACEMENT)
-    weights = transformer.abstract_weights()
-    programs["prompt_cache"] = transformer.program(wan.prompt_cache, output_axes=(None, "dp", None, "tp")).export(
-        "tpu", weights, text=array(2, 512, 4096, dtype=BFLOAT16)
-    )
-    prompt = PLACEMENT.sharding(None, "dp", None, "tp")
-    for name in ("prompt_key", "prompt_value"):
-        shape = (40, 2, 512, 40, 128)
-        weights[f"blocks.*.attn2.{name}"] = jax.ShapeDtypeStruct(shape, BFLOAT16, sharding=prompt)
-    programs["denoise_step"] = export_step(transformer, wan.predict, weights, latent, {}, guided=True)
+    settings = dataclasses.replace(WAN21.card.defaults, height=height, width=width, num_frames=frames)
+    programs |= lower_step(WAN21, TRANSFORMER, settings, PLACEMENT, latent[1])
 
-    vae = component(wan.VAE, {}, PLACEMENT)
+    vae = component(wan_vae.VAE, {}, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
-    decode = vae.program(wan.decode_frame, input_axes={"latent": axes, "cache": axes})
+    decode = vae.program(wan_vae.decode_frame, input_axes={"latent": axes, "cache": axes})
     cache = None
     for index in range(3):
         exported = decode.export("tpu", vae.abstract_weights(), latent=array(*latent[:2], 1, *latent[3:]), cache=cache)

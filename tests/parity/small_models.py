@@ -16,7 +16,9 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
 from comfy_tpu.compiler.component import ComponentSpec
-from comfy_tpu.families import wan
+from comfy_tpu.families.wan import text as wan_text
+from comfy_tpu.families.wan import transformer as wan_transformer
+from comfy_tpu.families.wan import vae as wan_vae
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def transformer() -> SmallModel:
         "qk_norm": "rms_norm_across_heads",
         "rope_max_seq_len": 32,
     }
-    return small_model(wan.TRANSFORMER, config, lambda: WanTransformer3DModel(**config))
+    return small_model(wan_transformer.TRANSFORMER, config, lambda: WanTransformer3DModel(**config))
 
 
 @functools.cache
@@ -77,7 +79,7 @@ def text_encoder(d_model: int = 32) -> SmallModel:
         "feed_forward_proj": "gated-gelu",
         "tie_word_embeddings": False,
     }
-    return small_model(wan.TEXT_ENCODER, config, lambda: UMT5EncoderModel(UMT5Config(**config)))
+    return small_model(wan_text.TEXT_ENCODER, config, lambda: UMT5EncoderModel(UMT5Config(**config)))
 
 
 @functools.cache
@@ -95,4 +97,4 @@ def vae(levels: int = 3) -> SmallModel:
         "scale_factor_temporal": 2 ** (levels - 2),
         "scale_factor_spatial": 2 ** (levels - 1),
     }
-    return small_model(wan.VAE, config, lambda: AutoencoderKLWan(**config))
+    return small_model(wan_vae.VAE, config, lambda: AutoencoderKLWan(**config))

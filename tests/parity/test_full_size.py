@@ -25,7 +25,7 @@ def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
     assert step["outputs"] == [latent] * 6
     assert programs["encode_text"]["outputs"] == [[2, 512, 4096]]
     assert programs["encode_text"]["loops"] == 1
-    assert programs["prompt_cache"]["outputs"] == [[40, 2, 512, 40, 128]] * 2
+    assert programs["prepare"]["outputs"] == [[40, 2, 512, 40, 128]] * 2
     assert programs["decode_frame 0"]["outputs"][0] == [1, 1, height, width, 3]
     assert (
         programs["decode_frame 1"]["outputs"][0] == programs["decode_frame 2"]["outputs"][0] == [1, 4, height, width, 3]

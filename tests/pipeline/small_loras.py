@@ -148,7 +148,7 @@ def loaded(
 ) -> dict[str, np.ndarray]:
     """A transformer's weights as they are on the devices, by their names in the checkpoint."""
     files = ModelFiles.open(directory or small_pipeline.directory())
-    spec = files.family.transformers[transformer]
+    spec = files.family.denoiser.transformers[transformer]
     component = Component(
         spec, files.config(spec), make_placement(mesh, platform="cpu"), **({"dtype": torch.float32} | options)
     )

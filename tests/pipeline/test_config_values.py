@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from comfy_tpu.cli.main import main
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import CheckpointError, ComfyTpuError
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -52,7 +53,7 @@ def changed(directory: Path, file: str, *keys: str, value: Any) -> None:
 
 def check(directory: Path) -> None:
     """All that is done with configurations before the first weight is read."""
-    pipeline = VideoPipeline.open(directory, mesh="single")
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     side = max(pipeline.limits.size_min, pipeline.limits.size_multiple)
     frames = 1 if pipeline.limits.frames_max == 1 else 1 + pipeline.limits.frames_multiple
     settings = pipeline.settings(height=side, width=side, num_frames=frames, num_inference_steps=2)
@@ -136,7 +137,7 @@ def test_nothing_is_left_out_of_a_configuration_without_a_word(directory: Path) 
 
 def test_what_is_wrong_with_the_vae_is_found_before_the_text_is_encoded(directory: Path) -> None:
     changed(directory, VAE, "num_res_blocks", value=3)
-    pipeline = VideoPipeline.open(directory, mesh="single")
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     settings = pipeline.settings(height=16, width=16, num_frames=5, num_inference_steps=1)
     seen: list[object] = []
     pipeline.on_progress = seen.append
@@ -164,7 +165,7 @@ def test_a_tokenizer_that_cannot_be_used_is_named(
 ) -> None:
     changed(directory, file, key, value=value)
     monkeypatch.setattr(VideoPipeline, "check_components", lambda self, *specs: None)
-    pipeline = VideoPipeline.open(directory, mesh="single")
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     with pytest.raises(CheckpointError, match=text):
         pipeline.encode_text("a red circle", pipeline.settings(height=16, width=16, num_frames=5))
 

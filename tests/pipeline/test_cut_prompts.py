@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -22,14 +23,14 @@ def opened(name: str) -> tuple[ModelFiles, int]:
     find, before = TEMPLATES[name]
     files = ModelFiles.open(find())
     if before is None:
-        empty = tokenize(files, files.family.text_encoders[0], [""], 400)
+        empty = tokenize(files, files.family.text.encoders[0], [""], 400)
         before = int(empty.inputs["attention_mask"].sum())
     return files, before
 
 
 def cut(name: str, prompts: list[str], room: int) -> tuple[str, ...]:
     files, before = opened(name)
-    return tokenize(files, files.family.text_encoders[0], prompts, before + room).cut
+    return tokenize(files, files.family.text.encoders[0], prompts, before + room).cut
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -47,20 +48,20 @@ def test_a_template_whose_end_has_no_room_cuts_nothing_of_the_prompt(name: str) 
 @pytest.mark.parametrize("name", ["klein", "dev"])
 def test_a_template_that_has_no_room_itself_leaves_nothing_of_the_prompt(name: str) -> None:
     files, _ = opened(name)
-    assert tokenize(files, files.family.text_encoders[0], ["a red circle"], 1).cut == ("a red circle",)
+    assert tokenize(files, files.family.text.encoders[0], ["a red circle"], 1).cut == ("a red circle",)
 
 
 def test_an_encoder_of_a_few_words_cuts_what_the_other_one_reads() -> None:
     files, _ = opened("hunyuan")
     long = 'a circle that says "' + "red " * 100 + '"'
-    assert tokenize(files, files.family.text_encoders[1], [long], 1000).cut == ("",)
+    assert tokenize(files, files.family.text.encoders[1], [long], 1000).cut == ("",)
 
 
 @pytest.mark.parametrize("directory", [small_hunyuan.directory, lambda: small_flux2.directory("base")])
 def test_the_pipeline_hands_it_on_and_warns_of_the_negative_prompt(
     directory: Callable[[], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipeline = VideoPipeline.open(directory(), mesh="single")
+    pipeline = VideoPipeline.open(directory(), RuntimeConfig(mesh="single"))
     settings = pipeline.settings(
         max_sequence_length=6, guidance_scale=4.0, negative_prompt="black black black black black black right"
     )

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
@@ -27,7 +28,7 @@ FIXED = [
 
 @functools.cache
 def opened() -> VideoPipeline:
-    return VideoPipeline.open("demo", mesh="single")
+    return VideoPipeline.open("demo", RuntimeConfig(mesh="single"))
 
 
 @functools.cache

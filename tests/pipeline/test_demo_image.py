@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -21,7 +22,7 @@ MODEL = "demo-image"
 
 @functools.cache
 def opened(mesh: str = "single") -> VideoPipeline:
-    return VideoPipeline.open(MODEL, mesh=mesh)
+    return VideoPipeline.open(MODEL, RuntimeConfig(mesh=mesh))
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def test_a_picture_of_another_size_and_mode_is_brought_to_size() -> None:
 
 
 def test_it_needs_a_picture_and_the_other_takes_none() -> None:
-    with pytest.raises(InvalidValueError, match="image is missing: model demo-image begins with a picture"):
+    with pytest.raises(InvalidValueError, match="image is missing: model demo-image begins with an image"):
         opened().encode("a star", opened().settings())
     plain = VideoPipeline.open("demo")
     with pytest.raises(InvalidValueError, match="such as demo-image"):

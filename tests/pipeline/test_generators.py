@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline import generators
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_pipeline
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # Names of the module that holds them are gone when Python closes what is left, unless it was closed before.
 HALF_READ = """
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.config import ResidencyConfig, RuntimeConfig
 from comfy_tpu.pipeline.generators import closed_at_exit
 
 @closed_at_exit
@@ -41,7 +42,7 @@ def test_what_is_half_read_is_closed_before_python_ends() -> None:
 
 
 def test_frames_and_steps_are_closed_at_the_end() -> None:
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="single")
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
     settings = pipeline.settings(height=16, width=16, num_frames=5)
     frames = pipeline.decode(torch.zeros(pipeline.latent_shape(settings)), settings)
     assert frames in generators._unfinished

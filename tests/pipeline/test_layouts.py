@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.auto_layouts import as_text, taken_on
 from tests.closeness import assert_wrong_ones_differ, psnr
@@ -47,7 +48,7 @@ COVERING = [("dp=2,sp=4", THREE_ALONE), ("sp=8", THREE_ALONE), ("tp=8", GUIDED),
 
 @functools.cache
 def opened(mesh: str) -> VideoPipeline:
-    return VideoPipeline.open("demo", mesh=mesh)
+    return VideoPipeline.open("demo", RuntimeConfig(mesh=mesh))
 
 
 def video(mesh: str, request: str, prompt: str = PROMPT, seed: int = 2025) -> torch.Tensor:

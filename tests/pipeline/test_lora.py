@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.quantization import DTYPES, quantized
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import Lora, ResidencyConfig
+from comfy_tpu.config import Lora, ResidencyConfig, RuntimeConfig
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Progress
@@ -109,7 +109,7 @@ def test_quantized_weights_are_made_of_the_merged_ones(kind: str, tmp_path: Path
 
 def test_nothing_is_compiled_for_another_lora_and_the_base_is_exact_again(tmp_path: Path) -> None:
     residency = Residency(ResidencyConfig())
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="dp=2,tp=4", residency=residency)
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="dp=2,tp=4"), residency=residency)
     settings = pipeline.settings(height=48, width=80, num_frames=9, num_inference_steps=2, guidance_scale=4.0, seed=7)
     embeddings = pipeline.encode("a red circle", settings)
     before = pipeline.denoise(embeddings, settings)
@@ -140,7 +140,7 @@ def test_another_rank_compiles_merging_only(tmp_path: Path) -> None:
     heard: list[Progress] = []
     residency = Residency(ResidencyConfig())
     pipeline = VideoPipeline.open(
-        small_pipeline.directory(), mesh="single", residency=residency, on_progress=heard.append
+        small_pipeline.directory(), RuntimeConfig(mesh="single"), residency=residency, on_progress=heard.append
     )
     settings = pipeline.settings(height=48, width=80, num_frames=9, num_inference_steps=1, guidance_scale=1.0)
     embeddings = pipeline.encode("a red circle", settings)
@@ -170,7 +170,7 @@ def test_a_file_that_changes_under_its_name_is_another_lora(tmp_path: Path) -> N
 def test_four_steps_without_guidance_are_those_of_diffusers(mesh: str, tmp_path: Path) -> None:
     """As LoRAs are run that were distilled to few steps: --steps 4 --guidance-scale 1 --scheduler euler."""
     path = write(tmp_path / "a.safetensors", small_loras.original_style())
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh=mesh, loras=[Lora(path)])
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh=mesh), loras=[Lora(path)])
     chosen = {"height": 48, "width": 80, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 1.0}
     settings = pipeline.settings(**chosen, scheduler="euler", flow_shift=5.0, seed=7)
     assert pipeline.plan(settings).forwards == 4, "one branch"

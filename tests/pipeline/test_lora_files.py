@@ -14,8 +14,7 @@ import torch
 from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
-from comfy_tpu.families.family import VideoFamily
-from comfy_tpu.families.lora_names import Rows
+from comfy_tpu.families.model_family import ModelFamily, Rows
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.lora_keys import LoraFile, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -227,7 +226,7 @@ def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
 
 def test_a_family_without_names_takes_those_of_diffusers(tmp_path: Path) -> None:
     files = ModelFiles.open(small_pipeline.directory())
-    (names,) = (field.default for field in dataclasses.fields(VideoFamily) if field.name == "lora_names")
+    (names,) = (field.default for field in dataclasses.fields(ModelFamily) if field.name == "lora_names")
     ported = dataclasses.replace(files, family=dataclasses.replace(files.family, lora_names=names))
     path = write(tmp_path / "a.safetensors", small_loras.diffusers_style())
     made, expected = (open_loras([Lora(path)], given).read("blocks.1.ffn.net.2.weight") for given in (ported, files))
@@ -243,7 +242,7 @@ def test_a_family_without_names_takes_those_of_diffusers(tmp_path: Path) -> None
 def test_every_module_of_wan_is_known_by_its_original_name() -> None:
     """The names of Wan's own code, written out for one block."""
     files = ModelFiles.open(small_pipeline.directory())
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.lora_names)
+    targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.denoiser.lora_names)
     attention = [
         f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in ("q", "k", "v", "o", "norm_q", "norm_k")
     ]

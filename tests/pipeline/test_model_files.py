@@ -42,7 +42,7 @@ def test_a_whole_directory_is_accepted(directory: Path) -> None:
     files = ModelFiles.open(directory)
     assert files.family.name == "Wan 2.1"
     assert len(files.fingerprint) == 16
-    assert files.defaults == files.family.defaults
+    assert files.defaults == files.family.card.defaults
 
 
 @pytest.mark.parametrize(

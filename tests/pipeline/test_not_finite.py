@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comfy_tpu.config import GenerationSettings, Lora
+from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, NotFiniteError
 from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -48,7 +48,7 @@ def fill(value: float) -> Callable[[torch.Tensor], None]:
 
 
 def open_pipeline(directory: Path, **options: object) -> tuple[VideoPipeline, GenerationSettings]:
-    pipeline = VideoPipeline.open(directory, mesh="single", **options)
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"), **options)
     return pipeline, pipeline.settings(**SIZE)
 
 

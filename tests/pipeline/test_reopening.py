@@ -2,12 +2,13 @@
 
 import gc
 
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_pipeline
 
 
 def make_video() -> None:
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="single")
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
     settings = pipeline.settings(height=32, width=32, num_frames=5, num_inference_steps=1, max_sequence_length=16)
     list(pipeline.generate("a red circle", settings))
 

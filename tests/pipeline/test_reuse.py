@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.config import GenerationSettings, ReuseConfig
+from comfy_tpu.config import GenerationSettings, ReuseConfig, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
-from comfy_tpu.families.wan import WAN21
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline import reuse
 from comfy_tpu.pipeline.calibration import differences, measure_curve, save
-from comfy_tpu.pipeline.denoise import initial_noise
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
+from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve, save_curve
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
@@ -40,7 +40,7 @@ TEN = CHOSEN | {"num_inference_steps": 10}
 @functools.cache
 def schedule(steps: int = 50, flow_shift: float = 5.0) -> Schedule:
     settings = GenerationSettings(flow_shift=flow_shift, num_inference_steps=steps)
-    return make_schedule(WAN21.schedulers["unipc"](settings))
+    return make_schedule(WAN21.scheduling.factories["unipc"](settings))
 
 
 def flat(change: float = 0.01, ratio: float = 1.0, count: int = 11) -> Curve:
@@ -64,7 +64,7 @@ def test_without_a_curve_every_step_is_computed_and_guided() -> None:
     assert (every.reused, every.guided, every.forwards) == ((), 50, 100)
 
 
-@pytest.mark.parametrize("name", WAN21.curves)
+@pytest.mark.parametrize("name", WAN21.card.reuse_curves)
 def test_published_curves_give_the_plan_of_magcache(name: str) -> None:
     """Its rule on its ratios, with its defaults: threshold 0.12, two in a row, a fifth of the steps computed first."""
     ratios = 1 - published(name).changes  # under 1 from the tenth step on, where the rule begins
@@ -147,7 +147,7 @@ def with_curve() -> Path:
 
 @functools.cache
 def opened(mesh: str = "single") -> VideoPipeline:
-    return VideoPipeline.open(with_curve(), mesh=mesh)
+    return VideoPipeline.open(with_curve(), RuntimeConfig(mesh=mesh))
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def latents(pipeline: VideoPipeline, prompt: str = PROMPT, **changed: Any) -> to
 def latents_by_diffusers(made: Plan, prompt: str = PROMPT) -> torch.Tensor:
     """What diffusers' transformer and scheduler give where they follow the plan."""
     settings = GenerationSettings(flow_shift=TEN["flow_shift"], num_inference_steps=len(made.steps))
-    scheduler, pipeline = WAN21.schedulers["unipc"](settings), small_pipeline.reference()
+    scheduler, pipeline = WAN21.scheduling.factories["unipc"](settings), small_pipeline.reference()
     scheduler.set_timesteps(len(made.steps))
     embeddings = pipeline.encode_prompt(prompt, TEN["negative_prompt"], max_sequence_length=512)
     sample = initial_noise((1, 4, 3, 6, 10), TEN["seed"])
@@ -189,7 +189,7 @@ def velocities(pipeline: VideoPipeline, **changed: Any) -> list[torch.Tensor]:
 
 def test_a_model_without_a_curve_says_how_to_get_one_before_anything_is_loaded(directory: Path) -> None:
     heard: list[Progress] = []
-    pipeline = VideoPipeline.open(directory, mesh="single", on_progress=heard.append)
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"), on_progress=heard.append)
     settings = pipeline.settings(**(CHOSEN | {"reuse": 0.1}))
     text = rf"^reuse needs to know .*there is no .*reuse.json; run `comfy-tpu calibrate {directory}` once, or leave"
     with pytest.raises(InvalidValueError, match=text):
@@ -227,7 +227,7 @@ def test_a_damaged_or_foreign_curve_is_refused(
         find_curve(ModelFiles.open(directory))
 
 
-@pytest.mark.parametrize(("name", "facts"), WAN21.curves.items())
+@pytest.mark.parametrize(("name", "facts"), WAN21.card.reuse_curves.items())
 def test_a_model_of_wan_has_its_published_curve(directory: Path, name: str, facts: dict[str, int]) -> None:
     path = directory / "transformer" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(facts)))
@@ -253,12 +253,12 @@ def test_reused_velocities_are_the_last_one_scaled() -> None:
 
 
 def test_a_level_compiles_one_small_program_and_the_next_none() -> None:
-    pipeline = VideoPipeline.open(with_curve(), mesh="single")
+    pipeline = VideoPipeline.open(with_curve(), RuntimeConfig(mesh="single"))
     heard: list[Progress] = []
     lossless = latents(pipeline)
     pipeline.on_progress = heard.append
     reused = latents(pipeline, reuse=1.0)
-    compiled = [event.what for event in heard if event.stage == "compiling" and event.done]
+    compiled = [event.label for event in heard if event.stage == "compiling" and event.done]
     assert compiled == ["transformer.reuse_step at 80×48×9"]
     assert [event.done for event in heard if event.reused] == [3, 4, 6, 7, 9, 10]
     with count_compilations() as count:
@@ -287,7 +287,7 @@ def test_a_run_with_reuse_is_what_diffusers_makes_of_its_plan(changed: dict[str,
 
 
 def test_the_end_of_guidance_compiles_what_a_run_without_guidance_does() -> None:
-    pipeline = VideoPipeline.open(with_curve(), mesh="single")
+    pipeline = VideoPipeline.open(with_curve(), RuntimeConfig(mesh="single"))
     guided, alone = latents(pipeline), latents(pipeline, guidance_scale=1.0)
     latents(pipeline, reuse=1.0)
     with count_compilations() as count:
@@ -326,7 +326,7 @@ def test_differences_are_magnitude_and_direction() -> None:
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_model_that_answers_nothing_cannot_be_measured(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = VideoPipeline.open(with_curve(), mesh="single")
+    pipeline = VideoPipeline.open(with_curve(), RuntimeConfig(mesh="single"))
     monkeypatch.setattr(pipeline, "encode", lambda *arguments: None)
     monkeypatch.setattr(pipeline, "velocities", lambda *arguments: [torch.full((2,), value)] * 10)
     with pytest.raises(InvalidValueError, match="answers prompt 'x' with NaN, infinity or nothing but zeros"):
@@ -335,12 +335,12 @@ def test_a_model_that_answers_nothing_cannot_be_measured(value: float, monkeypat
 
 def test_a_model_directory_may_ask_for_reuse_itself(directory: Path) -> None:
     (directory / "generation.json").write_text('{"reuse": 0.12, "guidance_until": 0.5}')
-    settings = VideoPipeline.open(directory, mesh="single").settings()
+    settings = VideoPipeline.open(directory, RuntimeConfig(mesh="single")).settings()
     assert (settings.reuse, settings.guidance_until) == (0.12, 0.5)
 
 
 def test_a_calibrated_model_can_reuse(directory: Path) -> None:
-    pipeline = VideoPipeline.open(directory, mesh="single")
+    pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     settings = pipeline.settings(**(TEN | {"reuse": 0.0, "guidance_until": 0.5}))
     curve = measure_curve(pipeline, [PROMPT, "a blue circle"], settings)
     save(directory / reuse.FILE, curve, pipeline, [PROMPT, "a blue circle"], settings)

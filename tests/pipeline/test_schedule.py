@@ -8,7 +8,7 @@ from diffusers import CogVideoXDDIMScheduler, DDPMScheduler, EulerAncestralDiscr
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.wan import WAN21
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline.schedule import HISTORY, make_schedule
 
 MIXING = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)) * 0.3
@@ -36,18 +36,18 @@ def by_table(scheduler: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
 @pytest.mark.parametrize("steps", [1, 2, 3, 20, 50])
-@pytest.mark.parametrize("name", WAN21.schedulers)
+@pytest.mark.parametrize("name", WAN21.scheduling.factories)
 def test_the_table_is_the_scheduler(name: str, steps: int, shift: float) -> None:
     noise = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     settings = GenerationSettings(flow_shift=shift, num_inference_steps=steps)
-    assert len(make_schedule(WAN21.schedulers[name](settings))) == steps
-    expected = by_scheduler(WAN21.schedulers[name](settings), noise)
-    actual = by_table(WAN21.schedulers[name](settings), noise)
+    assert len(make_schedule(WAN21.scheduling.factories[name](settings))) == steps
+    expected = by_scheduler(WAN21.scheduling.factories[name](settings), noise)
+    actual = by_table(WAN21.scheduling.factories[name](settings), noise)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_limits_name_every_scheduler() -> None:
-    assert set(WAN21.limits.schedulers) == set(WAN21.schedulers)
+    assert set(WAN21.card.limits.schedulers) == set(WAN21.scheduling.factories)
 
 
 @pytest.mark.parametrize("scheduler", [DDPMScheduler, EulerAncestralDiscreteScheduler])

@@ -8,10 +8,9 @@ import pytest
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.wan import WAN21
-from comfy_tpu.families.wan22 import WAN22
+from comfy_tpu.families.settings import check_prompt, make_settings
+from comfy_tpu.families.wan.model import WAN21, WAN22
 from comfy_tpu.pipeline.checks import warn_of_ignored
-from comfy_tpu.pipeline.settings import check_prompt, make_settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"height": 100}, "height=100 is not divisible by 16; use 96 or 112"),
@@ -47,17 +46,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("chosen", "text"), BAD)
 def test_a_bad_value_is_named_with_what_would_do(chosen: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidValueError, match=f"^{text}"):
-        make_settings(WAN21.defaults, chosen, WAN21.limits)
+        make_settings(WAN21.card.defaults, chosen, WAN21.card.limits)
 
 
 def test_what_is_not_chosen_stays_the_default() -> None:
-    settings = make_settings(WAN21.defaults, {"seed": 3, "height": None}, WAN21.limits)
+    settings = make_settings(WAN21.card.defaults, {"seed": 3, "height": None}, WAN21.card.limits)
     assert settings == dataclasses.replace(GenerationSettings(), seed=3)
 
 
 def test_every_default_and_preset_is_allowed() -> None:
-    for preset in ({}, *WAN21.presets.values()):
-        make_settings(WAN21.defaults, preset, WAN21.limits)
+    for preset in ({}, *WAN21.card.presets.values()):
+        make_settings(WAN21.card.defaults, preset, WAN21.card.limits)
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
@@ -72,9 +71,9 @@ def test_a_prompt_that_is_no_text_is_refused() -> None:
 
 
 def test_a_second_guidance_scale_says_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    chosen = dataclasses.replace(WAN21.defaults, guidance_scale_2=3.0)
+    chosen = dataclasses.replace(WAN21.card.defaults, guidance_scale_2=3.0)
     for family in (WAN22, WAN21):
-        warn_of_ignored(family, family.defaults, dataclasses.replace(family.defaults, guidance_scale_2=2.0))
+        warn_of_ignored(family, family.card.defaults, dataclasses.replace(family.card.defaults, guidance_scale_2=2.0))
     assert caplog.messages == ["guidance_scale_2=2.0 has no effect: Wan 2.1 has one transformer"]
     caplog.clear()
     warn_of_ignored(WAN21, chosen, chosen)

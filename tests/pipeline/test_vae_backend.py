@@ -9,9 +9,11 @@ import torch
 from PIL import Image
 
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import DEMO_IMAGE_MODEL, ResidencyConfig
+from comfy_tpu.config import DEMO_IMAGE_MODEL, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
-from comfy_tpu.families import flux, hunyuan, wan22
+from comfy_tpu.families.flux import model as flux_model
+from comfy_tpu.families.hunyuan_video import model as hunyuan_model
+from comfy_tpu.families.wan import model as wan_model
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.vae_backend import check_vae_backend
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -19,7 +21,7 @@ from tests.closeness import psnr
 
 
 def opened(backend: Any, model: str = "demo", **options: Any) -> VideoPipeline:
-    return VideoPipeline.open(model, mesh="single", vae_backend=backend, **options)
+    return VideoPipeline.open(model, RuntimeConfig(mesh="single", vae_backend=backend), **options)
 
 
 def test_the_same_video() -> None:
@@ -35,7 +37,7 @@ def test_the_same_video() -> None:
     assert psnr(videos[1], videos[0]) >= 120, "143 are found"
     assert torch.equal(videos[0], videos[2])
     assert torch.equal(videos[1], videos[3])
-    programs = {progress.what.split()[0] for progress in said if progress.stage == "compiling"}
+    programs = {progress.label.split()[0] for progress in said if progress.stage == "compiling"}
     assert {"vae.decode_frame", "vae_nnx.decode_frame"} <= programs
 
 
@@ -52,9 +54,13 @@ def test_the_same_latents_of_a_picture() -> None:
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        (flux.FLUX_SCHNELL, {}, "vae_backend=nnx: the VAE of Flux.* is not written in Flax NNX; choose torchax"),
-        (hunyuan.HUNYUAN15, {}, "vae_backend=nnx: the VAE of Hunyuan.* is not written in Flax NNX; choose torchax"),
-        (wan22.WAN22_5B, {"is_residual": True, "patch_size": 2}, "as in Wan 2.2 5B, is not written in Flax NNX"),
+        (flux_model.FLUX_SCHNELL, {}, "vae_backend=nnx: the VAE of Flux.* is not written in Flax NNX; choose torchax"),
+        (
+            hunyuan_model.HUNYUAN15,
+            {},
+            "vae_backend=nnx: the VAE of Hunyuan.* is not written in Flax NNX; choose torchax",
+        ),
+        (wan_model.WAN22_5B, {"is_residual": True, "patch_size": 2}, "as in Wan 2.2 5B, is not written in Flax NNX"),
     ],
 )
 def test_other_vaes_are_refused(family: Any, config: dict[str, Any], message: str) -> None:
@@ -65,7 +71,7 @@ def test_other_vaes_are_refused(family: Any, config: dict[str, Any], message: st
 
 
 def test_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("comfy_tpu.nnx.")]:
+    for name in [name for name in sys.modules if name.startswith("comfy_tpu.families.wan.nnx_vae.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(UnsupportedError, match=r"needs flax, which is not installed; run `pip install 'comfy-tpu"):

@@ -12,10 +12,10 @@ import torch
 from comfy_tpu.bridge import to_device
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import GenerationSettings, ResidencyConfig
+from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError
-from comfy_tpu.families.family import Tiles
-from comfy_tpu.families.wan import WAN21
+from comfy_tpu.families.model_family import Tiles
+from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline import decode
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.text import PromptEmbeddings
@@ -40,7 +40,7 @@ CHOSEN: dict[str, Any] = {
 
 @functools.cache
 def opened(mesh: str) -> VideoPipeline:
-    return VideoPipeline.open(small_pipeline.directory(), mesh=mesh)
+    return VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh=mesh))
 
 
 def video(pipeline: VideoPipeline, prompt: str = PROMPT, **changed: Any) -> torch.Tensor:
@@ -50,7 +50,7 @@ def video(pipeline: VideoPipeline, prompt: str = PROMPT, **changed: Any) -> torc
 @functools.cache
 def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: int = 1) -> torch.Tensor:
     settings = GenerationSettings(flow_shift=CHOSEN["flow_shift"])
-    pipeline = small_pipeline.with_scheduler(WAN21.schedulers[scheduler](settings))
+    pipeline = small_pipeline.with_scheduler(WAN21.scheduling.factories[scheduler](settings))
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(
         PROMPT,
@@ -100,10 +100,10 @@ def test_without_guidance_there_is_one_branch() -> None:
 
 def step_flops(mesh: str, guidance_scale: float) -> float:
     """Of one device, by XLA's own count of the compiled program."""
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh=mesh)
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh=mesh))
     settings = pipeline.settings(**(CHOSEN | {"num_inference_steps": 1, "guidance_scale": guidance_scale}))
     pipeline.denoise(pipeline.encode(PROMPT, settings), settings)
-    (executable,) = pipeline._programs["transformer.denoise_step"]._executables.values()
+    (executable,) = pipeline.running.find_program("transformer.denoise_step")._executables.values()
     costs: Any = executable.cost_analysis()
     return float(costs["flops"])
 
@@ -147,7 +147,10 @@ def test_frames_come_as_they_are_decoded() -> None:
 def test_progress_is_told() -> None:
     heard: list[Progress] = []
     pipeline = VideoPipeline.open(
-        small_pipeline.directory(), mesh="single", residency=Residency(ResidencyConfig()), on_progress=heard.append
+        small_pipeline.directory(),
+        RuntimeConfig(mesh="single"),
+        residency=Residency(ResidencyConfig()),
+        on_progress=heard.append,
     )
     video(pipeline)
     stages = list(dict.fromkeys(event.stage for event in heard))
@@ -156,7 +159,7 @@ def test_progress_is_told() -> None:
         last = [event for event in heard if event.stage == stage][-1]
         assert last.done == last.total
     assert [event.done for event in heard if event.stage == "denoising"] == [0, 1, 2, 3, 4]
-    assert "transformer.denoise_step at 80×48×9" in [event.what for event in heard if event.stage == "compiling"]
+    assert "transformer.denoise_step at 80×48×9" in [event.label for event in heard if event.stage == "compiling"]
     heard.clear()
     video(pipeline)
     assert {event.stage for event in heard} == {"encoding", "denoising", "decoding"}, "nothing loaded, nothing compiled"
@@ -170,7 +173,7 @@ def test_a_preview_is_what_the_model_sees_finished() -> None:
         if progress.preview is not None:
             previews.append(progress.preview())
 
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="dp=2,tp=2", on_progress=keep)
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="dp=2,tp=2"), on_progress=keep)
     settings = pipeline.settings(**(CHOSEN | {"scheduler": "euler"}))
     latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings)
     assert [preview.shape for preview in previews] == [(1, 4, 1, 6, 10)] * 4
@@ -197,7 +200,9 @@ def test_latents_change_scale_and_back() -> None:
 
 def test_a_model_may_be_called_by_another_name() -> None:
     residency = Residency(ResidencyConfig())
-    pipeline = VideoPipeline.open(small_pipeline.directory(), name="mine", mesh="single", residency=residency)
+    pipeline = VideoPipeline.open(
+        small_pipeline.directory(), RuntimeConfig(mesh="single"), name="mine", residency=residency
+    )
     pipeline.encode(PROMPT, pipeline.settings(**CHOSEN))
     assert [entry.label for entry in residency.entries()] == ["mine text_encoder"]
 
@@ -206,7 +211,7 @@ def test_a_listener_that_raises_ends_the_run_and_the_next_works() -> None:
     class CancelledError(Exception):
         pass
 
-    pipeline = VideoPipeline.open(small_pipeline.directory(), mesh="single")
+    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
 
     def cancel(progress: Progress) -> None:
         if progress.stage == "denoising" and progress.done == 2:
@@ -271,8 +276,8 @@ def test_a_picture_that_does_not_fit_is_decoded_in_tiles() -> None:
             raise DeviceMemoryError("simulated")
         return real(latent, cache)
 
-    program = pipeline._programs["vae.decode_frame"]
-    with pipeline._weights(WAN21.vae) as weights:
+    program = pipeline.running.find_program("vae.decode_frame")
+    with pipeline.running.weights(WAN21.vae.component) as weights:
         real = lambda latent, cache: program(weights, latent=latent, cache=cache)  # noqa: E731
         tiled = torch.cat(list(decode.decode_frames(decode_frame, latents, tiles=SMALL_TILES)), dim=1)
 
@@ -348,4 +353,4 @@ def test_embeddings_of_another_model_or_without_a_negative_prompt_are_refused() 
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="dtype='fp4' is unknown; choose from auto, bfloat16, float32"):
-        VideoPipeline.open(small_pipeline.directory(), dtype="fp4")
+        VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(dtype="fp4"))

@@ -9,8 +9,8 @@ import torch
 
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.patches import as_latents, as_tokens
-from comfy_tpu.families.ported import in_vae_scale, module_of, unexplained
+from comfy_tpu.families.shared.patches import as_latents, as_tokens
+from comfy_tpu.families.shared.ported import in_vae_scale, module_of, unexplained
 from comfy_tpu.porting.scaffold import hypotheses, new
 from comfy_tpu.porting.scaffold.facts import Facts, default_settings, own_scheduler, patch_of
 from comfy_tpu.porting.scaffold.family_file import family_file

@@ -18,7 +18,8 @@ from comfy_tpu.bridge.catalogue import Row, row_of
 from comfy_tpu.bridge.compat import replaced
 from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
 from comfy_tpu.compiler.program import DeviceProgram
-from comfy_tpu.families.registry import FAMILIES, PORTED
+from comfy_tpu.config import RuntimeConfig
+from comfy_tpu.families.registry import PORTED, load_families
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.bridge import test_operators, test_views
 from tests.families import small_flux, small_flux2, small_hunyuan, small_ltx, test_hunyuan_image, wan_pipelines
@@ -89,14 +90,14 @@ def used_by(column: str) -> set[Row]:
 def check_small_models() -> None:
     """Raises LookupError if a family has no small model here."""
     seen = {_opened(small).family.name for families in SMALL.values() for small in families}
-    missing = {family.name for family in FAMILIES if family not in PORTED} - seen
+    missing = {family.name for family in load_families() if family not in PORTED} - seen
     if missing:
         raise LookupError(f"no small model is traced for {', '.join(sorted(missing))}; add one to SMALL in {__name__}")
 
 
 def _opened(small: SmallFamily) -> VideoPipeline:
     path = small.directory() if small.variant is None else small.directory(small.variant)
-    return VideoPipeline.open(path, mesh="single", platform="cpu")
+    return VideoPipeline.open(path, RuntimeConfig(mesh="single", platform="cpu"))
 
 
 def compared_with_torch() -> set[Row]:

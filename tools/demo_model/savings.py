@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from comfy_tpu.bench.machine import describe_machine
+from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.video import VideoPipeline
 from tools.demo_model.clips import evaluation_prompts
 from tools.demo_model.evaluate import tally
@@ -71,7 +72,9 @@ class Runner:
 
     def __init__(self, model: str, variants: list[Variant], steps: int) -> None:
         self._steps = steps
-        self._pipelines = {way: VideoPipeline.open(model, quantize=way) for way in {v.quantize for v in variants}}
+        self._pipelines = {
+            way: VideoPipeline.open(model, RuntimeConfig(quantize=way)) for way in {v.quantize for v in variants}
+        }
 
     def settings(self, variant: Variant, seed: int) -> Any:
         pipeline = self._pipelines[variant.quantize]

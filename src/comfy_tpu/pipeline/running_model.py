@@ -122,6 +122,10 @@ class RunningModel:
             self._programs[key] = component.program(function, on_event=self._on_program, trace_errors=errors, **options)
         return self._programs[key]
 
+    def find_program(self, name: str) -> DeviceProgram:
+        """One that was made, by its name in progress reports: "transformer.denoise_step"."""
+        return next(program for program in self._programs.values() if program.name == name)
+
     def step_programs(self, number: int) -> StepPrograms:
         """Those of one of the family's transformers."""
         spec = self.family.denoiser.transformers[number]
