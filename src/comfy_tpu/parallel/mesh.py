@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -108,11 +108,12 @@ def chip_name(device: jax.Device) -> str:
 
 
 def parse_mesh(
-    mesh: str | MeshSizes, device_count: int, *, chip: str = "", workload: Workload | None = None
+    mesh: str | MeshSizes, device_count: int, *, chip: str = "", workload: Callable[[], Workload] | None = None
 ) -> MeshSizes:
     """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1.
 
-    "auto" is the best layout by estimate where the workload is given and the chip is a known TPU.
+    "auto" is the best layout by estimate where the workload is given and the chip is a known TPU; it is asked for then
+    only.
     """
     if isinstance(mesh, MeshSizes):
         sizes = mesh
@@ -134,10 +135,10 @@ def parse_mesh(
     return sizes
 
 
-def _auto_sizes(device_count: int, chip: str, workload: Workload | None) -> MeshSizes:
+def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None) -> MeshSizes:
     slice_ = slice_of(chip, device_count)
-    if workload is not None and slice_ is not None:
-        best = rank_layouts(workload, slice_, device_count)[0]
+    if workload is not None and slice_ is not None and device_count > 1:
+        best = rank_layouts(workload(), slice_, device_count)[0]
         logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)
         return best.sizes
     # A fixed preference that suits video at guidance > 1: the two CFG branches never talk to each other, and the
@@ -194,7 +195,7 @@ def make_placement(
     *,
     platform: str = "auto",
     devices: Sequence[jax.Device] | None = None,
-    workload: Workload | None = None,
+    workload: Callable[[], Workload] | None = None,
 ) -> Placement:
     """A mesh over the given devices, or over those of a platform; "auto" ranks layouts for the workload."""
     if devices is None:

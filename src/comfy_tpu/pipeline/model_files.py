@@ -27,6 +27,7 @@ from comfy_tpu.families.settings import check_settings
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.step_work import count_step
 from comfy_tpu.quiet import quiet
 from comfy_tpu.terminal_text import excerpt
 
@@ -187,7 +188,7 @@ class ModelFiles:
 
     def workload(self, settings: GenerationSettings) -> Workload:
         with config_errors(str(self._config_path(self.family.transformer))):
-            return self.family.denoiser.workload(self.config(self.family.transformer), settings)
+            return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """What the text encoders give of a prompt, by name, without the row's own dimension."""

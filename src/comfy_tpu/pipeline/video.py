@@ -82,8 +82,9 @@ class VideoPipeline:
         check(files)
         check_vae_backend(runtime.vae_backend, files)
         opened = open_loras(loras, files)
-        workload = files.workload(files.defaults)
-        placement = make_placement(runtime.mesh, platform=runtime.platform, workload=workload)
+        placement = make_placement(
+            runtime.mesh, platform=runtime.platform, workload=lambda: files.workload(files.defaults)
+        )
         if residency is None:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
         return cls(RunningModel(files, placement, runtime, residency=residency, on_progress=on_progress, loras=opened))
