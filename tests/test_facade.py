@@ -127,9 +127,7 @@ def test_frames_as_they_come(pipe: comfy_tpu.Pipeline, video: Video) -> None:
 
 def test_leaving_the_block_frees_the_weights() -> None:
     residency = Residency(ResidencyConfig())
-    stages = VideoPipeline.open(
-        small_pipeline.directory(), comfy_tpu.RuntimeConfig(mesh="single"), residency=residency
-    )
+    stages = VideoPipeline.open(small_pipeline.directory(), comfy_tpu.RuntimeConfig(mesh="single"), residency=residency)
     with comfy_tpu.Pipeline(stages) as pipe:
         before = pipe(PROMPT, seed=7, **SIZE)
         assert residency.entries()

@@ -148,7 +148,7 @@ class Pipeline:
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
-            raise InvalidValueError("prompt is an empty list; give one prompt or more")
+            raise InvalidValueError("prompt is an empty list; give one prompt or more", field="prompt")
         self._use(lora)
         videos: list[Video] = []
         for each in prompts:
@@ -171,7 +171,9 @@ class Pipeline:
         self._use(lora)
         request = self._request(prompt, images, strength, on_progress, settings)
         if request.settings.num_videos != 1:
-            raise InvalidValueError(f"num_videos={request.settings.num_videos} cannot be streamed; ask for 1")
+            raise InvalidValueError(
+                f"num_videos={request.settings.num_videos} cannot be streamed; ask for 1", field="num_videos"
+            )
         parts = self._parts(request)
         try:
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
@@ -233,7 +235,8 @@ class Pipeline:
             elif request.strength is not None:
                 raise InvalidValueError(
                     f"strength={request.strength} is for an image that denoising starts from; give images, and a model "
-                    "that starts from one"
+                    "that starts from one",
+                    field="strength",
                 )
             embeddings = stages.encode(request.prompt, settings, images)
             yield from stages.decode(stages.denoise(embeddings, settings, init_image), settings)
@@ -274,7 +277,7 @@ def _as_lora(given: LoraLike) -> Lora:
         return Lora(Path(given))
     if isinstance(given, tuple) and len(given) == 2:
         return Lora(Path(given[0]), _plain(given[1]))
-    raise InvalidValueError(f"lora is {given!r}, expected a path or (path, strength)")
+    raise InvalidValueError(f"lora is {given!r}, expected a path or (path, strength)", field="lora")
 
 
 def _as_image(given: ImageLike) -> Image.Image:

@@ -71,7 +71,8 @@ def find_devices(platform: str = "auto") -> list[jax.Device]:
             raise MeshError(
                 f"platform {platform!r} was asked for but jax could not start it ({error}); install its jax plugin "
                 f"(`pip install 'comfy-tpu[{'cuda' if platform == 'gpu' else 'tpu'}]'`), look at JAX_PLATFORMS, "
-                "or choose platform 'auto'"
+                "or choose platform 'auto'",
+                field="platform",
             ) from error
     reasons = []
     # jax starts every platform at the first of these calls and remembers which failed: asking again starts nothing.
@@ -118,7 +119,7 @@ def parse_mesh(
     if isinstance(mesh, MeshSizes):
         sizes = mesh
     elif not isinstance(mesh, str):
-        raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'")
+        raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'", field="mesh")
     elif mesh.strip() == "auto":
         sizes = _auto_sizes(device_count, chip, workload)
     elif mesh.strip() in NAMED_MESHES:
@@ -130,7 +131,8 @@ def parse_mesh(
     if sizes.device_count > device_count:
         raise MeshError(
             f"mesh {sizes} needs {sizes.device_count} devices but there are {device_count}; "
-            f"choose sizes whose product is at most {device_count}"
+            f"choose sizes whose product is at most {device_count}",
+            field="mesh",
         )
     return sizes
 
@@ -155,17 +157,22 @@ def _parse_axes(text: str) -> MeshSizes:
         if match is None:
             raise MeshError(
                 f"mesh {text!r}: {part.strip()!r} is not of the form axis=size; write axes such as 'dp=2,sp=4', "
-                f"or one of {', '.join(('auto', *NAMED_MESHES))}"
+                f"or one of {', '.join(('auto', *NAMED_MESHES))}",
+                field="mesh",
             )
         axis, size = match.groups()
         if axis not in MESH_AXES:
-            raise MeshError(f"mesh {text!r}: unknown axis {axis!r}; choose axes from {', '.join(MESH_AXES)}")
+            raise MeshError(
+                f"mesh {text!r}: unknown axis {axis!r}; choose axes from {', '.join(MESH_AXES)}", field="mesh"
+            )
         if axis in sizes:
-            raise MeshError(f"mesh {text!r}: axis {axis!r} is given twice; give each axis once")
+            raise MeshError(f"mesh {text!r}: axis {axis!r} is given twice; give each axis once", field="mesh")
         try:
             sizes[axis] = int(size)
         except ValueError:
-            raise MeshError(f"mesh {text!r}: {axis}={size} is not a whole number; sizes start at 1") from None
+            raise MeshError(
+                f"mesh {text!r}: {axis}={size} is not a whole number; sizes start at 1", field="mesh"
+            ) from None
         _check_size(f"mesh {text!r}", axis, sizes[axis])
     return MeshSizes(**sizes)
 
@@ -187,7 +194,7 @@ def divisors(number: int) -> str:
 
 def _check_platform(platform: str, choices: Sequence[str]) -> None:
     if platform not in choices:
-        raise MeshError(f"platform={platform!r} is unknown; choose from {', '.join(choices)}")
+        raise MeshError(f"platform={platform!r} is unknown; choose from {', '.join(choices)}", field="platform")
 
 
 def make_placement(

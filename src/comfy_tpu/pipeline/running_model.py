@@ -36,7 +36,7 @@ def choose_dtype(name: str, platform: str) -> torch.dtype:
 
 def check_dtype(name: str) -> None:
     if name not in ("auto", *DTYPES):
-        raise InvalidValueError(f"dtype={name!r} is unknown; choose from auto, {', '.join(DTYPES)}")
+        raise InvalidValueError(f"dtype={name!r} is unknown; choose from auto, {', '.join(DTYPES)}", field="dtype")
 
 
 class RunningModel:
@@ -93,7 +93,7 @@ class RunningModel:
             try:
                 self.component(spec).check(self.files.checkpoint(spec))
             except CheckpointError as error:
-                raise CheckpointError(f"model={self.files.name}: {error}") from error
+                raise CheckpointError(f"model={self.files.name}: {error}", field="model") from error
             self._checked.add(spec.name)
 
     def component(self, spec: ComponentSpec) -> Any:
