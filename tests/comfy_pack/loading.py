@@ -9,10 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def load_pack(models, *, installed=True):
+def load_pack(models, *, installed=True, also_on_path=None):
     """What ComfyUI would see of the pack. `installed`: comfy_tpu can be imported before the pack is."""
     script = ROOT / "tests" / "comfy_pack" / "stand_in.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src") if installed else ""}
+    places = [*([ROOT / "src"] if installed else []), *([also_on_path] if also_on_path else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     command = [sys.executable, "-P", script, ROOT, models, *([] if installed else ["bare"])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=models)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,174 @@
+"""A family from outside: one directory, and one entry point. Nothing else of the package knows it.
+
+The directory is LTX-Video's under other names, so that its results can be compared with those of the original.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from comfy_tpu.families.card import FamilyCard, ImageInput, NodeSet
+from comfy_tpu.families.card_checks import CardError, check_card
+from comfy_tpu.families.ltx_video.card import CARD, LTX_VIDEO
+from tests.comfy_pack.loading import load_pack
+from tests.families import small_ltx
+
+ROOT = Path(__file__).parents[2]
+FAMILY = ROOT / "src" / "comfy_tpu" / "families" / "ltx_video"
+NAMES = (
+    ("comfy_tpu.families.ltx_video", "outside_family"),
+    ("LTXImageToVideoPipeline", "OutsideImagePipeline"),
+    ("LTXPipeline", "OutsidePipeline"),
+    ("Lightricks/LTX-Video", "outside/Outside-Video"),
+    ('key="LTXVideo"', 'key="Outside"'),
+    ("LTX-Video", "Outside-Video"),
+)
+
+
+def write_distribution(place: Path, name: str, package: str) -> None:
+    """What pip leaves of a distribution with one entry point."""
+    info = place / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[comfy_tpu.families]\n{name} = {package}\n")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    (place / "outside_family").mkdir()
+    for path in FAMILY.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for ours, theirs in NAMES:
+            text = text.replace(ours, theirs)
+        (place / "outside_family" / path.name).write_text(text, encoding="utf-8")
+    write_distribution(place, "outside", "outside_family")
+    (place / "broken_family").mkdir()
+    (place / "broken_family" / "__init__.py").touch()
+    (place / "broken_family" / "card.py").write_text("import a_package_that_is_not_there")
+    write_distribution(place, "broken", "broken_family")
+    return place
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "small"
+    shutil.copytree(small_ltx.directory(), directory)
+    index = json.loads((directory / "model_index.json").read_text())
+    (directory / "model_index.json").write_text(json.dumps(index | {"_class_name": "OutsidePipeline"}))
+    return directory
+
+
+def run(installed: Path, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(installed)))}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+SIZE = ("--height", "64", "--width", "96", "--num-frames", "9", "--steps", "2", "--seed", "7", "--mesh", "single")
+
+
+def test_generate_makes_what_the_original_makes(installed: Path, model: Path, tmp_path: Path) -> None:
+    command = ("-m", "comfy_tpu.cli", "generate", "a red circle", *SIZE, "--force", "-o")
+    made = run(installed, *command, tmp_path / "outside.npy", "--model", model)
+    run(installed, *command, tmp_path / "original.npy", "--model", small_ltx.directory())
+    assert np.array_equal(np.load(tmp_path / "outside.npy"), np.load(tmp_path / "original.npy"))
+    assert re.search(r"family broken \(package broken_family\) is left out: .*a_package_that_is_not_there", made.stderr)
+
+
+def test_plan_knows_its_published_model(installed: Path) -> None:
+    arguments = ("--tpu", "v6e-8", "--no-compile", "--json")
+    ours, theirs = (
+        json.loads(run(installed, "-m", "comfy_tpu.cli", "plan", name, *arguments).stdout)
+        for name in ("Outside-Video", "LTX-Video")
+    )
+    assert ours.pop("model") == "outside/Outside-Video"
+    assert theirs.pop("model") == "Lightricks/LTX-Video"
+    assert ours == theirs
+
+
+def test_its_nodes_are_there(installed: Path, tmp_path: Path) -> None:
+    nodes = load_pack(tmp_path, also_on_path=installed)["nodes"]
+    kinds = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
+    for kind in kinds:
+        ours, theirs = nodes[f"Outside{kind}"], nodes[f"LTXVideo{kind}"]
+        assert [each["id"] for each in ours["inputs"]] == [each["id"] for each in theirs["inputs"]]
+        (model_id,) = [each for each in ours["inputs"] if each["id"] == "model_id"]
+        assert model_id["default"] == "outside/Outside-Video"
+
+
+def changed(**facts: Any) -> FamilyCard:
+    """LTX-Video's card, by other names, with other facts of its model."""
+    model = dataclasses.replace(LTX_VIDEO, **{"name": "Other", "published": {"o/Other": {}}, **facts})
+    nodes = dataclasses.replace(CARD.node_sets[0], key="Other", models=(model,))
+    return FamilyCard("other", "Other", (nodes,))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"pipeline_classes": ()}, "says of Other that it has no pipeline_classes"),
+        ({"spatial_scale": 24}, "sizes are multiples of 32, and a latent has 24 pixels"),
+        ({"temporal_scale": 4}, r"frames are 8n\+1, and a latent has 4"),
+        ({"transformer_count": 3}, "it has 3 transformers, expected 1 or 2"),
+        ({"presets": {"S": {"height": 500}}}, "its size S cannot be used: height=500 is not divisible by 32"),
+        ({"presets": {"S": {"heigth": 512}}}, "its size S has heigth, which is no setting"),
+        ({"published": {}}, "names no published model in node set Other"),
+        ({"image": ImageInput("first_frame", max_images=2)}, "it takes 2 images, which only a model with reference"),
+        ({"image": ImageInput("reference", last_image="optional")}, "it takes a last image and no first frame"),
+    ],
+)
+def test_contradictory_facts_are_named(facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(CardError, match=rf"the card of other .*{message}.*; correct its card\.py"):
+        check_card(changed(**facts))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (changed(), None),
+        (
+            changed(published={"lightricks/ltx-video": {}}),
+            "claims the hub id lightricks/ltx-video, which comfy_tpu",
+        ),
+        (changed(name="LTX-Video"), "claims the model LTX-Video, which comfy_tpu.families.ltx_video has already"),
+        (FamilyCard("other", "Other", ()), "lacks its package, title or node_sets"),
+        (FamilyCard("other", "Other", (NodeSet("K", "K", "K", (), "L", CARD.node_sets[0].words),)), "has no models"),
+    ],
+)
+def test_two_families_cannot_claim_the_same(other: FamilyCard, message: str | None) -> None:
+    if message is None:
+        check_card(other, [CARD])
+        return
+    with pytest.raises(CardError, match=message):
+        check_card(other, [CARD])
+
+
+def test_a_model_that_two_families_claim_is_refused(installed: Path, tmp_path: Path) -> None:
+    place = tmp_path / "site"
+    shutil.copytree(installed / "outside_family", place / "rival_family")
+    for path in (place / "rival_family").glob("*.py"):
+        text = path.read_text().replace("outside_family", "rival_family")
+        path.write_text(text.replace("Outside-Video", "Rival-Video").replace('key="Outside"', 'key="Rival"'))
+    write_distribution(place, "rival", "rival_family")
+    code = (
+        "from comfy_tpu.families.registry import find_model_card\n"
+        "find_model_card({'_class_name': 'OutsidePipeline'}, {})"
+    )
+    both = Path(f"{installed}{os.pathsep}{place}")
+    error = run(both, "-c", code, check=False).stderr
+    assert (
+        "the model is claimed by Outside-Video (outside_family) and Rival-Video (rival_family); uninstall one" in error
+    )
