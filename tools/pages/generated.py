@@ -24,7 +24,8 @@ def generated_files(
 ) -> Iterator[tuple[str, str]]:
     """(path below the root, text) of every generated file; raises PageError at the first text that is missing."""
     templates = read_templates(root)
-    foreign = {nodes.key for card in family_cards() if card not in cards for nodes in card.node_sets}
+    packages = {card.package for card in cards}
+    foreign = {nodes.key for card in family_cards() if card.package not in packages for nodes in card.node_sets}
     nodes = {node_id: node for node_id, node in nodes.items() if not _is_of(node_id, foreign)}
     for language in languages:
         texts = read_texts(root, language, "help.json")

@@ -249,9 +249,7 @@ def frame_outputs(family: NodeSet) -> list[io.Output]:
         return [io.Image.Output("images", tooltip="The image, or one for each latent, for ComfyUI's image nodes.")]
     return [
         io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
-        io.Float.Output(
-            "fps_out", display_name="fps", tooltip="Frames per second, for nodes that make a video."
-        ),
+        io.Float.Output("fps_out", display_name="fps", tooltip="Frames per second, for nodes that make a video."),
         io.Video.Output("video", tooltip="The same frames as a video, for Save Video."),
     ]
 
