@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from comfy_tpu.families import registry
 from tests.comfy_pack.loading import ROOT
 from tools.pages.facts import Facts
 from tools.pages.generated import built_in_cards, english_definitions, generated_files, is_stale
@@ -60,6 +61,21 @@ def test_a_family_without_chinese_texts_is_named(nodes):
     )
     names = [name for name, _ in generated_files(ROOT, [*built_in_cards(), new], {**nodes, **own}, ["en"])]
     assert {"web/docs/PainterTextEncoder/en.md", "web/docs/PainterTPUPipeline.md"} <= set(names)
+
+
+def test_an_installed_family_has_no_pages_here(nodes, monkeypatch):
+    """It brings its own; ours stay as they are, whatever is installed beside them."""
+    cards = tuple(built_in_cards())
+    monkeypatch.setattr(registry, "BUILT_IN", tuple(card.package for card in cards[:-1]))
+    names = dict(generated_files(ROOT, built_in_cards(), nodes))
+    assert "web/docs/FluxTextEncoder/en.md" in names
+    assert not {name for name in names if "LTXVideo" in name}
+    assert "LTXVideo" not in names["locales/en/nodeDefs.json"]
+    assert "Lightricks" not in model_rows(names["README.md"])
+
+
+def model_rows(page):
+    return page.partition(BEGIN)[2].partition(END)[0]
 
 
 @pytest.mark.parametrize(

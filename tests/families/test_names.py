@@ -15,8 +15,8 @@ from tests.comfy_pack.loading import ROOT
 PACKAGE = ROOT / "src" / "comfy_tpu"
 REGISTRY = PACKAGE / "families" / "registry.py"
 COMFYUI_NAMES = PACKAGE / "comfy" / "native"
-"""Runs ComfyUI's own models, by ComfyUI's class and module names ("comfy.ldm.wan.vae", "Flux"): whether we have a family
-of that name does not matter there."""
+"""Runs ComfyUI's own models, by ComfyUI's class and module names ("comfy.ldm.wan.vae", "Flux"): whether we have a
+family of that name does not matter there."""
 NOT_YET = ("bench", "porting", "cli/bench.py", "cli/bench_vae.py")
 """Are being rewritten to read the cards."""
 

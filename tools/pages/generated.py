@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from comfy_tpu.families import registry
 from comfy_tpu.families.card import FamilyCard
-from comfy_tpu.families.registry import BUILT_IN, family_cards
 from tools.pages.facts import KINDS, Facts
 from tools.pages.help_page import help_page
 from tools.pages.model_table import model_table, replace_table
@@ -25,7 +25,7 @@ def generated_files(
     """(path below the root, text) of every generated file; raises PageError at the first text that is missing."""
     templates = read_templates(root)
     packages = {card.package for card in cards}
-    foreign = {nodes.key for card in family_cards() if card.package not in packages for nodes in card.node_sets}
+    foreign = {nodes.key for card in registry.family_cards() if card.package not in packages for nodes in card.node_sets}
     nodes = {node_id: node for node_id, node in nodes.items() if not _is_of(node_id, foreign)}
     for language in languages:
         texts = read_texts(root, language, "help.json")
@@ -79,4 +79,4 @@ def is_stale(path: Path, text: str) -> bool:
 
 def built_in_cards() -> list[FamilyCard]:
     """The families of this repository: an installed one brings pages of its own."""
-    return [card for card in family_cards() if card.package in BUILT_IN]
+    return [card for card in registry.family_cards() if card.package in registry.BUILT_IN]

@@ -45,8 +45,8 @@ class TPULoraLoader(io.ComfyNode):
                     options=list(get_args(LoraNoise)),
                     default="all",
                     optional=True,
-                    tooltip=f"For {_sets_with_two_transformers()}, which has two transformers: both, or the one for high or "
-                    "for low noise.",
+                    tooltip=f"For {_two_transformer_sets()}, which has two transformers: both, or the one for high "
+                    "or for low noise.",
                 ),
             ],
             outputs=[
@@ -71,7 +71,7 @@ class TPULoraLoader(io.ComfyNode):
         return io.NodeOutput((*check_loras(previous_lora), Lora(path, strength, noise)))
 
 
-def _sets_with_two_transformers() -> str:
+def _two_transformer_sets() -> str:
     """ "Wan 2.2"."""
     sets = (nodes for card in family_cards() for nodes in card.node_sets)
     return " and ".join(nodes.name for nodes in sets if nodes.has_second_guidance)
