@@ -25,7 +25,8 @@ def generated_files(
     """(path below the root, text) of every generated file; raises PageError at the first text that is missing."""
     templates = read_templates(root)
     packages = {card.package for card in cards}
-    foreign = {nodes.key for card in registry.family_cards() if card.package not in packages for nodes in card.node_sets}
+    others = [card for card in registry.family_cards() if card.package not in packages]
+    foreign = {node_set.key for card in others for node_set in card.node_sets}
     nodes = {node_id: node for node_id, node in nodes.items() if not _is_of(node_id, foreign)}
     for language in languages:
         texts = read_texts(root, language, "help.json")
