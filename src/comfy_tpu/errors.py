@@ -47,8 +47,20 @@ SECTIONS: tuple[str, ...] = get_args(Section)
 class ComfyTpuError(Exception):
     """The root of all errors this package raises on purpose. Its text is safe to print, whatever a message quotes."""
 
+    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+        """`field`: the parameter whose value is refused, with whose name the message begins."""
+        super().__init__(message)
+        self.field = field
+
     def __str__(self) -> str:
         return sanitize(super().__str__())
+
+
+def rename_field(message: str, field: str | None, name: str | None) -> str:
+    """The message with its field under another name: "--height 100 is …" for "height=100 is …"."""
+    if field is None or name is None or not message.startswith((f"{field}=", f"{field} ")):
+        return message
+    return f"{name} {message[len(field) + 1 :]}"
 
 
 class InvalidValueError(ComfyTpuError, ValueError):

@@ -20,6 +20,7 @@ from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Account, spans
 from comfy_tpu.config import GenerationSettings, Lora
+from comfy_tpu.errors import rename_field
 from comfy_tpu.pipeline import artifacts, media, video
 from comfy_tpu.pipeline.progress import Progress
 from tests.cli.fake_pipeline import FakePipeline
@@ -391,17 +392,18 @@ def test_full_disk_is_one_line(opened, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("field", "text", "shown"),
     [
-        ("height=100 is odd", "--height 100 is odd"),
-        ("mesh 'dp=x': no", "--mesh 'dp=x': no"),
-        ("num_inference_steps=0 is", "--steps 0 is"),
-        ("heads=40 is not divisible", "heads=40 is not divisible"),
-        ("heightened risk", "heightened risk"),
+        ("height", "height=100 is odd", "--height 100 is odd"),
+        ("mesh", "mesh 'dp=x': no", "--mesh 'dp=x': no"),
+        ("num_inference_steps", "num_inference_steps=0 is", "--steps 0 is"),
+        (None, "height=100 is odd", "height=100 is odd"),
+        ("heads", "heads=40 is not divisible", "heads=40 is not divisible"),
+        ("height", "heightened risk", "heightened risk"),
     ],
 )
-def test_fields_are_shown_as_flags(text, shown):
-    assert options.with_flags(text, {}) == shown
+def test_fields_are_shown_as_flags(field, text, shown):
+    assert rename_field(text, field, options.flag_of(field, {})) == shown
 
 
 def test_time_of_a_stage_inside_another_is_counted_once(monkeypatch):

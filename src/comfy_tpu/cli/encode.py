@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         if images and session.pipeline.family.vae.encode_image is not None:
             raise InvalidValueError(
                 f"image is given, but model {session.pipeline.model_name} makes a picture anew while it denoises, and "
-                "no file hands it on; use comfy-tpu generate"
+                "no file hands it on; use comfy-tpu generate",
+                field="image",
             )
         if session.is_there(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there["cut"], skipped=True)

@@ -18,10 +18,10 @@ from types import FrameType
 from typing import NoReturn
 
 import comfy_tpu
-from comfy_tpu.cli.options import argument_names, with_flags
+from comfy_tpu.cli.options import argument_names, flag_of
 from comfy_tpu.cli.streams import discard, output_fails, standard_streams
 from comfy_tpu.cli.terminal import print_error, warning_lines
-from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory, rename_field
 from comfy_tpu.terminal_text import excerpt, sanitize
 
 INTERRUPTED = 130
@@ -68,7 +68,7 @@ def _run(argv: Sequence[str]) -> int:
                 names = arguments.names
                 if arguments.runs_models:
                     _check_address_space()
-                with warning_lines(lambda text: with_flags(text, names)):
+                with warning_lines(lambda text, field: rename_field(text, field, flag_of(field, names))):
                     status: int = arguments.run(arguments)
             except SystemExit:  # of --help, which has printed it
                 sys.stdout.flush()
@@ -85,7 +85,8 @@ def _run(argv: Sequence[str]) -> int:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        print_error(with_flags(sentence, names))
+        field = getattr(error, "field", None)
+        print_error(rename_field(sentence, field, flag_of(field, names)))
         return 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -92,7 +91,7 @@ def path(name: str, kind: Callable[[str], Any] = Path) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         if not text:
             # No InvalidValueError: argparse replaces the message of a ValueError.
-            raise ComfyTpuError(f"{name} is empty; give a path")
+            raise ComfyTpuError(f"{name} is empty; give a path", field=name)
         return kind(text)
 
     return parse
@@ -121,7 +120,7 @@ def read_images(arguments: argparse.Namespace) -> list[Image]:
     from comfy_tpu.pipeline.images import read_image
 
     if arguments.last_image is not None and not arguments.image:
-        raise InvalidValueError("last_image is given without a first one; give --image too")
+        raise InvalidValueError("last_image is given without a first one; give --image too", field="last_image")
     last = [] if arguments.last_image is None else [arguments.last_image]
     return [read_image(path) for path in (*arguments.image, *last)]
 
@@ -267,7 +266,9 @@ def chosen(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any
     values: dict[str, Any] = {}
     if size := getattr(arguments, "size", None):
         if size.upper() not in presets:
-            raise InvalidValueError(f"size={size} is unknown; choose from {', '.join(sorted(presets)) or 'none'}")
+            raise InvalidValueError(
+                f"size={size} is unknown; choose from {', '.join(sorted(presets)) or 'none'}", field="size"
+            )
         values.update(presets[size.upper()])
     given = {option.field: getattr(arguments, option.field, None) for option in SETTINGS}
     return {**given, **values, **{field: value for field, value in given.items() if value is not None}}
@@ -289,7 +290,9 @@ def _read_standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8").strip()
     except OSError as error:
-        raise InvalidValueError(f"prompt cannot be read from standard input ({error}); give it as text") from error
+        raise InvalidValueError(
+            f"prompt cannot be read from standard input ({error}); give it as text", field="prompt"
+        ) from error
 
 
 def check_texts(prompt: str, negative_prompt: str | None) -> None:
@@ -303,7 +306,7 @@ def _utf8(field: str) -> Iterator[None]:
     try:
         yield
     except UnicodeError as error:
-        raise InvalidValueError(f"{field} is not UTF-8 text ({error}); convert it") from error
+        raise InvalidValueError(f"{field} is not UTF-8 text ({error}); convert it", field=field) from error
 
 
 def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -320,15 +323,9 @@ def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
     return names
 
 
-def with_flags(message: str, names: Mapping[str, str]) -> str:
-    """The message, a field at its beginning as the argument it came from: `--height 100 is not divisible by 16`.
-
-    `names` are the command's own: MODEL of `plan` is --model of others.
-    """
-    match = re.match(r"(\w+)(=| )", message)
-    if match is None or match[1] not in FLAGS:
-        return message
-    return f"{names.get(match[1], FLAGS[match[1]])} {message[match.end() :]}"
+def flag_of(field: str | None, names: Mapping[str, str]) -> str | None:
+    """What a user of the command calls a field. `names` are the command's own: MODEL of `plan` is --model of others."""
+    return None if field is None else names.get(field, FLAGS.get(field))
 
 
 def _add_setting(parser: argparse._ActionsContainer, option: Option, *, with_default: bool) -> None:

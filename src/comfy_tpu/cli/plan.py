@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _from_file(arguments: argparse.Namespace) -> Plan:
     given = [name for name in ("model", "tpu", "size", "mesh", "export") if getattr(arguments, name) is not None]
     if given:
-        raise InvalidValueError(f"from={arguments.from_} brings its own {given[0]}; leave that out")
+        raise InvalidValueError(f"from={arguments.from_} brings its own {given[0]}; leave that out", field="from")
     from comfy_tpu.cli.terminal import say
     from comfy_tpu.planning.plan import plan_program
     from comfy_tpu.planning.program_file import read_program

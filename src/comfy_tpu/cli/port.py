@@ -111,7 +111,11 @@ def _object(arguments: argparse.Namespace, name: str) -> dict[str, Any] | None:
     try:
         content = parse_json(text)
     except ValueError as error:
-        raise InvalidValueError(f"{name} is not JSON ({error}); quote it for the shell: '{{\"x\": [1, 16]}}'") from None
+        raise InvalidValueError(
+            f"{name} is not JSON ({error}); quote it for the shell: '{{\"x\": [1, 16]}}'", field=name
+        ) from None
     if not isinstance(content, dict):
-        raise InvalidValueError(f"{name} is a {type(content).__name__}, expected an object: '{{\"x\": [1, 16]}}'")
+        raise InvalidValueError(
+            f"{name} is a {type(content).__name__}, expected an object: '{{\"x\": [1, 16]}}'", field=name
+        )
     return content

@@ -67,11 +67,12 @@ class Session:
     def take(self, images: Sequence[Image]) -> None:
         """Notes which pictures are given."""
         if self.arguments.last_image is not None and self.makes_pictures:
-            raise InvalidValueError("last_image is for videos; leave it out")
+            raise InvalidValueError("last_image is for videos; leave it out", field="last_image")
         takes = self.pipeline.family.card.image
         if self.arguments.last_image is not None and takes is not None and takes.last_image == "no":
             raise InvalidValueError(
-                f"last_image is given, but model {self.pipeline.model_name} takes a first picture only; leave it out"
+                f"last_image is given, but model {self.pipeline.model_name} takes a first picture only; leave it out",
+                field="last_image",
             )
         self.pictures = fingerprint(images)
 
@@ -85,14 +86,16 @@ class Session:
             able = [card.name for card in model_cards() if card.image is not None and card.image.role == "initial"]
             raise InvalidValueError(
                 f"strength={strength} is for an image that denoising starts from; give --image too, and a model such "
-                f"as {able[0]}"
+                f"as {able[0]}",
+                field="strength",
             )
         if not starts or not images:
             return None, images
         if len(images) > 1:
             raise InvalidValueError(
                 f"image is given {len(images)} times, but model {self.pipeline.model_name} starts from one picture; "
-                "leave the others out"
+                "leave the others out",
+                field="image",
             )
         self._from_picture = {"strength": str(self._strength)}
         return self.pipeline.encode_init_image(as_frame(images[0], settings), settings, self._strength), ()
@@ -222,7 +225,7 @@ def _outputs(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple
 def artifact_there(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:
     """The metadata of the artifact at `path`, empty if nothing is there. What is no artifact is not replaced."""
     if path.suffix != artifacts.SUFFIX:
-        raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}")
+        raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}", field="output")
     atomic.check_place(path)
     check_conflicts([("output", path)], options.list_input_files(arguments))
     if arguments.force or not path.exists():
@@ -231,7 +234,9 @@ def artifact_there(path: Path, stage: artifacts.Stage, arguments: argparse.Names
         return artifacts.read_metadata(path, stage)
     except (CheckpointError, InvalidValueError) as error:
         raise InvalidValueError(
-            f"output={path} would be replaced, and is not ours ({error}); choose another name, or --force to replace it"
+            f"output={path} would be replaced, and is not ours ({error}); choose another name, or --force to replace "
+            "it",
+            field="output",
         ) from error
 
 

@@ -34,8 +34,8 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def warning_lines(rename: Callable[[str], str]) -> Iterator[None]:
-    """Shows the package's warnings as lines of the command, each as `rename` gives it."""
+def warning_lines(rename: Callable[[str, str | None], str]) -> Iterator[None]:
+    """Shows the package's warnings as lines of the command, each as `rename` returns it for the text and its field."""
     logger, handler = logging.getLogger("comfy_tpu"), _WarningLines(rename)
     logger.addHandler(handler)
     try:
@@ -45,12 +45,12 @@ def warning_lines(rename: Callable[[str], str]) -> Iterator[None]:
 
 
 class _WarningLines(logging.Handler):
-    def __init__(self, rename: Callable[[str], str]) -> None:
+    def __init__(self, rename: Callable[[str, str | None], str]) -> None:
         super().__init__(logging.WARNING)
         self._rename = rename
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self._rename(record.getMessage()))
+        say(self._rename(record.getMessage(), getattr(record, "field", None)))
 
 
 def print_text(text: str) -> None:

@@ -46,12 +46,13 @@ def from_conditioning(
         entries = [(entry[0], dict(entry[1])) for entry in conditioning]
     except (TypeError, ValueError, IndexError, KeyError):
         raise InvalidValueError(
-            f"{name} is not a CONDITIONING; connect a Text Encoder (TPU) or CLIP Text Encode"
+            f"{name} is not a CONDITIONING; connect a Text Encoder (TPU) or CLIP Text Encode", field=name
         ) from None
     if len(entries) != 1:
         raise InvalidValueError(
             f"{name} holds {len(entries)} prompts, expected one; prompts that were combined, or limited to areas or "
-            "steps, are not read here: write them as one"
+            "steps, are not read here: write them as one",
+            field=name,
         )
     from comfy_tpu.bridge.dtypes import is_finite  # brings jax, which loading the pack must not
 
@@ -59,23 +60,27 @@ def from_conditioning(
     if unread := [key for key in _NOT_READ if extra.get(key) is not None and extra[key] != _AS_IF_ABSENT.get(key)]:
         raise InvalidValueError(
             f"{name} comes with {', '.join(unread)}, which is not read here; connect the text encoder without the "
-            "nodes that limit or steer its prompt"
+            "nodes that limit or steer its prompt",
+            field=name,
         )
     tokens, features = shapes["text"]
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
         got = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
-        raise InvalidValueError(f"{name} holds {got}, expected (1, tokens, features) of one prompt")
+        raise InvalidValueError(f"{name} holds {got}, expected (1, tokens, features) of one prompt", field=name)
     if embeds.shape[2] != features:
         raise InvalidValueError(
             f"{name} has {embeds.shape[2]} features, this model_id wants {features}: those of another model; encode "
-            "the prompt with the same model_id"
+            "the prompt with the same model_id",
+            field=name,
         )
     found = {"text": embeds, **{own: extra.get(key) for own, key in keys.items()}}
     for own, tensor in found.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 + len(shapes[own]):
-            raise InvalidValueError(f"{name} has no {own}, which this model reads; use the family's own text encoder")
+            raise InvalidValueError(
+                f"{name} has no {own}, which this model reads; use the family's own text encoder", field=name
+            )
         if not is_finite(tensor):
-            raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again")
+            raise InvalidValueError(f"{name} holds NaN or infinity; encode the prompt again", field=name)
     read = {own: tensor.detach().cpu().float() for own, tensor in found.items() if tensor is not None}
     missing = max(tokens - embeds.shape[1], 0) if pads_text else 0
     return read | {"text": torch.nn.functional.pad(read["text"], (0, 0, 0, missing))}
@@ -89,14 +94,15 @@ def from_images(name: str, images: Any) -> Image:
 
     if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[3] not in (1, 3, 4):
         got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
-        raise InvalidValueError(f"{name} is {got}, expected an IMAGE (1, height, width, 3)")
+        raise InvalidValueError(f"{name} is {got}, expected an IMAGE (1, height, width, 3)", field=name)
     if images.shape[0] != 1:
         raise InvalidValueError(
             f"{name} holds {images.shape[0]} images of {images.shape[2]}×{images.shape[1]}, expected one; choose one "
-            "with Get Image from Batch"
+            "with Get Image from Batch",
+            field=name,
         )
     if not is_finite(images):
-        raise InvalidValueError(f"{name} holds NaN or infinity; make the image again")
+        raise InvalidValueError(f"{name} holds NaN or infinity; make the image again", field=name)
     image = images[0, :, :, :3].detach().cpu().float().expand(-1, -1, 3)
     return fromarray((image.clamp(0, 1) * 255).round().byte().numpy())
 
@@ -109,13 +115,14 @@ def to_latent(samples: torch.Tensor, *, is_image: bool = False) -> Latent:
 def from_latent(name: str, latent: Any) -> torch.Tensor:
     samples = latent.get("samples") if isinstance(latent, dict) else None
     if not isinstance(samples, torch.Tensor):
-        raise InvalidValueError(f"{name} is not a LATENT; connect a sampler or a VAE Encode")
+        raise InvalidValueError(f"{name} is not a LATENT; connect a sampler or a VAE Encode", field=name)
     if samples.ndim == 4:  # images, as other samplers give them: a video of one frame each
         samples = samples.unsqueeze(2)
     if samples.ndim != 5:
         raise InvalidValueError(
             f"{name} have shape {tuple(samples.shape)}, expected (videos, channels, frames, height, width); "
-            "connect a video sampler or a VAE Encode"
+            "connect a video sampler or a VAE Encode",
+            field=name,
         )
     return samples.detach().cpu().float()
 

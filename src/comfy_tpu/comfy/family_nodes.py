@@ -298,7 +298,7 @@ def _take_images(chosen: dict[str, Any]) -> list[Any]:
     """Taken out of what was chosen, in the order in which a model reads them, as far as they are there."""
     given = {name: chosen.pop(name, None) for name in (*inputs.REFERENCES, "last_image")}
     if given["image"] is None and given["last_image"] is not None:
-        raise InvalidValueError("last_image is given without image; connect the first frame too")
+        raise InvalidValueError("last_image is given without image; connect the first frame too", field="last_image")
     return [from_images(name, images) for name, images in given.items() if images is not None]
 
 

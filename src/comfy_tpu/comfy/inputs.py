@@ -269,7 +269,7 @@ def check_whole(**values: Any) -> None:
     """Of what is counted with before the settings are made and checked: a link of any type can carry anything."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            raise InvalidValueError(f"{name}={value!r} is not a whole number")
+            raise InvalidValueError(f"{name}={value!r} is not a whole number", field=name)
 
 
 def check_loras(given: Any) -> tuple[Lora, ...]:
@@ -277,7 +277,7 @@ def check_loras(given: Any) -> tuple[Lora, ...]:
     if given is None:
         return ()
     if not isinstance(given, tuple) or not all(isinstance(each, Lora) for each in given):
-        raise InvalidValueError(f"lora is a {type(given).__name__}, expected what TPU Load LoRA gives")
+        raise InvalidValueError(f"lora is a {type(given).__name__}, expected what TPU Load LoRA gives", field="lora")
     return given
 
 

@@ -79,8 +79,8 @@ class Component:
             raise InvalidValueError(
                 f"{spec.name}: dtype={dtype} is not a floating dtype; use torch.bfloat16 or torch.float32"
             )
-        if spec.heads is not None:
-            check_heads(_heads(spec, config), placement.sizes.tp)
+        self.heads = 1 if spec.heads is None else _heads(spec, config)
+        check_heads(self.heads, placement.sizes.tp)
         self.spec = spec
         self.placement = placement
         self._cache = cache

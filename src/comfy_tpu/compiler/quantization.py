@@ -25,7 +25,9 @@ def quantize_layers(module: torch.nn.Module, layers: Sequence[str], kind: Quanti
     if kind == "none":
         return
     if kind not in DTYPES:
-        raise InvalidValueError(f"quantize={kind!r} is unknown; choose from none, {', '.join(DTYPES)}")
+        raise InvalidValueError(
+            f"quantize={kind!r} is unknown; choose from none, {', '.join(DTYPES)}", field="quantize"
+        )
     chosen = {
         name: part
         for name, part in module.named_modules()

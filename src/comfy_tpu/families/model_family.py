@@ -18,7 +18,6 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, ModelCard
 from comfy_tpu.parallel.constraints import Axes
-from comfy_tpu.parallel.workload import Workload
 
 SchedulerFactory = Callable[[GenerationSettings], Any]
 """A diffusers scheduler with its timesteps set."""
@@ -74,8 +73,6 @@ class Denoiser:
     transformer, the others are inputs of `predict`, with the batch first."""
     predict: Callable[..., torch.Tensor]
     """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
-    workload: Callable[[Config, GenerationSettings], Workload]
-    """The transformer's configuration -> the cost of a step, to choose a mesh by and to plan with."""
     prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     """How outputs of `prepare` are split over the mesh. Others are whole, until a step splits its batch."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}

@@ -37,20 +37,23 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
     _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
-        raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1")
+        raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")
     if settings.scheduler not in limits.schedulers:
         raise InvalidValueError(
-            f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}"
+            f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}",
+            field="scheduler",
         )
     if not isinstance(settings.negative_prompt, str):
-        raise InvalidValueError(f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text")
+        raise InvalidValueError(
+            f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text", field="negative_prompt"
+        )
 
 
 def check_prompt(prompt: str) -> None:
     if not isinstance(prompt, str):
-        raise InvalidValueError(f"prompt is a {type(prompt).__name__}, expected text")
+        raise InvalidValueError(f"prompt is a {type(prompt).__name__}, expected text", field="prompt")
     if not prompt.strip():
-        raise InvalidValueError(f"prompt={prompt!r} is empty; say what the video should show")
+        raise InvalidValueError(f"prompt={prompt!r} is empty; say what the video should show", field="prompt")
 
 
 def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:
@@ -59,57 +62,67 @@ def check_images(model: str, wanted: ImageInput | None, count: int, settings: Ge
         if count:
             raise InvalidValueError(
                 f"image is given, but model {model} begins with a prompt alone; leave it out, or choose a model that "
-                f"begins with an image, such as {DEMO_IMAGE_MODEL}"
+                f"begins with an image, such as {DEMO_IMAGE_MODEL}",
+                field="image",
             )
         return
     if wanted.required and not count:
-        raise InvalidValueError(f"image is missing: model {model} begins with an image; give one")
+        raise InvalidValueError(f"image is missing: model {model} begins with an image; give one", field="image")
     if wanted.role == "reference":
         if count > wanted.max_images:
             raise InvalidValueError(
                 f"image is given {count} times, but model {model} takes {wanted.max_images} at most; leave the others "
-                "out"
+                "out",
+                field="image",
             )
         return
     if count > wanted.max_frames:
         takes = "a first and a last image" if wanted.max_frames == 2 else "a first image only"
-        raise InvalidValueError(f"image is given {count} times, but model {model} takes {takes}; leave the others out")
+        raise InvalidValueError(
+            f"image is given {count} times, but model {model} takes {takes}; leave the others out", field="image"
+        )
     if wanted.last_image == "required" and count == 1:
-        raise InvalidValueError(f"last_image is missing: model {model} takes a first and a last image; give both")
+        raise InvalidValueError(
+            f"last_image is missing: model {model} takes a first and a last image; give both", field="last_image"
+        )
     if count == 2 and settings.num_frames == 1:
-        raise InvalidValueError("num_frames=1 has no last frame; give more frames, or one image")
+        raise InvalidValueError("num_frames=1 has no last frame; give more frames, or one image", field="num_frames")
 
 
 def _check_size(name: str, value: int, limits: Limits) -> None:
     step = limits.size_multiple
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidValueError(f"{name}={value!r} is not a whole number")
+        raise InvalidValueError(f"{name}={value!r} is not a whole number", field=name)
     if not limits.size_min <= value <= limits.size_max:
-        raise InvalidValueError(f"{name}={value} is outside {limits.size_min} to {limits.size_max}")
+        raise InvalidValueError(f"{name}={value} is outside {limits.size_min} to {limits.size_max}", field=name)
     if value % step:
         below, above = value // step * step, -(-value // step) * step
         near = [str(size) for size in (below, above) if limits.size_min <= size <= limits.size_max]
-        raise InvalidValueError(f"{name}={value} is not divisible by {step}; use {' or '.join(near)}")
+        raise InvalidValueError(f"{name}={value} is not divisible by {step}; use {' or '.join(near)}", field=name)
 
 
 def _check_frames(value: int, limits: Limits) -> None:
     step = limits.frames_multiple
     if limits.frames_max == 1 and value != 1:
-        raise InvalidValueError(f"num_frames={value!r} is for videos and this model makes pictures; use 1")
+        raise InvalidValueError(
+            f"num_frames={value!r} is for videos and this model makes pictures; use 1", field="num_frames"
+        )
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits.frames_max:
-        raise InvalidValueError(f"num_frames={value!r} is not a whole number from 1 to {limits.frames_max}")
+        raise InvalidValueError(
+            f"num_frames={value!r} is not a whole number from 1 to {limits.frames_max}", field="num_frames"
+        )
     if (value - 1) % step:
         below = (value - 1) // step * step + 1
         near = [str(count) for count in (below, below + step) if count <= limits.frames_max]
-        raise InvalidValueError(f"num_frames={value} is not {step}n+1; use {' or '.join(near)}")
+        raise InvalidValueError(f"num_frames={value} is not {step}n+1; use {' or '.join(near)}", field="num_frames")
 
 
 def _check_count(name: str, value: int, largest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise InvalidValueError(f"{name}={value!r} is not allowed; give a whole number from 1 to {largest}")
+        raise InvalidValueError(f"{name}={value!r} is not allowed; give a whole number from 1 to {largest}", field=name)
 
 
 def _check_number(name: str, value: float, smallest: float, largest: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not smallest <= value <= largest:
-        raise InvalidValueError(f"{name}={value!r} is not a number from {smallest:g} to {largest:g}")
+        raise InvalidValueError(f"{name}={value!r} is not a number from {smallest:g} to {largest:g}", field=name)

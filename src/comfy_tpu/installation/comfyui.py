@@ -33,7 +33,8 @@ class ComfyUI:
         if self.version is None or not required.contains(self.version, prereleases=True):
             raise InvalidValueError(
                 f"comfyui_dir={self.directory} holds ComfyUI {self.version or 'of an unknown version'}; "
-                f"needs {required}: {self._update_advice}"
+                f"needs {required}: {self._update_advice}",
+                field="comfyui_dir",
             )
 
     @property
@@ -52,13 +53,17 @@ class ComfyUI:
 def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
-        raise InvalidValueError(f"comfyui_dir={directory} {state}; give the directory that holds ComfyUI's main.py")
+        raise InvalidValueError(
+            f"comfyui_dir={directory} {state}; give the directory that holds ComfyUI's main.py", field="comfyui_dir"
+        )
     missing = _missing(directory)
     if not missing:
         return
     inner = directory / "ComfyUI"  # the portable package, and many a container, have it one level down
     advice = f"it is in {inner}" if not _missing(inner) else "give the directory that holds ComfyUI's main.py"
-    raise InvalidValueError(f"comfyui_dir={directory} is not ComfyUI: no {', '.join(missing)} in it; {advice}")
+    raise InvalidValueError(
+        f"comfyui_dir={directory} is not ComfyUI: no {', '.join(missing)} in it; {advice}", field="comfyui_dir"
+    )
 
 
 def _missing(directory: Path) -> list[str]:

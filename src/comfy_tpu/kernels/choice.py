@@ -164,4 +164,4 @@ def _refuse(name: str, reason: str | None) -> None:
 
 def _check_name(field: str, got: str, known: tuple[str, ...]) -> None:
     if got not in known:
-        raise InvalidValueError(f'{field}="{got}" is unknown; choose from {", ".join(known)}')
+        raise InvalidValueError(f'{field}="{got}" is unknown; choose from {", ".join(known)}', field=field)

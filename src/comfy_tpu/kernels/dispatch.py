@@ -192,12 +192,14 @@ def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> t
         if array.ndim != 4:
             raise InvalidValueError(
                 f"{name} has {array.ndim} dimensions, shape {tuple(array.shape)}; expected [batch, heads, length, "
-                "head_dim]; reshape it first"
+                "head_dim]; reshape it first",
+                field=name,
             )
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
             raise InvalidValueError(
                 f"{name} has dtype {array.dtype} and query {query.dtype}; expected one floating dtype for query, key "
-                "and value; convert them with astype"
+                "and value; convert them with astype",
+                field=name,
             )
     if query.shape[3] != key.shape[3]:
         raise InvalidValueError(

@@ -121,17 +121,19 @@ def parse_slice(text: str) -> Slice:
     """From "v6e-8" and the like, also as Google Cloud writes them ("v5litepod-8", "tpu7x-8")."""
     match = re.fullmatch(r"\s*([A-Za-z]+\d*[A-Za-z]*)-(\d{1,9})\s*", text)
     if match is None:
-        raise MeshError(f"tpu={text!r} is not a slice; write a generation and a number, such as v6e-8")
+        raise MeshError(f"tpu={text!r} is not a slice; write a generation and a number, such as v6e-8", field="tpu")
     name, counted = match[1].lower(), int(match[2])
     chip = CHIPS.get(_ALIASES.get(name, name))
     if chip is None:
-        raise MeshError(f"tpu={text!r}: unknown generation {match[1]!r}; choose from {', '.join(CHIPS)}")
+        raise MeshError(f"tpu={text!r}: unknown generation {match[1]!r}; choose from {', '.join(CHIPS)}", field="tpu")
     chips, rest = divmod(counted, chip.counted_per_chip)
     sizes = _TOPOLOGIES[chip.dimensions]
     if rest or chips not in sizes:
         names = ", ".join(Slice(chip, size).name for size in sizes)
         counts = f" ({chip.name}-N counts {chip.counted_per_chip} cores a chip)" if chip.counted_per_chip > 1 else ""
-        raise MeshError(f"tpu={text!r} is no slice of 1 to {_LARGEST_SLICE} chips{counts}; choose from {names}")
+        raise MeshError(
+            f"tpu={text!r} is no slice of 1 to {_LARGEST_SLICE} chips{counts}; choose from {names}", field="tpu"
+        )
     return Slice(chip, chips)
 
 

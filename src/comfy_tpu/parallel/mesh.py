@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -71,7 +71,8 @@ def find_devices(platform: str = "auto") -> list[jax.Device]:
             raise MeshError(
                 f"platform {platform!r} was asked for but jax could not start it ({error}); install its jax plugin "
                 f"(`pip install 'comfy-tpu[{'cuda' if platform == 'gpu' else 'tpu'}]'`), look at JAX_PLATFORMS, "
-                "or choose platform 'auto'"
+                "or choose platform 'auto'",
+                field="platform",
             ) from error
     reasons = []
     # jax starts every platform at the first of these calls and remembers which failed: asking again starts nothing.
@@ -108,16 +109,17 @@ def chip_name(device: jax.Device) -> str:
 
 
 def parse_mesh(
-    mesh: str | MeshSizes, device_count: int, *, chip: str = "", workload: Workload | None = None
+    mesh: str | MeshSizes, device_count: int, *, chip: str = "", workload: Callable[[], Workload] | None = None
 ) -> MeshSizes:
     """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1.
 
-    "auto" is the best layout by estimate where the workload is given and the chip is a known TPU.
+    "auto" is the best layout by estimate where the workload is given and the chip is a known TPU; it is asked for then
+    only.
     """
     if isinstance(mesh, MeshSizes):
         sizes = mesh
     elif not isinstance(mesh, str):
-        raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'")
+        raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'", field="mesh")
     elif mesh.strip() == "auto":
         sizes = _auto_sizes(device_count, chip, workload)
     elif mesh.strip() in NAMED_MESHES:
@@ -129,15 +131,16 @@ def parse_mesh(
     if sizes.device_count > device_count:
         raise MeshError(
             f"mesh {sizes} needs {sizes.device_count} devices but there are {device_count}; "
-            f"choose sizes whose product is at most {device_count}"
+            f"choose sizes whose product is at most {device_count}",
+            field="mesh",
         )
     return sizes
 
 
-def _auto_sizes(device_count: int, chip: str, workload: Workload | None) -> MeshSizes:
+def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None) -> MeshSizes:
     slice_ = slice_of(chip, device_count)
-    if workload is not None and slice_ is not None:
-        best = rank_layouts(workload, slice_, device_count)[0]
+    if workload is not None and slice_ is not None and device_count > 1:
+        best = rank_layouts(workload(), slice_, device_count)[0]
         logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)
         return best.sizes
     # A fixed preference that suits video at guidance > 1: the two CFG branches never talk to each other, and the
@@ -154,17 +157,22 @@ def _parse_axes(text: str) -> MeshSizes:
         if match is None:
             raise MeshError(
                 f"mesh {text!r}: {part.strip()!r} is not of the form axis=size; write axes such as 'dp=2,sp=4', "
-                f"or one of {', '.join(('auto', *NAMED_MESHES))}"
+                f"or one of {', '.join(('auto', *NAMED_MESHES))}",
+                field="mesh",
             )
         axis, size = match.groups()
         if axis not in MESH_AXES:
-            raise MeshError(f"mesh {text!r}: unknown axis {axis!r}; choose axes from {', '.join(MESH_AXES)}")
+            raise MeshError(
+                f"mesh {text!r}: unknown axis {axis!r}; choose axes from {', '.join(MESH_AXES)}", field="mesh"
+            )
         if axis in sizes:
-            raise MeshError(f"mesh {text!r}: axis {axis!r} is given twice; give each axis once")
+            raise MeshError(f"mesh {text!r}: axis {axis!r} is given twice; give each axis once", field="mesh")
         try:
             sizes[axis] = int(size)
         except ValueError:
-            raise MeshError(f"mesh {text!r}: {axis}={size} is not a whole number; sizes start at 1") from None
+            raise MeshError(
+                f"mesh {text!r}: {axis}={size} is not a whole number; sizes start at 1", field="mesh"
+            ) from None
         _check_size(f"mesh {text!r}", axis, sizes[axis])
     return MeshSizes(**sizes)
 
@@ -186,7 +194,7 @@ def divisors(number: int) -> str:
 
 def _check_platform(platform: str, choices: Sequence[str]) -> None:
     if platform not in choices:
-        raise MeshError(f"platform={platform!r} is unknown; choose from {', '.join(choices)}")
+        raise MeshError(f"platform={platform!r} is unknown; choose from {', '.join(choices)}", field="platform")
 
 
 def make_placement(
@@ -194,7 +202,7 @@ def make_placement(
     *,
     platform: str = "auto",
     devices: Sequence[jax.Device] | None = None,
-    workload: Workload | None = None,
+    workload: Callable[[], Workload] | None = None,
 ) -> Placement:
     """A mesh over the given devices, or over those of a platform; "auto" ranks layouts for the workload."""
     if devices is None:

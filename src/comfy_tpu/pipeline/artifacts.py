@@ -135,7 +135,8 @@ def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: Generatio
     if largest > 1 and embeddings.negative is None:
         raise InvalidValueError(
             f"guidance_scale={largest} needs the negative prompt, and {path} was encoded without "
-            f"guidance; run `comfy-tpu encode` again with --guidance-scale {largest}"
+            f"guidance; run `comfy-tpu encode` again with --guidance-scale {largest}",
+            field="guidance_scale",
         )
 
 

@@ -41,21 +41,23 @@ def check_place(path: Path, *, field: str = "output", new_directories: int = 1) 
     """
     check_name(path, field=field)
     if path.is_dir():
-        raise InvalidValueError(f"{field}={path} is a directory, expected a file; add a file name")
+        raise InvalidValueError(f"{field}={path} is a directory, expected a file; add a file name", field=field)
     target = _find_target(path, field)
     directory = place = target.parent if path.is_symlink() else path.parent
     for _ in range(new_directories):
         place = place if place.exists() else place.parent
     if not place.exists():
-        raise InvalidValueError(f"{field}={path} is in {directory}, and there is no {place}; create it first")
+        raise InvalidValueError(
+            f"{field}={path} is in {directory}, and there is no {place}; create it first", field=field
+        )
     if not place.is_dir():
-        raise InvalidValueError(f"{field}={path} is inside {place}, which is a file; choose another place")
+        raise InvalidValueError(f"{field}={path} is inside {place}, which is a file; choose another place", field=field)
     try:
         with tempfile.TemporaryFile(dir=place):  # permission bits do not tell: think of root, read-only mounts, quotas
             pass
     except OSError as error:
         raise InvalidValueError(
-            f"{field}={path} cannot be written: {place}: {error.strerror}; choose another place"
+            f"{field}={path} cannot be written: {place}: {error.strerror}; choose another place", field=field
         ) from error
 
 
@@ -66,21 +68,23 @@ def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "out
         if kind is not None:
             raise InvalidValueError(
                 f"{field}={directory} has {kind} where a frame would go, {entry.name}; move it away, or choose another "
-                "place"
+                "place",
+                field=field,
             )
 
 
 def check_name(path: Path, *, field: str = "output") -> None:
     """A file system can hold a file of this name. Asked before anything else asks for the path, which would raise."""
     if "\0" in str(path):
-        raise InvalidValueError(f"{field}={str(path)!r} holds a null character; choose another name")
+        raise InvalidValueError(f"{field}={str(path)!r} holds a null character; choose another name", field=field)
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     # Beside it, a partial file with a name of its own is written first.
     length = len(os.fsencode(path.absolute().parent)) + 1 + max(len(os.fsencode(path.name)), _PARTIAL_NAME_MAX)
     if longest > _NAME_MAX or length > _PATH_MAX:
         raise InvalidValueError(
             f"{field}={str(path)[:60]}… is too long: {longest} bytes in one part, {length} in all, and a file system "
-            f"takes {_NAME_MAX} and {_PATH_MAX}; choose a shorter name"
+            f"takes {_NAME_MAX} and {_PATH_MAX}; choose a shorter name",
+            field=field,
         )
 
 
@@ -126,7 +130,8 @@ def explained(path: Path, *, field: str = "output") -> Iterator[None]:
     except OSError as error:
         remedy = "free some space or choose another place" if error.errno in _FULL else "choose another place"
         raise ComfyTpuError(
-            f"{field}={path} could not be written: {error.strerror or error}; nothing of it was kept; {remedy}"
+            f"{field}={path} could not be written: {error.strerror or error}; nothing of it was kept; {remedy}",
+            field=field,
         ) from error
 
 
@@ -161,7 +166,8 @@ def _find_target(path: Path, field: str) -> Path:
     if path.is_symlink() and (target.is_symlink() or not target.parent.is_dir()):  # the first: links in a circle
         raise InvalidValueError(
             f"{field}={path} is a link to {target}, and there is no directory {target.parent}; create it, or remove "
-            "the link"
+            "the link",
+            field=field,
         )
     try:
         found = path.stat()
@@ -170,12 +176,12 @@ def _find_target(path: Path, field: str) -> Path:
     kind = _KINDS.get(stat.S_IFMT(found.st_mode))
     if kind is not None:
         link = f"a link to {target}, " if path.is_symlink() else ""
-        raise InvalidValueError(f"{field}={path} is {link}{kind}, expected a file; choose another name")
+        raise InvalidValueError(f"{field}={path} is {link}{kind}, expected a file; choose another name", field=field)
     for number, stream in ((1, "output"), (2, "error")):
         with contextlib.suppress(OSError):  # it may be closed
             if os.path.samestat(found, os.fstat(number)):
                 raise InvalidValueError(
-                    f"{field}={path} is the file that standard {stream} goes to; choose another name"
+                    f"{field}={path} is the file that standard {stream} goes to; choose another name", field=field
                 )
     return target
 
@@ -186,7 +192,8 @@ def _check_links(directory: Path, path: Path, field: str) -> None:
         if place.is_symlink() and not place.exists():
             raise InvalidValueError(
                 f"{field}={path} goes through {place}, a link to {os.path.realpath(place)}, and there is no such "
-                "directory; create it, or remove the link"
+                "directory; create it, or remove the link",
+                field=field,
             )
 
 

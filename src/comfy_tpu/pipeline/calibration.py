@@ -31,7 +31,8 @@ def measure_curve(
     """The mean over the prompts, each with a seed of its own. `images`: as for `VideoPipeline.encode`."""
     if settings.num_inference_steps < 2:
         raise InvalidValueError(
-            f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50"
+            f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50",
+            field="num_inference_steps",
         )
     settings = dataclasses.replace(settings, reuse=0.0, guidance_until=1.0)
     measured = []
@@ -41,7 +42,8 @@ def measure_curve(
         if not np.isfinite(measured[-1]).all():
             raise InvalidValueError(
                 f"model {pipeline.model_name} answers prompt {prompt!r} with NaN, infinity or nothing but zeros, which "
-                "cannot be compared; try dtype float32"
+                "cannot be compared; try dtype float32",
+                field="model",
             )
     ratios, changes = np.mean(measured, axis=0)
     sigmas = np.array([step.sigma for step in pipeline.plan(settings)], np.float64)

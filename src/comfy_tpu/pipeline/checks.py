@@ -43,7 +43,8 @@ def check_embeddings(
     _check_branches(embeddings)
     if guided and embeddings.negative is None:
         raise InvalidValueError(
-            "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1"
+            "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1",
+            field="guidance_scale",
         )
 
 
@@ -83,7 +84,8 @@ def _check_images(
 def check_boundary(family: ModelFamily, model_name: str, settings: GenerationSettings) -> None:
     if settings.boundary > 0 and len(family.denoiser.transformers) == 1:
         raise InvalidValueError(
-            f"boundary={settings.boundary} is for models with two transformers, and {model_name} has one; leave it out"
+            f"boundary={settings.boundary} is for models with two transformers, and {model_name} has one; leave it out",
+            field="boundary",
         )
 
 
@@ -120,7 +122,12 @@ def warn_of_ignored(family: ModelFamily, defaults: GenerationSettings, settings:
     for name in (*ignored[family.card.guidance], *of_pairs):
         if getattr(settings, name) != getattr(defaults, name):
             value = excerpt(str(getattr(settings, name)))
-            logger.warning("%s=%s has no effect: %s %s", name, value, family.name, reasons[name])
+            logger.warning("%s=%s has no effect: %s %s", name, value, family.name, reasons[name], extra={"field": name})
+
+
+def warn_of_cut(field: str, cut: str) -> None:
+    """Of the end of a text that the model does not read."""
+    logger.warning("%s is too long; this was cut: %s", field, excerpt(cut), extra={"field": field})
 
 
 def size_text(settings: GenerationSettings) -> str:

@@ -137,4 +137,5 @@ def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: Generatio
             "mesh with dp=1",
             settings.guidance_until,
             running.placement.sizes.dp,
+            extra={"field": "guidance_until"},
         )

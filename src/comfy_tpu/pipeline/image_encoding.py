@@ -88,7 +88,7 @@ def encode_init_image(
 ) -> InitImage:
     family = running.family
     if family.vae.encode_image is None:
-        raise InvalidValueError(f"image cannot be used: {family.name} does not start from an image")
+        raise InvalidValueError(f"image cannot be used: {family.name} does not start from an image", field="image")
     axes = {"image": (None, None, MESH_AXES)}
     program = running.program(family.vae.component, family.vae.encode_image, input_axes=axes)
     noise, _ = image_noise(latent_shape(family, running.files.latent_channels, settings), settings.seed)

@@ -27,30 +27,36 @@ def read_image(path: Path) -> Image.Image:
     Of an animation or a file of several pages the first picture is read, and the others are not looked for.
     """
     if not path.is_file():
-        raise InvalidValueError(f"image={path} is not a file; give a picture such as first.png")
+        raise InvalidValueError(f"image={path} is not a file; give a picture such as first.png", field="image")
     try:
         with open_picture(path) as image:
             if max(image.size) > _SIDE_MAX:
                 raise InvalidValueError(
-                    f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller"
+                    f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller",
+                    field="image",
                 )
             if image.width * image.height > _PIXELS_MAX:
                 raise InvalidValueError(
-                    f"image={path} is {image.width}×{image.height}, more than {_PIXELS_MAX} pixels; make it smaller"
+                    f"image={path} is {image.width}×{image.height}, more than {_PIXELS_MAX} pixels; make it smaller",
+                    field="image",
                 )
             if image.mode == "F":  # of no agreed range: PIL would make 0..1 black
-                raise InvalidValueError(f"image={path} has floating-point pixels; save it as a PNG or JPEG")
+                raise InvalidValueError(
+                    f"image={path} has floating-point pixels; save it as a PNG or JPEG", field="image"
+                )
             return as_rgb(ImageOps.exif_transpose(image))
     except ComfyTpuError:
         raise
     except Image.DecompressionBombError as error:
         raise InvalidValueError(
-            f"image={path} has more than {_PIXELS_MAX} pixels ({error}); make it smaller"
+            f"image={path} has more than {_PIXELS_MAX} pixels ({error}); make it smaller", field="image"
         ) from error
     # PIL's readers also let through what Python says of a damaged header or of a kind that they do not know.
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         reason = describe_format(path) if isinstance(error, UnidentifiedImageError) else error
-        raise InvalidValueError(f"image={path} cannot be read as a picture ({reason}); give a PNG or JPEG") from error
+        raise InvalidValueError(
+            f"image={path} cannot be read as a picture ({reason}); give a PNG or JPEG", field="image"
+        ) from error
 
 
 def fingerprint(images: Sequence[Image.Image]) -> str:
@@ -76,7 +82,8 @@ def cropped(image: Image.Image, settings: GenerationSettings) -> Image.Image:
         size = image.width * height // image.height, height
     if max(size) > _SIDE_MAX:
         raise InvalidValueError(
-            f"image is {image.width}×{image.height}, too long to fill {width}×{height}; cut a piece out of it"
+            f"image is {image.width}×{image.height}, too long to fill {width}×{height}; cut a piece out of it",
+            field="image",
         )
     left, top = width // 2 - size[0] // 2, height // 2 - size[1] // 2
     frame = Image.new("RGB", (width, height))

@@ -26,12 +26,16 @@ def first_step(count: int, strength: float) -> int:
 def check_init_image(image: torch.Tensor, settings: GenerationSettings, strength: float) -> None:
     expected = (1, settings.height, settings.width, 3)
     if tuple(image.shape) != expected or not image.is_floating_point():
-        raise InvalidValueError(f"image is {image.dtype} {list(image.shape)}, expected floats {list(expected)}")
+        raise InvalidValueError(
+            f"image is {image.dtype} {list(image.shape)}, expected floats {list(expected)}", field="image"
+        )
     check_strength(strength, settings.num_inference_steps)
 
 
 def check_strength(strength: float, steps: int) -> None:
     if not isinstance(strength, (int, float)) or not 0 < strength <= 1:
-        raise InvalidValueError(f"strength={strength!r} is not a number over 0, up to 1")
+        raise InvalidValueError(f"strength={strength!r} is not a number over 0, up to 1", field="strength")
     if first_step(steps, strength) == steps:
-        raise InvalidValueError(f"strength={strength} leaves none of {steps} steps; use {1 / steps:.3g} or more")
+        raise InvalidValueError(
+            f"strength={strength} leaves none of {steps} steps; use {1 / steps:.3g} or more", field="strength"
+        )

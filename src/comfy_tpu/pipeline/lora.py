@@ -59,7 +59,8 @@ class OpenLora:
         if not change.bound < _CHANGE_MAX:
             raise InvalidValueError(
                 f"lora={self.file.path} changes {name} by up to {change.bound:.2g} at strength {self.strength:g}, more "
-                "than float32 can add; use a smaller strength, or another file"
+                "than float32 can add; use a smaller strength, or another file",
+                field="lora",
             )
         return change
 
@@ -135,21 +136,26 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
     strength = lora.strength
     if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not math.isfinite(strength):
         raise InvalidValueError(
-            f"lora={lora.path} has strength {strength!r}, which is not a finite number; 1 takes it as it was trained"
+            f"lora={lora.path} has strength {strength!r}, which is not a finite number; 1 takes it as it was trained",
+            field="lora",
         )
     if lora.noise not in ("all", *NOISE):
-        raise InvalidValueError(f"lora={lora.path} is for noise {lora.noise!r}; choose from all, {', '.join(NOISE)}")
+        raise InvalidValueError(
+            f"lora={lora.path} is for noise {lora.noise!r}; choose from all, {', '.join(NOISE)}", field="lora"
+        )
     if lora.noise != "all" and len(files.family.denoiser.transformers) == 1:
         raise InvalidValueError(
             f"lora={lora.path} is for {lora.noise} noise, but model {files.name} has one transformer for all; leave "
-            f"{lora.noise} out"
+            f"{lora.noise} out",
+            field="lora",
         )
     file = LoraFile.open(lora.path)
     matched = file.match(targets)
     if not matched.factors:
         raise InvalidValueError(
             f"lora={lora.path} fits nothing in model {files.name}, it holds {listed(file.checkpoint.tensors, 3)}; "
-            f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}"
+            f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}",
+            field="lora",
         )
     _check_shapes(lora.path, matched.factors, files)
     # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
@@ -157,13 +163,15 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
         raise InvalidValueError(
             f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known} of its "
             f"{matched.known + matched.strangers} modules, and not for {listed(matched.unknown, 3)}; use a LoRA made "
-            f"for {files.family.name}"
+            f"for {files.family.name}",
+            field="lora",
         )
     if matched.text_keys:
         logger.warning(
             "lora=%s: its %d text encoder tensors are ignored; the text encoder stays as it is",
             lora.path,
             len(matched.text_keys),
+            extra={"field": "lora"},
         )
     if matched.unknown:
         logger.warning(
@@ -171,6 +179,7 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             lora.path,
             files.name,
             ", ".join(_by_layer(matched.unknown)),
+            extra={"field": "lora"},
         )
     return OpenLora(file, float(strength), lora.noise, _fingerprint(lora.path), matched.factors)
 
@@ -188,7 +197,8 @@ def _check_shapes(path: Path, factors: dict[str, Factors], files: ModelFiles) ->
         if found.made != found.shape:
             raise InvalidValueError(
                 f"lora={path} changes {name} by a tensor of shape {found.made}, and in model {files.name} it has shape "
-                f"{found.shape}: use a LoRA made for this size of {files.family.name}"
+                f"{found.shape}: use a LoRA made for this size of {files.family.name}",
+                field="lora",
             )
 
 

@@ -168,16 +168,18 @@ class LoraFile:
     @classmethod
     def open(cls, path: Path) -> LoraFile:
         if not path.is_file():
-            raise InvalidValueError(f"lora={path} is not a file; give a .safetensors file")
+            raise InvalidValueError(f"lora={path} is not a file; give a .safetensors file", field="lora")
         try:
             checkpoint = Checkpoint.open(path)
         except CheckpointError as error:
-            raise CheckpointError(f"lora={path} cannot be used: {error}") from error
+            raise CheckpointError(f"lora={path} cannot be used: {error}", field="lora") from error
         modules: dict[str, dict[Part, str]] = {}
         others = []
         for key in checkpoint.tensors:
             if kind := next((kind for part, kind in _OTHER_KINDS.items() if f".{part}" in key), None):
-                raise UnsupportedError(f"lora={path} is {kind} ({key}), which is not supported; use a plain LoRA")
+                raise UnsupportedError(
+                    f"lora={path} is {kind} ({key}), which is not supported; use a plain LoRA", field="lora"
+                )
             suffix = next((suffix for suffix in _PARTS if key.endswith(f".{suffix}")), None)
             if suffix is None:
                 others.append(key)
@@ -186,7 +188,8 @@ class LoraFile:
         if not modules:
             raise InvalidValueError(
                 f"lora={path} holds no LoRA, but {listed(others, 3)}; expected keys that end in lora_A.weight and "
-                "lora_B.weight, or in lora_down.weight and lora_up.weight"
+                "lora_B.weight, or in lora_down.weight and lora_up.weight",
+                field="lora",
             )
         return cls(path, checkpoint, modules, tuple(others), _adapter(path))
 
@@ -194,7 +197,7 @@ class LoraFile:
         try:
             return self.checkpoint.read(key)
         except CheckpointError as error:
-            raise CheckpointError(f"lora={error}") from error
+            raise CheckpointError(f"lora={error}", field="lora") from error
 
     def match(self, targets: Targets) -> Matched:
         """What the file adds to the model's tensors. Their shapes are noted, not compared with the model's."""
@@ -215,7 +218,8 @@ class LoraFile:
                 made = self._factors(module, parts, target, targets.shapes)
                 if twice := next((name for name in made if name in factors), None):
                     raise InvalidValueError(
-                        f"lora={self.path} changes {twice} under two names, one of them {module}; download it again"
+                        f"lora={self.path} changes {twice} under two names, one of them {module}; download it again",
+                        field="lora",
                     )
                 factors |= made
                 if "bias" in parts and target.bias is None:
@@ -229,10 +233,14 @@ class LoraFile:
         shape = shapes[target.weight]
         if ("up" in parts) != ("down" in parts):
             raise InvalidValueError(
-                f"lora={self.path} has {parts.get('up') or parts.get('down')} without its other half; download it again"
+                f"lora={self.path} has {parts.get('up') or parts.get('down')} without its other half; download it "
+                "again",
+                field="lora",
             )
         if "up" in parts and "difference" in parts:
-            raise UnsupportedError(f"lora={self.path} has both a LoRA and a difference for {module}; use another file")
+            raise UnsupportedError(
+                f"lora={self.path} has both a LoRA and a difference for {module}; use another file", field="lora"
+            )
         if "up" in parts:
             up, down = (self.checkpoint.tensors[parts[part]].shape for part in ("up", "down"))
             self._check_halves(module, up, down)
@@ -253,7 +261,8 @@ class LoraFile:
         found = f"down has rank {down[0]}, up has rank {up[1]}" if flat else f"down has shape {down}, up has shape {up}"
         expected = "expected the same" if flat else "expected (rank, inputs) and (outputs, rank)"
         raise InvalidValueError(
-            f"lora={self.path}: the halves of {module} do not fit each other: {found}, {expected}; download it again"
+            f"lora={self.path}: the halves of {module} do not fit each other: {found}, {expected}; download it again",
+            field="lora",
         )
 
     def _difference(self, key: str, rows: Rows, shape: tuple[int, ...]) -> Factors:
@@ -269,7 +278,9 @@ class LoraFile:
             alpha = self._alpha_by_pattern(module, self.adapter.get("lora_alpha", rank))
         # Compared, because isfinite raises on a whole number that no float can hold.
         if not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
-            raise CheckpointError(f"lora={self.path}: alpha of {module} is not a finite number; download it again")
+            raise CheckpointError(
+                f"lora={self.path}: alpha of {module} is not a finite number; download it again", field="lora"
+            )
         return alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
 
     def _alpha_by_pattern(self, module: str, otherwise: Any) -> Any:
@@ -280,7 +291,8 @@ class LoraFile:
             return next(own, otherwise)
         except (AttributeError, OverflowError, RecursionError, re.error) as error:
             raise CheckpointError(
-                f"lora={self.path}: alpha_pattern in its {_METADATA} is not PEFT's ({error}); download it again"
+                f"lora={self.path}: alpha_pattern in its {_METADATA} is not PEFT's ({error}); download it again",
+                field="lora",
             ) from error
 
 
@@ -301,7 +313,9 @@ def _adapter(path: Path) -> Mapping[str, Any]:
     try:
         content = parse_json(text) if text else {}
     except ValueError as error:
-        raise CheckpointError(f"lora={path}: its {_METADATA} is no JSON ({error}); download it again") from error
+        raise CheckpointError(
+            f"lora={path}: its {_METADATA} is no JSON ({error}); download it again", field="lora"
+        ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"lora={path}: its {_METADATA} is no object; download it again")
+        raise CheckpointError(f"lora={path}: its {_METADATA} is no object; download it again", field="lora")
     return {key.removeprefix("transformer."): value for key, value in content.items()}

@@ -87,7 +87,8 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
     if paths[0].suffix == ".png" and not is_sequence(paths[0]) and settings.num_frames > 1:
         raise InvalidValueError(
             f"output={output} is one picture and the video has {settings.num_frames} frames; write "
-            f"{Path(output).with_stem(Path(output).stem + '-%04d')}, or ask for num_frames=1"
+            f"{Path(output).with_stem(Path(output).stem + '-%04d')}, or ask for num_frames=1",
+            field="output",
         )
     _check_space(paths, settings)
     return paths
@@ -134,7 +135,7 @@ class FrameWriter:
 
     def finish(self) -> None:
         if self._size is None:
-            raise InvalidValueError(f"output={self._path} got no frames; a video has one at least")
+            raise InvalidValueError(f"output={self._path} got no frames; a video has one at least", field="output")
         with atomic.explained(self._path):
             self._encoder.finish()
 
@@ -233,9 +234,9 @@ def _full_path(output: str | Path) -> Path:
     if str(output).endswith(os.sep) or (path.is_dir() and path.suffix not in _FORMATS):
         return path / _FRAME_NAME
     if path.suffix not in _FORMATS:
-        raise InvalidValueError(f"output={output} names no format; write {_CHOICES}")
+        raise InvalidValueError(f"output={output} names no format; write {_CHOICES}", field="output")
     if path.suffix == ".png" and len(NUMBER.findall(path.name)) > 1:
-        raise InvalidValueError(f"output={output} has two places for the frame's number; leave one")
+        raise InvalidValueError(f"output={output} has two places for the frame's number; leave one", field="output")
     return path
 
 
@@ -247,7 +248,8 @@ def _check_space(paths: Sequence[Path], settings: GenerationSettings) -> None:
     if free < needed:
         raise InvalidValueError(
             f"output={paths[0]} needs {needed / 2**20:.1f} MiB at least and {place} has {free / 2**20:.1f} MiB free; "
-            "free some space or choose another place"
+            "free some space or choose another place",
+            field="output",
         )
 
 
@@ -278,7 +280,7 @@ def _encoded(path: Path, partial: Path, fps: int, metadata: Mapping[str, str]) -
 def _as_bytes(frames: Float[Tensor, "t height width 3"]) -> Iterator[Frame]:
     if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.is_floating_point():
         raise InvalidValueError(
-            f"frames are {frames.dtype} {list(frames.shape)}, expected floats [t, height, width, 3]"
+            f"frames are {frames.dtype} {list(frames.shape)}, expected floats [t, height, width, 3]", field="frames"
         )
     for frame in frames.detach():
         if not is_finite(frame):

@@ -27,6 +27,7 @@ from comfy_tpu.families.settings import check_settings
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.step_work import count_step
 from comfy_tpu.quiet import quiet
 from comfy_tpu.terminal_text import excerpt
 
@@ -88,7 +89,8 @@ class ModelFiles:
         if missing:
             raise CheckpointError(
                 f"model={files.name} lacks {', '.join(missing)}; a {index['_class_name']} directory has "
-                f"{', '.join([*(spec.name for spec in family.components), *folders])}: {_advice(directory)}"
+                f"{', '.join([*(spec.name for spec in family.components), *folders])}: {_advice(directory)}",
+                field="model",
             )
         for spec in family.components:
             files._check_architecture(spec)
@@ -126,7 +128,8 @@ class ModelFiles:
             return AutoTokenizer.from_pretrained(self.path(folder), trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises nothing more special
             raise CheckpointError(
-                f"model={self.name} has a {folder} that cannot be read ({_reason(error)}); {_advice(self.directory)}"
+                f"model={self.name} has a {folder} that cannot be read ({_reason(error)}); {_advice(self.directory)}",
+                field="model",
             ) from error
 
     def image_processor(self, folder: str) -> Any:
@@ -137,7 +140,8 @@ class ModelFiles:
             return AutoImageProcessor.from_pretrained(self.path(folder), trust_remote_code=False)
         except Exception as error:  # as of tokenizers: any value of the file may lead to any error
             raise CheckpointError(
-                f"model={self.name} has an {folder} that cannot be read ({_reason(error)}); {_advice(self.directory)}"
+                f"model={self.name} has an {folder} that cannot be read ({_reason(error)}); {_advice(self.directory)}",
+                field="model",
             ) from error
 
     @property
@@ -159,7 +163,8 @@ class ModelFiles:
         except InvalidValueError as error:
             raise CheckpointError(
                 f"model={self.name} brings defaults that cannot be used, in its generation.json, model_index.json or "
-                f"scheduler: {error}; download the model again"
+                f"scheduler: {error}; download the model again",
+                field="model",
             ) from error
         return defaults
 
@@ -178,7 +183,8 @@ class ModelFiles:
         if not all(math.isfinite(level) for level in levels):
             raise InvalidValueError(
                 f"num_inference_steps={settings.num_inference_steps} at flow_shift={settings.flow_shift:g} gives noise "
-                f"levels that are not finite numbers; choose others, or look at {self.path(SCHEDULER_FILE)}"
+                f"levels that are not finite numbers; choose others, or look at {self.path(SCHEDULER_FILE)}",
+                field="num_inference_steps",
             )
         return scheduler
 
@@ -187,7 +193,7 @@ class ModelFiles:
 
     def workload(self, settings: GenerationSettings) -> Workload:
         with config_errors(str(self._config_path(self.family.transformer))):
-            return self.family.denoiser.workload(self.config(self.family.transformer), settings)
+            return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """What the text encoders give of a prompt, by name, without the row's own dimension."""
@@ -262,7 +268,7 @@ class ModelFiles:
         except CheckpointError as error:
             advice = f"; {_advice(self.directory)}" if _is_demo(self.directory) else ""
             raise CheckpointError(
-                f"model={self.name}: the weights of its {spec.name} cannot be used: {error}{advice}"
+                f"model={self.name}: the weights of its {spec.name} cannot be used: {error}{advice}", field="model"
             ) from error
 
     def _check_latents(self) -> None:
@@ -322,17 +328,20 @@ def digest_tensors(path: Path, digest: Any) -> None:
 
 def _find(model: str) -> Path:
     if not model:
-        raise InvalidValueError(f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO_MODEL}"')
+        raise InvalidValueError(
+            f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO_MODEL}"', field="model"
+        )
     if model in DEMO_DIRECTORIES:
         return DEMO_DIRECTORIES[model]
     if os.path.isdir(model):  # noqa: PTH112 - False of a name that is too long, where a Path raises
         return Path(model)
     if os.path.exists(model):  # noqa: PTH110
-        raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout")
+        raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout", field="model")
     if is_hub_id(model):
         return _download(model)
     raise InvalidValueError(
-        f'model={excerpt(model)} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"'
+        f'model={excerpt(model)} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"',
+        field="model",
     )
 
 
@@ -376,7 +385,8 @@ def _download(model: str) -> Path:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"model={model} is not a directory here and could not be had from the hub ({reason}); check the name and "
-            "the network, or download it elsewhere and give its directory"
+            "the network, or download it elsewhere and give its directory",
+            field="model",
         ) from error
 
 

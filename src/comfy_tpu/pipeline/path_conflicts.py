@@ -19,12 +19,13 @@ def check_conflicts(outputs: Sequence[tuple[str, Path]], inputs: Iterable[Path] 
     for (_, first), (field, second) in itertools.combinations(outputs, 2):
         if _is_same_file(first, second):
             raise InvalidValueError(
-                f"{field}={second} is the same file as {first}, which is written too; choose another name"
+                f"{field}={second} is the same file as {first}, which is written too; choose another name", field=field
             )
     for (field, output), given in itertools.product(outputs, inputs):
         if _is_same_file(output, given):
             raise InvalidValueError(
-                f"{field}={output} would replace {given}, which is an input of this run; choose another name"
+                f"{field}={output} would replace {given}, which is an input of this run; choose another name",
+                field=field,
             )
 
 

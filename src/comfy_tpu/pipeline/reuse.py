@@ -79,7 +79,8 @@ def find_curve(files: ModelFiles) -> Curve:
             return _read(PUBLISHED_DIRECTORY / name, files, None)
     raise InvalidValueError(
         f"reuse needs to know how much the steps of model {files.name} differ, and there is no {own}; run "
-        f"`comfy-tpu calibrate {files.name}` once, or leave reuse at 0"
+        f"`comfy-tpu calibrate {files.name}` once, or leave reuse at 0",
+        field="reuse",
     )
 
 

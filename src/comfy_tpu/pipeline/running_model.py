@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ def choose_dtype(name: str, platform: str) -> torch.dtype:
 
 def check_dtype(name: str) -> None:
     if name not in ("auto", *DTYPES):
-        raise InvalidValueError(f"dtype={name!r} is unknown; choose from auto, {', '.join(DTYPES)}")
+        raise InvalidValueError(f"dtype={name!r} is unknown; choose from auto, {', '.join(DTYPES)}", field="dtype")
 
 
 class RunningModel:
@@ -67,6 +67,7 @@ class RunningModel:
         self._components: dict[str, Any] = {}
         self._programs: dict[tuple[Any, ...], DeviceProgram] = {}
         self._checked: set[str] = set()
+        self._resident: set[Hashable] = set()
 
     @property
     def family(self) -> ModelFamily:
@@ -92,7 +93,7 @@ class RunningModel:
             try:
                 self.component(spec).check(self.files.checkpoint(spec))
             except CheckpointError as error:
-                raise CheckpointError(f"model={self.files.name}: {error}") from error
+                raise CheckpointError(f"model={self.files.name}: {error}", field="model") from error
             self._checked.add(spec.name)
 
     def component(self, spec: ComponentSpec) -> Any:
@@ -144,21 +145,22 @@ class RunningModel:
             return loaded
 
         backend = self.runtime.vae_backend if spec is self.family.vae.component else ""
+        precision = (self.dtype, self.runtime.quantize)
+        key = (self.files.fingerprint, spec.name, self.placement.mesh, precision, loras.key, backend)
+        self._resident.add(key)
         with self._residency.use(
-            (
-                self.files.fingerprint,
-                spec.name,
-                self.placement.mesh,
-                self.dtype,
-                self.runtime.quantize,
-                loras.key,
-                backend,
-            ),
+            key,
             label=f"{self.files.name} {spec.name}{loras.label}",
             nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
             load=load,
         ) as weights:
             yield weights
+
+    def unload(self) -> None:
+        """Frees the weights that this model put on the devices. A later run loads them again."""
+        for key in self._resident:
+            self._residency.evict(key)
+        self._resident.clear()
 
     def report(self, stage: Stage, what: str, done: int, total: int, **fields: Any) -> None:
         self.on_progress(Progress(stage, what, done, total, **fields))

@@ -148,6 +148,19 @@ def abstract_embeddings(
     }
 
 
+def abstract_state(latents: tuple[int, ...]) -> dict[str, Any]:
+    """The inputs of a computed step besides the prompt, without their data."""
+    float32 = np.dtype("float32")
+    latent = jax.ShapeDtypeStruct(latents, float32)
+    return {
+        "samples": [latent] * HISTORY,
+        "outputs": [latent] * HISTORY,
+        "coefficients": jax.ShapeDtypeStruct((2 * HISTORY,), float32),
+        "timestep": jax.ShapeDtypeStruct((1,), float32),
+        "guidance_scale": jax.ShapeDtypeStruct((), float32),
+    }
+
+
 def export_step(
     component: Component,
     family: ModelFamily,
@@ -171,16 +184,11 @@ def export_step(
         for name, aval in jax.tree.unflatten(prepare.out_tree, prepare.out_avals).items()
     }
     prompt_weights, inputs = split_prepared(prepared)
-    shape, float32 = latent_shape(family, latent_channels, settings), np.dtype("float32")
-    latent = jax.ShapeDtypeStruct(shape, float32)
+    shape = latent_shape(family, latent_channels, settings)
     compute = programs.compute().export(
         platform,
         {**weights, **prompt_weights},
-        samples=[latent] * HISTORY,
-        outputs=[latent] * HISTORY,
-        coefficients=jax.ShapeDtypeStruct((2 * HISTORY,), float32),
-        timestep=jax.ShapeDtypeStruct((1,), float32),
-        guidance_scale=jax.ShapeDtypeStruct((), float32),
+        **abstract_state(shape),
         prepared=inputs,
         guided=is_guided(family, settings),
     )

@@ -26,12 +26,15 @@ def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
 def check_vae_backend(backend: str, files: ModelFiles) -> None:
     """Before devices are started."""
     if backend not in VAE_BACKENDS:
-        raise InvalidValueError(f"vae_backend={backend!r} is unknown; choose from {', '.join(VAE_BACKENDS)}")
+        raise InvalidValueError(
+            f"vae_backend={backend!r} is unknown; choose from {', '.join(VAE_BACKENDS)}", field="vae_backend"
+        )
     if backend == "torchax":
         return
     vae = files.family.vae
     if backend not in vae.other_backends:
         raise UnsupportedError(
-            f"vae_backend={backend}: the VAE of {files.family.name} has no such implementation; choose torchax"
+            f"vae_backend={backend}: the VAE of {files.family.name} has no such implementation; choose torchax",
+            field="vae_backend",
         )
     vae.other_backends[backend]().check(files.config(vae.component))

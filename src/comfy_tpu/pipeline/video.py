@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from comfy_tpu.pipeline.checks import (
     check_finite,
     check_latents,
     size_text,
+    warn_of_cut,
     warn_of_ignored,
 )
 from comfy_tpu.pipeline.decode import decode_frames
@@ -46,9 +46,6 @@ from comfy_tpu.pipeline.step_plan import Plan, guidance_of, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend
 from comfy_tpu.quiet import quiet
-from comfy_tpu.terminal_text import excerpt
-
-logger = logging.getLogger(__name__)
 
 
 class VideoPipeline:
@@ -82,8 +79,9 @@ class VideoPipeline:
         check(files)
         check_vae_backend(runtime.vae_backend, files)
         opened = open_loras(loras, files)
-        workload = files.workload(files.defaults)
-        placement = make_placement(runtime.mesh, platform=runtime.platform, workload=workload)
+        placement = make_placement(
+            runtime.mesh, platform=runtime.platform, workload=lambda: files.workload(files.defaults)
+        )
         if residency is None:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
         return cls(RunningModel(files, placement, runtime, residency=residency, on_progress=on_progress, loras=opened))
@@ -171,7 +169,7 @@ class VideoPipeline:
             tokens = tokenize(self.files, encoder, prompts, settings.max_sequence_length)
             cut = cut or tokens.cut[0]
             if any(tokens.cut[1:]):
-                logger.warning("negative_prompt is too long; this was cut: %s", excerpt(tokens.cut[1]))
+                warn_of_cut("negative_prompt", tokens.cut[1])
             program = running.program(encoder.component, encoder.encode)
             with running.weights(encoder.component) as weights:
                 running.report("encoding", "prompt", done, len(encoders))

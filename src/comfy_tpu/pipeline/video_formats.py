@@ -171,7 +171,9 @@ class Png:
 
     def add(self, frame: Frame) -> None:
         if self._file.tell():
-            raise InvalidValueError("output is one picture, and got a second frame; give it a name with %04d")
+            raise InvalidValueError(
+                "output is one picture, and got a second frame; give it a name with %04d", field="output"
+            )
         write_png(self._file, Image.fromarray(frame), self._metadata)
 
     def finish(self) -> None:

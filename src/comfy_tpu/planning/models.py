@@ -17,6 +17,7 @@ from comfy_tpu.families.registry import load_family, model_cards
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 from comfy_tpu.pipeline.step import abstract_embeddings
+from comfy_tpu.pipeline.step_work import count_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PlannedModel:
 
     def workload(self, settings: GenerationSettings) -> Workload:
         with self._transformer_errors():
-            return self.family.denoiser.workload(self.config, settings)
+            return count_step(self.family, self.config, settings, self.latent_channels)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         with self._transformer_errors():

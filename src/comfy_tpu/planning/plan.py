@@ -99,13 +99,15 @@ def parse_size(text: str, model: PlannedModel, **chosen: Any) -> GenerationSetti
         values = model.family.card.presets[text.upper()]
     else:
         names = ", ".join(sorted(model.family.card.presets))
-        raise InvalidValueError(f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}")
+        raise InvalidValueError(
+            f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}", field="size"
+        )
     try:
         return make_settings(model.defaults, {**values, **chosen}, model.family.card.limits)
     except InvalidValueError as error:
-        if not str(error).startswith(("height=", "width=", "num_frames=")):
+        if error.field not in ("height", "width", "num_frames"):
             raise
-        raise InvalidValueError(f"size={text}: {error}") from error
+        raise InvalidValueError(f"size={text}: {error}", field="size") from error
 
 
 def make_plan(
@@ -188,7 +190,8 @@ def _asked_for(mesh: str, work: Workload, slice_: Slice) -> Estimate:
     possible = sensible_layouts(work, slice_.device_count)
     if sizes not in possible:
         raise MeshError(
-            f"mesh {sizes} does not suit {slice_.name} and this model; choose from {'; '.join(map(str, possible))}"
+            f"mesh {sizes} does not suit {slice_.name} and this model; choose from {'; '.join(map(str, possible))}",
+            field="mesh",
         )
     return estimate(work, sizes, slice_)
 

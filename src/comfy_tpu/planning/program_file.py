@@ -40,7 +40,9 @@ def check_export(path: Path) -> None:
 
 def read_program(path: Path) -> StepProgram:
     if not path.is_file():
-        raise InvalidValueError(f"from={path} is not a file; give one that `comfy-tpu plan --export` wrote")
+        raise InvalidValueError(
+            f"from={path} is not a file; give one that `comfy-tpu plan --export` wrote", field="from"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             header = parse_json(archive.read(_HEADER))
@@ -48,10 +50,13 @@ def read_program(path: Path) -> StepProgram:
         found = header.pop("format")
     except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:
         raise CheckpointError(
-            f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again"
+            f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again",
+            field="from",
         ) from error
     if found != _FORMAT:
-        raise CheckpointError(f"from={path} is a {found!r}, expected {_FORMAT!r}; export it again with this version")
+        raise CheckpointError(
+            f"from={path} is a {found!r}, expected {_FORMAT!r}; export it again with this version", field="from"
+        )
     try:
         facts = ProgramFacts(
             **{
@@ -65,16 +70,18 @@ def read_program(path: Path) -> StepProgram:
         exported = jax.export.deserialize(bytearray(serialized))
     except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"from={path} is damaged ({reason}); export it again") from error
+        raise CheckpointError(f"from={path} is damaged ({reason}); export it again", field="from") from error
     parse_slice(facts.slice_name)
     if "tpu" not in exported.platforms:
         raise CheckpointError(
-            f"from={path} holds a program for {', '.join(exported.platforms)}, expected one for tpu; export it again"
+            f"from={path} holds a program for {', '.join(exported.platforms)}, expected one for tpu; export it again",
+            field="from",
         )
     if exported.nr_devices != facts.sizes.device_count:
         raise CheckpointError(
             f"from={path} holds a program for {exported.nr_devices} devices, but names mesh {facts.sizes}; "
-            "export it again"
+            "export it again",
+            field="from",
         )
     return StepProgram(facts, serialized)
 

@@ -6,7 +6,6 @@ import dataclasses
 
 from comfy_tpu.families.flux import card, schedulers, text, transformer, vae
 from comfy_tpu.families.flux.lora import lora_names
-from comfy_tpu.families.flux.workload import workload
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding, Vae
 
 FLUX_DEV = ModelFamily(
@@ -16,7 +15,6 @@ FLUX_DEV = ModelFamily(
         transformers=(transformer.TRANSFORMER,),
         prepare=transformer.prepare,
         predict=transformer.predict,
-        workload=workload,
         lora_names=lora_names,
     ),
     Vae(

@@ -24,7 +24,8 @@ def fit(image: Image.Image) -> Image.Image:
     if min(width, height) < _SIDE_MIN or max(width, height) > _RATIO_MAX * min(width, height):
         raise InvalidValueError(
             f"image is {width}×{height}, expected sides of {_SIDE_MIN} or more pixels, one at most {_RATIO_MAX} times "
-            "the other; enlarge or crop it"
+            "the other; enlarge or crop it",
+            field="image",
         )
     if width * height > _AREA:
         scale = math.sqrt(_AREA / (width * height))

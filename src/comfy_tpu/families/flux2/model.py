@@ -7,14 +7,12 @@ import dataclasses
 from comfy_tpu.families.flux2 import card, schedulers, text, transformer, vae
 from comfy_tpu.families.flux2.image import REFERENCES
 from comfy_tpu.families.flux2.lora import lora_names
-from comfy_tpu.families.flux2.workload import guided_workload, workload
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding, Vae
 
 _DENOISER = Denoiser(
     transformers=(transformer.TRANSFORMER,),
     prepare=transformer.prepare,
     predict=transformer.predict,
-    workload=workload,
     lora_names=lora_names,
 )
 
@@ -34,8 +32,6 @@ FLUX2_DEV = ModelFamily(
 FLUX2_KLEIN = dataclasses.replace(
     FLUX2_DEV, card=card.FLUX2_KLEIN, text=TextEncoding((text.KLEIN_TEXT,), transformer.embedding_shapes)
 )
-FLUX2_KLEIN_BASE = dataclasses.replace(
-    FLUX2_KLEIN, card=card.FLUX2_KLEIN_BASE, denoiser=dataclasses.replace(_DENOISER, workload=guided_workload)
-)
+FLUX2_KLEIN_BASE = dataclasses.replace(FLUX2_KLEIN, card=card.FLUX2_KLEIN_BASE)
 
 MODELS = {family.name: family for family in (FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE)}

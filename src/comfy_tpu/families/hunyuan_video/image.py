@@ -14,10 +14,8 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video import transformer
 from comfy_tpu.families.hunyuan_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae, in_columns
-from comfy_tpu.families.hunyuan_video.workload import workload as text_workload
 from comfy_tpu.families.model_family import Cache, ImageEncoding
 from comfy_tpu.families.shared.building import VISION_RULES, without_vision_prefix
-from comfy_tpu.parallel.workload import Workload
 
 IMAGE_TOKENS = 729
 """Of SigLIP's picture of 384 pixels in patches of 14."""
@@ -80,11 +78,6 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
         "image": (IMAGE_TOKENS, config["image_embed_dim"]),
         "condition": (config["in_channels"] - config["out_channels"], frames, *sides),
     }
-
-
-def workload(config: Config, settings: GenerationSettings) -> Workload:
-    work = text_workload(config, settings)
-    return dataclasses.replace(work, text_tokens=work.text_tokens + IMAGE_TOKENS)
 
 
 FIRST_FRAME = ImageEncoding(

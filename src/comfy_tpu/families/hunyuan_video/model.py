@@ -8,7 +8,6 @@ from typing import Any
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.hunyuan_video import card, image, text, transformer, vae
 from comfy_tpu.families.hunyuan_video.lora import lora_names
-from comfy_tpu.families.hunyuan_video.workload import workload
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, ReadJson, Scheduling, TextEncoding, Vae
 from comfy_tpu.families.shared.schedulers import dpm, euler_from_one, own_shift, unipc
 
@@ -35,7 +34,6 @@ HUNYUAN15 = ModelFamily(
         transformers=(transformer.TRANSFORMER,),
         prepare=transformer.prepare,
         predict=transformer.predict,
-        workload=workload,
         lora_names=lora_names,
     ),
     Vae(
@@ -51,7 +49,6 @@ HUNYUAN15_IMAGE = dataclasses.replace(
     HUNYUAN15,
     card=card.HUNYUAN15_IMAGE,
     text=TextEncoding(text.TEXT_ENCODERS, image.embedding_shapes),
-    denoiser=dataclasses.replace(HUNYUAN15.denoiser, workload=image.workload),
     vae=dataclasses.replace(HUNYUAN15.vae, component=image.IMAGE_VAE),
     image=image.FIRST_FRAME,
 )

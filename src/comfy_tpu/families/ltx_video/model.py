@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from comfy_tpu.families.ltx_video import card, schedulers, text, transformer, vae
 from comfy_tpu.families.ltx_video.lora import lora_names
-from comfy_tpu.families.ltx_video.workload import workload
 from comfy_tpu.families.model_family import Denoiser, ImageEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
 from comfy_tpu.families.shared import first_frame
 
@@ -17,7 +16,6 @@ LTX_VIDEO = ModelFamily(
         prepared_axes=transformer.PROMPT_AXES,
         predict=transformer.predict,
         settings_inputs=transformer.settings_inputs,
-        workload=workload,
         lora_names=lora_names,
     ),
     Vae(

@@ -4,7 +4,6 @@ VAE of its own."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoder, TextEncoding, Vae
@@ -12,7 +11,6 @@ from comfy_tpu.families.shared.schedulers import FLOW_SCHEDULERS, own_shift
 from comfy_tpu.families.wan import card, image, text, transformer, vae
 from comfy_tpu.families.wan.lora import lora_names
 from comfy_tpu.families.wan.nnx_vae import nnx_functions
-from comfy_tpu.families.wan.workload import workload
 
 _TEXT = TextEncoding(
     encoders=(TextEncoder(text.TEXT_ENCODER, text.encode_prompt),),
@@ -26,7 +24,6 @@ _DENOISER = Denoiser(
     prepare=transformer.prompt_cache,
     prepared_axes=transformer.PROMPT_AXES,
     predict=transformer.predict,
-    workload=workload,
     lora_names=lora_names,
 )
 _IMAGE_DENOISER = dataclasses.replace(
@@ -70,7 +67,6 @@ WAN22 = dataclasses.replace(
     denoiser=dataclasses.replace(
         _DENOISER,
         transformers=_with_low_noise(transformer.TRANSFORMER),
-        workload=functools.partial(workload, models=2),
     ),
 )
 WAN22_IMAGE = dataclasses.replace(
@@ -80,7 +76,6 @@ WAN22_IMAGE = dataclasses.replace(
     denoiser=dataclasses.replace(
         _IMAGE_DENOISER,
         transformers=_with_low_noise(transformer.TRANSFORMER),
-        workload=functools.partial(workload, models=2),
     ),
     image=image.FROM_LATENTS,
 )
@@ -92,7 +87,6 @@ WAN22_5B = ModelFamily(
         prepare=image.prepare_first_frame,
         prepared_axes={**transformer.PROMPT_AXES, "condition": ("dp",)},
         predict=image.predict_first_frame,
-        workload=functools.partial(workload, spatial_scale=16),
     ),
     _VAE_5B,
     _OWN_SHIFT,

@@ -1,0 +1,314 @@
+"""The Python interface: open a model, call it with a prompt, save the video.
+
+import comfy_tpu
+
+pipe = comfy_tpu.open("demo")
+video = pipe("a red circle moving left", seed=7)
+video.save("x.mp4")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias, TypedDict, Unpack, overload
+
+import numpy as np
+import torch
+from PIL import Image
+
+from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline import artifacts, media
+from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
+from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.video import VideoPipeline
+
+LoraLike: TypeAlias = "str | Path | tuple[str | Path, float] | Lora"
+"""A .safetensors file, with strength 1 or with its own."""
+
+ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | torch.Tensor"
+"""A file, a PIL image, or pixels [height, width, 3]: uint8, or floats in 0..1."""
+
+INIT_IMAGE_STRENGTH = 0.6
+
+
+class Settings(TypedDict, total=False):
+    """The settings of a call; those that are left out are the model's own. As in `GenerationSettings`."""
+
+    height: int
+    width: int
+    num_frames: int
+    num_inference_steps: int
+    guidance_scale: float
+    flow_shift: float
+    seed: int
+    scheduler: str
+    negative_prompt: str
+    num_videos: int
+    fps: int
+    max_sequence_length: int
+    guidance_scale_2: float
+    boundary: float
+    reuse: float
+    guidance_until: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    """The frames that were made, on the host. An image is a video of one frame."""
+
+    frames: np.ndarray
+    """uint8 [frames, height, width, 3]."""
+    prompt: str
+    settings: GenerationSettings
+    metadata: Mapping[str, str] = dataclasses.field(repr=False)
+    """What the video was made from, as it is written into files."""
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
+        (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
+        part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
+        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata])
+        return target
+
+    def numpy(self) -> np.ndarray:
+        """uint8 [frames, height, width, 3]."""
+        return self.frames
+
+    def images(self) -> list[Image.Image]:
+        return [Image.fromarray(frame) for frame in self.frames]
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __repr__(self) -> str:
+        count, height, width, _ = self.frames.shape
+        return f"<Video {width}×{height}, {count} frames, {self.settings.fps} fps, seed {self.settings.seed}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    prompt: str
+    settings: GenerationSettings
+    images: tuple[Image.Image, ...]
+    strength: float | None
+    on_progress: ProgressCallback
+
+
+class Pipeline:
+    """A model that is ready to be called. Used in a `with` block, it frees the devices' memory at the end.
+
+    `stages` has the stages by themselves: encode, denoise, decode, and what they exchange.
+    """
+
+    def __init__(self, stages: VideoPipeline) -> None:
+        self.stages = stages
+
+    @overload
+    def __call__(
+        self,
+        prompt: str,
+        *,
+        images: ImageLike | Sequence[ImageLike] | None = ...,
+        strength: float | None = ...,
+        lora: LoraLike | Sequence[LoraLike] | None = ...,
+        on_progress: ProgressCallback = ...,
+        **settings: Unpack[Settings],
+    ) -> Video: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Sequence[str],
+        *,
+        images: ImageLike | Sequence[ImageLike] | None = ...,
+        strength: float | None = ...,
+        lora: LoraLike | Sequence[LoraLike] | None = ...,
+        on_progress: ProgressCallback = ...,
+        **settings: Unpack[Settings],
+    ) -> list[Video]: ...
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        strength: float | None = None,
+        lora: LoraLike | Sequence[LoraLike] | None = None,
+        on_progress: ProgressCallback = ignore_progress,
+        **settings: Any,
+    ) -> Video | list[Video]:
+        """One video; of a list of prompts, or with num_videos over 1, a list of them.
+
+        `images`: the first frame and maybe the last, an image to start from, or reference images, as the model takes
+        them. `strength`: the share of an image to start from that is made anew. `lora`: in the transformer for this
+        call only. `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not prompts:
+            raise InvalidValueError("prompt is an empty list; give one prompt or more", field="prompt")
+        self._use(lora)
+        videos: list[Video] = []
+        for each in prompts:
+            request = self._request(each, images, strength, on_progress, settings)
+            parts = list(self._parts(request))
+            videos += self._videos(request, torch.cat(parts, dim=1))
+        return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
+
+    async def stream(
+        self,
+        prompt: str,
+        *,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        strength: float | None = None,
+        lora: LoraLike | Sequence[LoraLike] | None = None,
+        on_progress: ProgressCallback = ignore_progress,
+        **settings: Unpack[Settings],
+    ) -> AsyncIterator[np.ndarray]:
+        """The frames of one video as they are decoded, uint8 [height, width, 3]. Work runs in another thread."""
+        self._use(lora)
+        request = self._request(prompt, images, strength, on_progress, settings)
+        if request.settings.num_videos != 1:
+            raise InvalidValueError(
+                f"num_videos={request.settings.num_videos} cannot be streamed; ask for 1", field="num_videos"
+            )
+        parts = self._parts(request)
+        try:
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                for frame in _as_bytes(part[0]):
+                    yield frame
+        finally:
+            await asyncio.to_thread(_close, parts)
+
+    def settings(self, **chosen: Unpack[Settings]) -> GenerationSettings:
+        """The model's defaults with what was chosen in their place, checked."""
+        return self.stages.settings(**{name: _plain(value) for name, value in chosen.items()})
+
+    def close(self) -> None:
+        """Frees the weights on the devices. A later call loads them again."""
+        self.stages.running.unload()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        stages = self.stages
+        return f"<Pipeline {stages.model_name}, {stages.family.name}, mesh {stages.placement.sizes}>"
+
+    def _use(self, lora: LoraLike | Sequence[LoraLike] | None) -> None:
+        given = [] if lora is None else [lora] if isinstance(lora, str | Path | tuple | Lora) else list(lora)
+        self.stages.use_loras([_as_lora(each) for each in given])
+
+    def _request(
+        self,
+        prompt: str,
+        images: ImageLike | Sequence[ImageLike] | None,
+        strength: float | None,
+        on_progress: ProgressCallback,
+        settings: Mapping[str, Any],
+    ) -> _Request:
+        chosen = self.settings(**settings)  # type: ignore[misc]
+        given = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+        return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
+
+    def _parts(self, request: _Request) -> Iterator[torch.Tensor]:
+        """Frames [num_videos, t, height, width, 3] in 0..1, as they come."""
+        stages, settings = self.stages, request.settings
+        before, stages.on_progress = stages.on_progress, request.on_progress
+        try:
+            init_image, images = None, request.images
+            if images and stages.family.vae.encode_image is not None:
+                (image, *others), images = images, ()
+                if others:
+                    raise InvalidValueError(
+                        f"images has {1 + len(others)} entries; {stages.model_name} starts from one"
+                    )
+                strength = INIT_IMAGE_STRENGTH if request.strength is None else request.strength
+                init_image = stages.encode_init_image(as_frame(image, settings), settings, strength)
+            elif request.strength is not None:
+                raise InvalidValueError(
+                    f"strength={request.strength} is for an image that denoising starts from; give images, and a model "
+                    "that starts from one",
+                    field="strength",
+                )
+            embeddings = stages.encode(request.prompt, settings, images)
+            yield from stages.decode(stages.denoise(embeddings, settings, init_image), settings)
+        finally:
+            stages.on_progress = before
+
+    def _videos(self, request: _Request, frames: torch.Tensor) -> list[Video]:
+        described = artifacts.describe(
+            request.prompt,
+            request.settings,
+            self.stages,
+            pictures=fingerprint(request.images),
+            loras=self.stages.loras.text,
+        )
+        return [
+            Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})
+            for number, each in enumerate(frames)
+        ]
+
+
+def open(
+    model: str | Path = "demo",
+    runtime: RuntimeConfig = RuntimeConfig(),
+    *,
+    on_progress: ProgressCallback = ignore_progress,
+) -> Pipeline:
+    """A demo model, a directory in diffusers' layout, or the id of a model on the hub, which is downloaded then.
+
+    Weights are loaded and programs compiled at the first call.
+    """
+    return Pipeline(VideoPipeline.open(model, runtime, on_progress=on_progress))
+
+
+def _as_lora(given: LoraLike) -> Lora:
+    if isinstance(given, Lora):
+        return given
+    if isinstance(given, str | Path):
+        return Lora(Path(given))
+    if isinstance(given, tuple) and len(given) == 2:
+        return Lora(Path(given[0]), _plain(given[1]))
+    raise InvalidValueError(f"lora is {given!r}, expected a path or (path, strength)", field="lora")
+
+
+def _as_image(given: ImageLike) -> Image.Image:
+    if isinstance(given, Image.Image):
+        return given
+    if isinstance(given, str | Path):
+        return read_image(Path(given))
+    if not isinstance(given, np.ndarray | torch.Tensor):
+        raise InvalidValueError(f"images holds a {type(given).__name__}, expected a path, a PIL image or an array")
+    pixels = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
+    if pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise InvalidValueError(f"images holds an array of shape {pixels.shape}, expected (height, width, 3)")
+    if pixels.dtype == np.uint8:
+        return Image.fromarray(pixels)
+    # Compared, because NaN is in no range.
+    if not np.issubdtype(pixels.dtype, np.floating) or not ((pixels >= 0) & (pixels <= 1)).all():
+        raise InvalidValueError(f"images holds {pixels.dtype} values, expected uint8, or floats from 0 to 1")
+    return Image.fromarray(np.round(pixels * 255).astype(np.uint8))
+
+
+def _as_bytes(frames: torch.Tensor) -> np.ndarray:
+    return frames.clamp(0, 1).mul(255).round().byte().numpy()
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number for one of numpy's."""
+    is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    return value.item() if is_scalar else value
+
+
+def _close(parts: Iterator[torch.Tensor]) -> None:
+    close = getattr(parts, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,37 @@
+"""The cost of a step, counted from the traced program, against lists of every family's matrices that were made by hand.
+
+hand_counted.json is what those lists gave for the published models at their default settings, before they were removed:
+the best layouts on v6e-8, with bytes and operations of one device.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comfy_tpu.families.registry import model_cards
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import rank_layouts
+from comfy_tpu.planning.models import find_model
+
+HAND_COUNTED: dict[str, Any] = json.loads((Path(__file__).parent / "hand_counted.json").read_text())
+ONE_PER_FAMILY = {next(name for name in card.published) for card in model_cards()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ONE_PER_FAMILY else pytest.mark.slow) for name in HAND_COUNTED]
+)
+def test_counted_work_is_the_hand_counted_one(name: str) -> None:
+    model, expected = find_model(name), HAND_COUNTED[name]
+    work = model.workload(model.defaults)
+    for field in ("batch", "tokens", "text_tokens", "heads", "head_dim", "latent_bytes", "models"):
+        assert getattr(work, field) == expected[field], field
+    ranking = rank_layouts(work, parse_slice("v6e-8"))
+    assert str(ranking[0].sizes) == next(iter(expected["layouts"])), "the layout that is chosen"
+    estimates = {str(estimate.sizes): estimate for estimate in ranking}
+    for sizes, figures in expected["layouts"].items():
+        estimate = estimates[sizes]
+        assert estimate.memory.total == pytest.approx(figures["memory"], rel=0.01)
+        assert estimate.flops == pytest.approx(figures["flops"], rel=0.01)
+        assert estimate.sent_bytes == pytest.approx(figures["sent"], rel=0.01)

@@ -1,0 +1,157 @@
+"""comfy_tpu.open and what it returns, with a small random model and with the demo model's own checks elsewhere."""
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import comfy_tpu
+from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.facade import Settings, Video
+from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.pipeline import small_loras, small_pipeline
+
+SIZE: dict[str, Any] = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2}
+PROMPT = "a red circle moving left"
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[comfy_tpu.Pipeline]:
+    with comfy_tpu.open(small_pipeline.directory(), comfy_tpu.RuntimeConfig(mesh="single")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def video(pipe: comfy_tpu.Pipeline) -> Video:
+    return pipe(PROMPT, seed=7, **SIZE)
+
+
+def test_importing_loads_neither_jax_nor_torch() -> None:
+    code = "import sys, comfy_tpu; dir(comfy_tpu); sys.exit(bool({'jax', 'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(comfy_tpu, name) is not None for name in comfy_tpu.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'opne'"):
+        getattr(comfy_tpu, "opne")  # noqa: B009
+
+
+def test_settings_are_those_of_the_pipeline() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(comfy_tpu.GenerationSettings)}
+    assert {name: str(kind) for name, kind in fields.items()} == {
+        name: kind.__forward_arg__ for name, kind in Settings.__annotations__.items()
+    }
+
+
+def test_a_call_makes_what_the_stages_make(pipe: comfy_tpu.Pipeline, video: Video) -> None:
+    stages = pipe.stages
+    settings = stages.settings(seed=7, **SIZE)
+    expected = torch.cat(list(stages.generate(PROMPT, settings)), dim=1)[0]
+    assert video.settings == settings
+    assert np.array_equal(video.numpy(), expected.mul(255).round().clamp(0, 255).byte().numpy())
+    assert len(video) == len(video.images()) == 5
+
+
+@pytest.mark.parametrize("name", ["x.mp4", "x.gif", "x.npy", "frames/"])
+def test_saving(name: str, video: Video, tmp_path: Path) -> None:
+    target = tmp_path / name
+    if name.endswith("/"):
+        target.mkdir()
+    written = video.save(target)
+    assert media.read_metadata(written).get("prompt", PROMPT) == PROMPT
+    if name == "x.npy":
+        assert np.array_equal(np.load(written), video.frames)
+
+
+def test_several_prompts_and_videos(pipe: comfy_tpu.Pipeline, video: Video) -> None:
+    first, second = pipe([PROMPT, "a blue square"], seed=7, **SIZE)
+    assert np.array_equal(first.frames, video.frames)
+    assert not np.array_equal(second.frames, video.frames)
+    both: Any = pipe(PROMPT, seed=7, num_videos=2, **SIZE)
+    assert [each.metadata["video"] for each in both] == ["0", "1"]
+    with pytest.raises(InvalidValueError, match="prompt is an empty list"):
+        pipe([])
+
+
+def test_numbers_of_numpy(pipe: comfy_tpu.Pipeline, video: Video) -> None:
+    chosen: dict[str, Any] = {name: np.int64(value) for name, value in SIZE.items()}
+    assert np.array_equal(pipe(PROMPT, seed=np.int32(7), **chosen).frames, video.frames)  # type: ignore[typeddict-item]
+
+
+def test_a_lora_is_of_one_call(pipe: comfy_tpu.Pipeline, video: Video, tmp_path: Path) -> None:
+    path = small_loras.write(tmp_path / "a.safetensors", small_loras.diffusers_style())
+    with_lora, with_half = pipe(PROMPT, seed=7, lora=path, **SIZE), pipe(PROMPT, seed=7, lora=[(path, 0.5)], **SIZE)
+    assert not np.array_equal(with_lora.frames, video.frames)
+    assert not np.array_equal(with_lora.frames, with_half.frames)
+    assert np.array_equal(pipe(PROMPT, seed=7, **SIZE).frames, video.frames)
+
+
+def test_progress_of_a_call_and_cancelling(pipe: comfy_tpu.Pipeline, video: Video) -> None:
+    heard: list[comfy_tpu.Progress] = []
+    pipe(PROMPT, seed=7, on_progress=heard.append, **SIZE)
+    assert [each.done for each in heard if each.stage == "denoising"] == [0, 1, 2]
+
+    def cancel(progress: comfy_tpu.Progress) -> None:
+        if progress.stage == "denoising":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(PROMPT, on_progress=cancel, **SIZE)
+    assert np.array_equal(pipe(PROMPT, seed=7, **SIZE).frames, video.frames), "the callback is of one call"
+
+
+def test_frames_as_they_come(pipe: comfy_tpu.Pipeline, video: Video) -> None:
+    async def read(limit: int) -> list[np.ndarray]:
+        frames = []
+        async for frame in pipe.stream(PROMPT, seed=7, **SIZE):
+            frames.append(frame)
+            if len(frames) == limit:
+                break
+        return frames
+
+    assert np.array_equal(np.stack(asyncio.run(read(100))), video.frames)
+    assert len(asyncio.run(read(1))) == 1, "a stream may be left"
+
+
+def test_leaving_the_block_frees_the_weights() -> None:
+    residency = Residency(ResidencyConfig())
+    stages = VideoPipeline.open(small_pipeline.directory(), comfy_tpu.RuntimeConfig(mesh="single"), residency=residency)
+    with comfy_tpu.Pipeline(stages) as pipe:
+        before = pipe(PROMPT, seed=7, **SIZE)
+        assert residency.entries()
+    assert not residency.entries()
+    assert np.array_equal(pipe(PROMPT, seed=7, **SIZE).frames, before.frames), "a later call loads them again"
+
+
+def test_images_of_every_kind(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    chosen: dict[str, Any] = {"num_frames": 5, "num_inference_steps": 1, "seed": 7}
+    with comfy_tpu.open("demo-image", comfy_tpu.RuntimeConfig(mesh="single")) as pipe:
+        expected = pipe("a red circle", images=pixels, **chosen).frames
+        for given in (tmp_path / "x.png", Image.fromarray(pixels), pixels / 255, [torch.from_numpy(pixels)]):
+            assert np.array_equal(pipe("a red circle", images=given, **chosen).frames, expected)
+        for given, message in (
+            (np.zeros((64, 64)), r"array of shape \(64, 64\), expected \(height, width, 3\)"),
+            (np.full((8, 8, 3), np.nan), "float64 values, expected uint8, or floats from 0 to 1"),
+            (7, "holds a int, expected a path"),
+            (tmp_path / "none.png", "is not a file"),
+        ):
+            with pytest.raises(InvalidValueError, match=message):
+                pipe("a red circle", images=given, **chosen)  # type: ignore[arg-type]
+        with pytest.raises(InvalidValueError, match="strength=0.5 is for an image that denoising starts from"):
+            pipe("a red circle", images=pixels, strength=0.5, **chosen)
+    with pytest.raises(InvalidValueError, match=r"lora is 7, expected a path or \(path, strength\)"):
+        pipe("a red circle", lora=[7], **chosen)  # type: ignore[list-item]

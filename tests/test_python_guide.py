@@ -1,0 +1,28 @@
+"""docs/python.md: every Python block runs, one after the other, and the page in Chinese has the same code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for number, code in enumerate(blocks("python.md"), 1):
+        exec(compile(code, f"docs/python.md, block {number}", "exec"), names)
+    assert {path.name for path in tmp_path.iterdir()} == {"circle.mp4", "square.gif"}
+
+
+def test_the_chinese_page_has_the_same_code() -> None:
+    def without_comments(code: str) -> str:
+        return re.sub(r" *#.*", "", code)
+
+    assert [*map(without_comments, blocks("python.zh-CN.md"))] == [*map(without_comments, blocks("python.md"))]
