@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all native-table test-comfyui aten-operators torchax-vs-flax porting-table lint clean
+.PHONY: demo bench performance test test-all native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -46,6 +46,11 @@ test-comfyui: .venv/.installed-dev
 # to each: one process would run out of mappings (vm.max_map_count) for the hundreds of programs, which XLA dies of.
 native-table:
 	$(PYTHON) -m pytest -m comfyui tests/native -n 2 --dist loadgroup --native-table docs/native.md
+
+# The English locale, the help pages of the family nodes, and the tables of models, from the family cards and
+# locales/*/help.json. tests/test_pages.py fails when one of them is stale.
+pages: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages
 
 # docs/aten-operators.md, from the installed torchax and small models of every family; nothing is compiled.
 aten-operators: .venv/.installed-dev

@@ -5,16 +5,18 @@ import re
 
 import pytest
 
+from comfy_tpu.families.registry import family_cards
 from tests.comfy_pack.loading import ROOT
+from tools.pages.facts import KINDS
 
 LANGUAGES = ("en", "zh")
-STAGES = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
 IDS = (
     *(
-        f"{family}{kind}"
-        for family in ("Wan21", "Wan22", "Flux", "Flux2", "HunyuanVideo15", "LTXVideo")
-        for kind in STAGES
-        if (family, kind) != ("Flux", "ImageEncoder")
+        f"{nodes.key}{kind}"
+        for card in family_cards()
+        for nodes in card.node_sets
+        for kind in KINDS
+        if kind != "ImageEncoder" or nodes.image_role in ("first_frame", "reference")
     ),
     "TPULoraLoader",
     "TPUCompileModel",

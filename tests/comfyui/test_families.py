@@ -155,7 +155,7 @@ def test_a_batch_of_pictures_is_refused(family_client: ComfyClient, tmp_path: Pa
     prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": [loader, 0], "amount": 2}}
     prompt[encoder]["inputs"]["image"] = ["twice", 0]
     error = family_client.fail(prompt)
-    assert "image holds 2 pictures of 70×50, expected one" in error["exception_message"]
+    assert "image holds 2 images of 70×50, expected one" in error["exception_message"]
 
 
 def saved_picture(client: ComfyClient, prompt: Prompt) -> bytes:

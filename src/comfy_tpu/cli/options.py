@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-from comfy_tpu.config import VAE_BACKEND, VAE_BACKENDS, GenerationSettings, Lora
+from comfy_tpu.cli import card_texts
+from comfy_tpu.config import VAE_BACKEND, VAE_BACKENDS, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 Name = TypeVar("Name", bound=str)
@@ -22,16 +23,18 @@ Name = TypeVar("Name", bound=str)
 @dataclasses.dataclass(frozen=True)
 class Option:
     field: str
-    """Of GenerationSettings, which has its type and Wan's default."""
+    """A field of GenerationSettings."""
     flags: tuple[str, ...]
     help: str
+    help_from_cards: Callable[[], str] = lambda: ""
+    """The end of the help text."""
 
 
 SETTINGS = (
     Option("negative_prompt", ("--negative-prompt",), "what the video should not show"),
     Option("height", ("--height",), "pixels"),
     Option("width", ("--width",), "pixels"),
-    Option("num_frames", ("--num-frames",), "frames: 4n+1, of LTX-Video 8n+1"),
+    Option("num_frames", ("--num-frames",), "frames: ", card_texts.frame_counts),
     Option("num_inference_steps", ("--steps", "--num-inference-steps"), "denoising steps"),
     Option("guidance_scale", ("--guidance-scale",), "how closely to follow the prompt; up to 1: no negative prompt"),
     Option("guidance_scale_2", ("--guidance-scale-2",), "the same for a second transformer; 0: as --guidance-scale"),
@@ -104,11 +107,11 @@ def add_images(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=path("--image"),
-        metavar="PICTURE",
-        help="the first frame of a video, a picture to start from, or one to look at, as often as the model takes one",
+        metavar="IMAGE",
+        help="the first frame of a video, an image to start from, or a reference; as often as the model takes one",
     )
     parser.add_argument(
-        "--last-image", type=path("--last-image"), metavar="PICTURE", help="the last frame, for models that take one"
+        "--last-image", type=path("--last-image"), metavar="IMAGE", help="the last frame, for models that take one"
     )
 
 
@@ -137,10 +140,10 @@ def add_settings(
         "settings",
         f"Those of {from_input} hold where none is given here."
         if from_input
-        else "A model has its own defaults; those of Wan 2.1 are shown.",
+        else f"A model has its own defaults; those of {card_texts.default_model().name} are shown.",
     )
     group.add_argument(
-        "--size", metavar="NAME", help="height, width and flow shift by name: 480P, 720P; Flux: 512, 768, 1024"
+        "--size", metavar="NAME", help=f"height, width and flow shift by name: {card_texts.size_names()}"
     )
     for option in SETTINGS:
         if option.field not in without:
@@ -210,10 +213,11 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
 
 
 def add_vae_backend(parser: argparse.ArgumentParser) -> None:
+    nnx = card_texts.models_with(lambda model: "nnx" in model.vae_backends)
     parser.add_argument(
         "--vae-backend",
         default=VAE_BACKEND,
-        help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx is for those of Wan 2.1 ({VAE_BACKEND})",
+        help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx for {nnx} ({VAE_BACKEND})",
     )
 
 
@@ -234,7 +238,7 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
     parser.add_argument(
-        "--contact-sheet", type=path("--contact-sheet"), metavar="PNG", help="also a picture of every second frame"
+        "--contact-sheet", type=path("--contact-sheet"), metavar="PNG", help="also one image of every second frame"
     )
 
 
@@ -242,11 +246,12 @@ STRENGTH = 0.6
 
 
 def add_strength(parser: argparse.ArgumentParser) -> None:
+    families = card_texts.families_with(lambda model: model.image is not None and model.image.role == "initial")
     parser.add_argument(
         "--strength",
         type=number(float),
         metavar="X",
-        help=f"for Flux.1: how much of --image is made anew, above 0 and up to 1, which is all of it ({STRENGTH})",
+        help=f"how much of --image is redrawn, above 0 and up to 1, which is all of it, for {families} ({STRENGTH})",
     )
 
 
@@ -324,14 +329,14 @@ def flag_of(field: str | None, names: Mapping[str, str]) -> str | None:
 
 
 def _add_setting(parser: argparse._ActionsContainer, option: Option, *, with_default: bool) -> None:
-    default = getattr(GenerationSettings, option.field)
+    default = getattr(card_texts.default_model().defaults, option.field)
     shown = f" ({default})" if with_default and default != "" else ""
     parser.add_argument(
         *option.flags,
         dest=option.field,
         type=_PARSERS[type(default)],
         metavar={int: "N", float: "X", str: "TEXT"}[type(default)],
-        help=option.help + shown,
+        help=option.help + option.help_from_cards() + shown,
     )
 
 

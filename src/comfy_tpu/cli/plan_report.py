@@ -219,7 +219,7 @@ def _source_lines(plan: Plan) -> Iterable[str]:
     if factor != 1:
         yield (
             f"Temporaries{' without *' if compiled else ''} are fitted on v6e, times {factor:g} for "
-            f"{plan.slice.chip.name} after what its compiler wants for Wan 14B: they may be larger ({page})."
+            f"{plan.slice.chip.name} after what its compiler wants for one 14B model: they may be larger ({page})."
         )
     yield f"+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas ({page})."
     yield "Times are estimates: the share of the peak that a chip reaches is an assumption."

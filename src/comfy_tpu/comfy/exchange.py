@@ -46,7 +46,7 @@ def from_conditioning(
         entries = [(entry[0], dict(entry[1])) for entry in conditioning]
     except (TypeError, ValueError, IndexError, KeyError):
         raise InvalidValueError(
-            f"{name} is not a CONDITIONING; connect a text encoder such as Wan 2.1 Text Encoder (TPU)", field=name
+            f"{name} is not a CONDITIONING; connect a Text Encoder (TPU) or CLIP Text Encode", field=name
         ) from None
     if len(entries) != 1:
         raise InvalidValueError(
@@ -87,7 +87,7 @@ def from_conditioning(
 
 
 def from_images(name: str, images: Any) -> Image:
-    """A PIL picture of an IMAGE that holds one, [1, height, width, channels] in 0..1."""
+    """The PIL image of an IMAGE that holds one, [1, height, width, channels] in 0..1."""
     from PIL.Image import fromarray
 
     from comfy_tpu.bridge.dtypes import is_finite
@@ -97,18 +97,18 @@ def from_images(name: str, images: Any) -> Image:
         raise InvalidValueError(f"{name} is {got}, expected an IMAGE (1, height, width, 3)", field=name)
     if images.shape[0] != 1:
         raise InvalidValueError(
-            f"{name} holds {images.shape[0]} pictures of {images.shape[2]}×{images.shape[1]}, expected one; choose one "
+            f"{name} holds {images.shape[0]} images of {images.shape[2]}×{images.shape[1]}, expected one; choose one "
             "with Get Image from Batch",
             field=name,
         )
     if not is_finite(images):
-        raise InvalidValueError(f"{name} holds NaN or infinity; make the picture again", field=name)
-    picture = images[0, :, :, :3].detach().cpu().float().expand(-1, -1, 3)
-    return fromarray((picture.clamp(0, 1) * 255).round().byte().numpy())
+        raise InvalidValueError(f"{name} holds NaN or infinity; make the image again", field=name)
+    image = images[0, :, :, :3].detach().cpu().float().expand(-1, -1, 3)
+    return fromarray((image.clamp(0, 1) * 255).round().byte().numpy())
 
 
 def to_latent(samples: torch.Tensor, *, is_image: bool = False) -> Latent:
-    """[videos, channels, frames, height, width]; pictures without frames, as ComfyUI has them."""
+    """[videos, channels, frames, height, width]; images without frames, as ComfyUI has them."""
     return {"samples": samples[:, :, 0] if is_image else samples}
 
 
@@ -116,7 +116,7 @@ def from_latent(name: str, latent: Any) -> torch.Tensor:
     samples = latent.get("samples") if isinstance(latent, dict) else None
     if not isinstance(samples, torch.Tensor):
         raise InvalidValueError(f"{name} is not a LATENT; connect a sampler or a VAE Encode", field=name)
-    if samples.ndim == 4:  # pictures, as other samplers give them: a video of one frame each
+    if samples.ndim == 4:  # images, as other samplers give them: a video of one frame each
         samples = samples.unsqueeze(2)
     if samples.ndim != 5:
         raise InvalidValueError(

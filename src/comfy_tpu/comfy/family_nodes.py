@@ -104,14 +104,14 @@ class ImageEncoder(FamilyNode):
         model = inputs.model_id(family)
         if family.image_role == "reference":
             first, *more = inputs.REFERENCES
-            what, size = "Reads pictures to look at beside the prompt", ""
+            what, size = "Encodes reference images for the model to read beside the prompt", ""
             given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
         else:
             words = f"The first frame: one image of any size, {inputs.resizing(family)}."
             frame = io.Image.Input("image", tooltip=words)
             last = [inputs.frame(family, "last_image", "last")] if family.has_last_image else []
-            ending = ", and maybe the one that it ends with" if family.has_last_image else ""
-            what, size = f"Reads the picture that a video begins with{ending}", ", at the same size"
+            ending = " and, for models that take one, the last" if family.has_last_image else ""
+            what, size = f"Encodes the first frame of a video{ending}", ", at the same size"
             given = [frame, *inputs.size(family), model, *last]
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
         return cls.schema("Image Encoder (TPU)", f"{what}, on the device.", given, [made])
@@ -122,7 +122,7 @@ class ImageEncoder(FamilyNode):
 
     @classmethod
     def execute(cls, model_id: str, **chosen: Any) -> io.NodeOutput:
-        given = _pictures(chosen)
+        given = _take_images(chosen)
         inputs.check_whole(**_counted(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
@@ -251,7 +251,7 @@ class Pipeline(FamilyNode):
         **chosen: Any,
     ) -> io.NodeOutput:
         inputs.check_whole(**_counted(chosen), **({} if fps is None else {"fps": fps}))
-        given = _pictures(chosen)
+        given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
@@ -285,7 +285,7 @@ def _counted(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _frames(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
-    """None: they are pictures."""
+    """Images, and for a video its frame rate and the video. `fps` is None for an image model."""
     return node_output(images) if fps is None else node_output(images, float(fps), to_video(images, fps))
 
 
@@ -294,7 +294,7 @@ def _check_frames(family: NodeSet, num_frames: int | None) -> bool | str:
     return True if num_frames is None else inputs.frames_problem(family, num_frames) or True
 
 
-def _pictures(chosen: dict[str, Any]) -> list[Any]:
+def _take_images(chosen: dict[str, Any]) -> list[Any]:
     """Taken out of what was chosen, in the order in which a model reads them, as far as they are there."""
     given = {name: chosen.pop(name, None) for name in (*inputs.REFERENCES, "last_image")}
     if given["image"] is None and given["last_image"] is not None:

@@ -22,7 +22,7 @@ LORA_TYPE = io.Custom("TPU_LORA")
 REFERENCES = ("image", "image_2", "image_3", "image_4")
 
 IMAGE_TYPE = io.Custom("TPU_IMAGE_EMBEDS")
-"""Tensors by name: what a model reads of pictures."""
+"""Encoded images: tensors by name."""
 
 
 def noun(family: NodeSet) -> str:
@@ -160,7 +160,7 @@ def reference(name: str, *, optional: bool = True) -> io.Input:
     return io.Image.Input(
         name,
         optional=optional,
-        tooltip="A picture to look at: one, of any size. More than a million pixels are made fewer.",
+        tooltip="A reference image: one, of any size. Over a million pixels it is scaled down.",
     )
 
 
@@ -175,7 +175,7 @@ def frame(family: NodeSet, name: str, which: str) -> io.Input:
 def initial_image() -> list[io.Input]:
     return [
         io.Image.Input(
-            "image", optional=True, tooltip="A picture to start from: one, of any size, resized to height and width."
+            "image", optional=True, tooltip="An image to start from: one, of any size, resized to height and width."
         ),
         io.Float.Input(
             "strength",
@@ -184,7 +184,7 @@ def initial_image() -> list[io.Input]:
             max=1.0,
             step=0.01,
             optional=True,
-            tooltip="How much of the picture is made anew: 1 is all of it. Without a picture it has no effect.",
+            tooltip="How much of the image is redrawn: 1 is all of it. Without an image it has no effect.",
         ),
     ]
 
@@ -217,8 +217,8 @@ def fps(family: NodeSet) -> io.Input:
 def model_id(family: NodeSet) -> io.Input:
     places = "A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's models/diffusers"
     demo = (
-        "; or demo and demo-image, small models that come with the pack: moving shapes at 64×64, the second from a "
-        "picture"
+        "; or demo and demo-image, small models that come with the pack: moving shapes at 64×64, the second from an "
+        "image"
     )
     return io.Combo.Input(
         "model_id",
@@ -246,10 +246,10 @@ def lora() -> io.Input:
 
 def frame_outputs(family: NodeSet) -> list[io.Output]:
     if family.makes_images:
-        return [io.Image.Output("images", tooltip="The picture, or one for each latent, for ComfyUI's image nodes.")]
+        return [io.Image.Output("images", tooltip="The image, or one for each latent, for ComfyUI's image nodes.")]
     return [
         io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
-        io.Float.Output("fps_out", display_name="fps", tooltip="Frames a second, for whoever makes a video of them."),
+        io.Float.Output("fps_out", display_name="fps", tooltip="Frames per second, for nodes that make a video."),
         io.Video.Output("video", tooltip="The same frames as a video, for Save Video."),
     ]
 

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 
 from comfy_tpu.comfy.inputs import LORA_TYPE, check_loras
 from comfy_tpu.config import Lora, LoraNoise
+from comfy_tpu.families.registry import family_cards
 
 _FOLDER = "loras"
 
@@ -44,7 +45,8 @@ class TPULoraLoader(io.ComfyNode):
                     options=list(get_args(LoraNoise)),
                     default="all",
                     optional=True,
-                    tooltip="For Wan 2.2, which has two transformers: both, or the one for high or for low noise.",
+                    tooltip=f"For {_two_transformer_sets()}, which has two transformers: both, or the one for high "
+                    "or for low noise.",
                 ),
             ],
             outputs=[
@@ -67,3 +69,9 @@ class TPULoraLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora_name))
         return io.NodeOutput((*check_loras(previous_lora), Lora(path, strength, noise)))
+
+
+def _two_transformer_sets() -> str:
+    """ "Wan 2.2"."""
+    sets = (nodes for card in family_cards() for nodes in card.node_sets)
+    return " and ".join(nodes.name for nodes in sets if nodes.has_second_guidance)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, VAE_BACKEND, GenerationSettings, VaeBackend
 
 Config = Mapping[str, Any]
 """The content of a config.json."""
@@ -89,6 +89,8 @@ class ModelCard:
     image: ImageInput | None = None
     reads_fps: bool = False
     """The transformer is told the frame rate."""
+    vae_backends: tuple[VaeBackend, ...] = (VAE_BACKEND,)
+    """What can run the VAE, the default first."""
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
     with. A model directory's own reuse.json takes precedence."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from comfy_tpu.config import VAE_BACKEND
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config, FamilyCard, ModelCard
 from comfy_tpu.families.card_checks import CardError, check_card
@@ -76,6 +77,8 @@ def load_family(name: str) -> ModelFamily:
             f"{owner.package}.model has the schedulers {', '.join(family.scheduling.factories)} for {name}, its card "
             f"{', '.join(card.limits.schedulers)}; make them the same"
         )
+    if unknown := set(card.vae_backends) - {VAE_BACKEND, *family.vae.other_backends}:
+        raise CardError(f"{owner.package}.model has no VAE backend {min(unknown)} for {name}; its card.py names it")
     return family
 
 

@@ -76,6 +76,7 @@ WAN21 = ModelCard(
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": TRANSFORMER_14B,
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,
     },
+    vae_backends=("torchax", "nnx"),
     reuse_curves={
         "wan21-t2v-14b.json": {"num_layers": 40, "num_attention_heads": 40},
         "wan21-t2v-1.3b.json": {"num_layers": 30, "num_attention_heads": 12},
@@ -148,6 +149,7 @@ WAN22_5B = dataclasses.replace(
     presets={"720P": {"height": 704, "width": 1280, "flow_shift": 5.0}},
     spatial_scale=16,
     published={"Wan-AI/Wan2.2-TI2V-5B-Diffusers": _TRANSFORMER_5B},
+    vae_backends=("torchax",),
     reuse_curves={},
 )
 

@@ -1,0 +1,63 @@
+"""The table of models in README and the ComfyUI guide, between two marker lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from comfy_tpu.families.card import FamilyCard, ModelCard
+from tools.pages.sources import Json, PageError
+
+BEGIN = "<!-- models: generated from the family cards by `make pages` -->"
+END = "<!-- end of models -->"
+
+
+def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
+    """`texts`: locales/<language>/help.json."""
+    words = texts["tables"]
+    lines = [_row(words["columns"]), _row("---" for _ in words["columns"]).replace(" ", "")]
+    for card in cards:
+        for nodes in card.node_sets:
+            for model in nodes.models:
+                cells = [texts["models"].get(model.name, model.name), "<br>".join(f"`{id}`" for id in model.published)]
+                cells += [_defaults(model, words), _images(model, words), _guidance(model, words)]
+                lines.append(_row([*cells, words["nodes"].format(key=nodes.key)]))
+    return "\n".join(lines)
+
+
+def replace_table(page: str, name: str, table: str) -> str:
+    """The page with the table between its markers. `name`: the page's path, for the error."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise PageError(f"{name} has no lines {BEGIN} and {END}; put them where the table of models belongs")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _defaults(model: ModelCard, words: Json) -> str:
+    own = model.defaults
+    wording = words["defaults_image" if model.makes_images else "defaults"]
+    size = words["size"].format(width=own.width, height=own.height)
+    return str(wording.format(size=size, frames=own.num_frames, steps=own.num_inference_steps))
+
+
+def _images(model: ModelCard, words: Json) -> str:
+    image, kinds = model.image, words["images"]
+    if image is None:
+        return str(kinds["none"])
+    if image.role != "first_frame":
+        return str(kinds[image.role].format(max_images=image.max_images))
+    if image.last_image == "no":
+        return str(kinds["first_frame_required" if image.required else "first_frame"])
+    return str(kinds["first_and_last_frame_required" if image.last_image == "required" else "first_and_last_frame"])
+
+
+def _guidance(model: ModelCard, words: Json) -> str:
+    value: Any = f"{model.defaults.guidance_scale:g}"
+    if model.transformer_count == 2 and model.defaults.guidance_scale_2:
+        value += f" / {model.defaults.guidance_scale_2:g}"
+    return str(words["guidance"][model.guidance].format(value=value))
