@@ -122,7 +122,7 @@ class Pipeline:
     @overload
     def __call__(
         self,
-        prompt: Sequence[str],
+        prompt: list[str] | tuple[str, ...],
         *,
         images: ImageLike | Sequence[ImageLike] | None = ...,
         strength: float | None = ...,
@@ -132,7 +132,7 @@ class Pipeline:
     ) -> list[Video]: ...
     def __call__(
         self,
-        prompt: str | Sequence[str],
+        prompt: str | list[str] | tuple[str, ...],
         *,
         images: ImageLike | Sequence[ImageLike] | None = None,
         strength: float | None = None,
@@ -214,8 +214,8 @@ class Pipeline:
         on_progress: ProgressCallback,
         settings: Mapping[str, Any],
     ) -> _Request:
-        chosen = self.settings(**settings)  # type: ignore[misc]
-        given = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+        chosen = self.settings(**settings)
+        given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request) -> Iterator[torch.Tensor]:
