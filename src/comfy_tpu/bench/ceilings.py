@@ -1,4 +1,4 @@
-"""What this device can do at best, in the same run: large products, and attention at the model's own length."""
+"""The best rates of this device, in the same run: large products, and attention at the model's own length."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import torch
 import torch.nn.functional as F
 
 from comfy_tpu.bench.devices import Bench
-from comfy_tpu.bench.flops import attention_operations
 from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Listener, measure
+from comfy_tpu.bench.timing import ProgressCallback, measure
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.kernels.dispatch import attention
 
-_SQUARE = {"full": 8192, "small": 512}
+_SQUARE, _SMALL_SQUARE = 8192, 512
 _SDPA = {"cuda": ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"), "cpu": ("FLASH_ATTENTION",)}
 
 
-def measure_ceilings(bench: Bench, job: Job, listener: Listener) -> str:
+def measure_ceilings(bench: Bench, job: Job, on_progress: ProgressCallback) -> str:
     """Emits the rows; the name of torch's fastest attention backend here, "" where none ran."""
-    clock = _Clock(bench, job, listener)
+    clock = _Clock(bench, job, on_progress)
     _products(bench, job, clock)
     return _attention(bench, job, clock)
 
@@ -34,7 +33,7 @@ def measure_ceilings(bench: Bench, job: Job, listener: Listener) -> str:
 class _Clock:
     bench: Bench
     job: Job
-    listener: Listener
+    on_progress: ProgressCallback
 
     def jax(self, row: Row, peer: str, function: Callable[..., Any], *arrays: jax.Array) -> Row:
         jitted = jax.jit(function)
@@ -46,15 +45,15 @@ class _Clock:
 
     def _measure(self, row: Row, peer: str, call: Callable[[], Any], wait: Callable[[Any], Any]) -> Row:
         # Long samples where a device clocks down under load: what counts is what it can keep up.
-        least_s = 0.3 if self.job.model == "full" else 0.02
+        least_s = 0.3 if not self.bench.model.is_small else 0.02
         row = dataclasses.replace(row, peer=peer)
-        return measure(row, call, wait, repeats=self.job.repeats, least_s=least_s, listener=self.listener)
+        return measure(row, call, wait, repeats=self.job.repeats, least_s=least_s, on_progress=self.on_progress)
 
 
 def _products(bench: Bench, job: Job, clock: _Clock) -> None:
-    config, square = job.configurations.transformer, _SQUARE[job.model]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    for m, k, n in ((square, square, square), (job.video_size.tokens, width, config["ffn_dim"])):
+    work = bench.model.workload(bench.forward_settings(job.size))
+    square = _SMALL_SQUARE if bench.model.is_small else _SQUARE
+    for m, k, n in ((square, square, square), (work.tokens, work.hidden, work.ffn)):
         row = Row("ceilings", f"matmul {m}×{k}×{n}", "", size=job.size, flops=2.0 * m * k * n)
         a, b = bench.random(m, k, seed=1), bench.random(k, n, seed=2)
         clock.jax(row, "jax", lambda a, b: a @ b, bench.array(a), bench.array(b))
@@ -63,9 +62,9 @@ def _products(bench: Bench, job: Job, clock: _Clock) -> None:
 
 
 def _attention(bench: Bench, job: Job, clock: _Clock) -> str:
-    config, tokens = job.configurations.transformer, job.video_size.tokens
-    heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
-    row = Row("ceilings", "attention", "", size=job.size, flops=attention_operations(heads, tokens, head_dim))
+    work = bench.model.workload(bench.forward_settings(job.size))
+    heads, tokens, head_dim = work.heads, work.sequence, work.head_dim
+    row = Row("ceilings", "attention", "", size=job.size, flops=4.0 * heads * tokens**2 * head_dim)
     tensors = [bench.random(1, heads, tokens, head_dim, seed=seed) for seed in (3, 4, 5)]
     arrays = [bench.array(tensor) for tensor in tensors]
     ours = functools.partial(attention, placement=bench.placement, config=AttentionConfig())

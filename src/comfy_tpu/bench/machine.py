@@ -1,13 +1,16 @@
-"""What the figures were measured on."""
+"""The machine of a run, and whether the chosen model can be measured on it."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
 import re
 from pathlib import Path
 from typing import Any
+
+from comfy_tpu.bench.job import SMALL_MODEL, Job
 
 PACKAGES = ("torch", "jax", "jaxlib", "torchax", "flax", "diffusers", "transformers", "triton")
 
@@ -42,6 +45,36 @@ def describe_machine() -> dict[str, Any]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions["cudnn"] = None if cudnn is None else str(cudnn)
     return {"hardware": hardware, "versions": versions}
+
+
+def plan_run(job: Job) -> dict[str, Any]:
+    """`describe_machine`, and the model, dtype, mesh and sizes of the run. Raises for choices that cannot be measured:
+    an unknown model or size, a mesh that does not fit the devices or the model, weights that do not fit the memory."""
+    from comfy_tpu.bench.devices import Bench, check_memory
+    from comfy_tpu.bench.models import find_bench_model, first_published
+    from comfy_tpu.bench.modules import weight_bytes
+
+    facts = describe_machine()
+    accelerated = facts["hardware"]["platform"] != "cpu"
+    name = (first_published() if accelerated else SMALL_MODEL) if job.model == "auto" else job.model
+    dtype = ("bfloat16" if accelerated else "float32") if job.dtype == "auto" else job.dtype
+    model = find_bench_model(name)
+    sizes = [model.settings(size) for size in job.sizes or model.default_sizes]
+    bench = Bench.open(dataclasses.replace(job, model=name, dtype=dtype))
+    needed = [model.family.transformer] if {"transformer", "scaling"} & set(job.parts) else []
+    if "text" in job.parts:
+        needed += [encoder.component for encoder in model.family.text.encoders]
+    if "end-to-end" in job.parts:
+        needed = list(model.family.components)
+    bench.component(model.family.transformer, model.config(model.family.transformer))  # heads that tp does not divide
+    check_memory(bench, needed, lambda spec: weight_bytes(spec, model.config(spec), bench.dtype))
+    return {
+        **facts,
+        "model": model.name,
+        "dtype": dtype,
+        "mesh": str(bench.placement.sizes) if bench.placement.sizes.device_count > 1 else "single",
+        "sizes": [f"{size.width}x{size.height}x{size.num_frames}" for size in sizes],
+    }
 
 
 def _cores() -> int | None:

@@ -1,4 +1,4 @@
-"""docs/performance.md from the JSON of runs. Nothing on the page is written by hand."""
+"""docs/performance.md, made from the JSON of runs alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comfy_tpu.bench import slopes
-from comfy_tpu.bench.markdown import TITLES, render, table_of
-from comfy_tpu.bench.outputs import plot_of
+from comfy_tpu.bench.job import SMALL_MODEL
+from comfy_tpu.bench.outputs import draw_peers
+from comfy_tpu.bench.plots import check_libraries
 from comfy_tpu.bench.results import Row, Run, read_runs
+from comfy_tpu.bench.tables import TITLES, make_table, render
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.registry import family_cards
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
@@ -27,36 +30,44 @@ run only, and so does "fp8 is faster", with ours that is not quantized. Weights 
 convolutions and attention; "of the floor" is how near a forward comes to one whose products and attention each run at
 the best rate measured beside it (of 8-bit products none is). The error is the norm of the difference from a
 float32 reference over the norm of the reference; the transformer's is that of two of its blocks at their full width,
-because a float32 copy of the 14B does not fit beside the others.
+because a float32 copy of a large model does not fit beside the others.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Runs of one kind of device with one model: the figures of one chapter."""
+    """Runs of one kind of device with one model and mesh: the figures of one chapter."""
 
     device: str
     model: str
     dtype: str
+    mesh: str
 
     @classmethod
     def of(cls, run: Run) -> Machine:
-        return cls(str(run.hardware["device"]), run.model, run.dtype)
+        first = family_cards()[0]
+        renamed = {"full": first.node_sets[0].hub_models[0], SMALL_MODEL: f"{SMALL_MODEL}:{first.name}"}
+        return cls(str(run.hardware["device"]), renamed.get(run.model, run.model), run.dtype, run.mesh)
 
     @property
     def title(self) -> str:
-        model = {"full": "Wan 2.1 14B", "small": "a small model"}.get(self.model, self.model)
-        return f"{self.device}, {model}, {self.dtype}"
+        kind, _, family = self.model.partition(":")
+        titles = {card.name: card.title for card in family_cards()}
+        model = f"a small {titles.get(family, family)}" if kind == SMALL_MODEL else self.model.rpartition("/")[2]
+        return ", ".join([self.device, model, self.dtype, *([] if self.mesh == Run.mesh else [f"mesh {self.mesh}"])])
 
     @property
     def slug(self) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.device} {self.model} {self.dtype}".lower()).strip("-")
+        mesh = "" if self.mesh == Run.mesh else self.mesh
+        words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {mesh}"
+        return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def write_page(files: Sequence[Path], output: Path) -> list[Path]:
     """The page and its plots, which go beside it; the paths that were written."""
+    check_libraries()
     if output.suffix != ".md":
-        raise InvalidValueError(f"output={output} is Markdown; give it a name in .md")
+        raise InvalidValueError(f"output={output} is Markdown; give it a name in .md", field="output")
     check_place(output)
     check_conflicts([("output", output)], files)
     output.parent.mkdir(exist_ok=True)
@@ -65,7 +76,7 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
         raise InvalidValueError(f"{', '.join(map(str, files))}: no run is in there; measure with `comfy-tpu bench`")
     texts = {output: ""}
     chapters = [_HEAD]
-    for machine in dict.fromkeys(map(Machine.of, sorted(runs, key=lambda run: run.model))):  # the full model first
+    for machine in dict.fromkeys(map(Machine.of, sorted(runs, key=_is_small))):
         own = [run for run in runs if Machine.of(run) == machine]
         chapter, plots = _chapter(machine, own, output.stem)
         chapters.append(chapter)
@@ -75,6 +86,10 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
         with replacing(path) as partial, explained(path):
             partial.write_text(text, encoding="utf-8")
     return list(texts)
+
+
+def _is_small(run: Run) -> bool:
+    return run.model.startswith(SMALL_MODEL)
 
 
 def latest(runs: Sequence[Run], part: str) -> Found:
@@ -96,11 +111,11 @@ def _chapter(machine: Machine, runs: Sequence[Run], stem: str) -> tuple[str, dic
     found = {part: latest(runs, part) for part in TITLES}
     if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
         name = f"{stem}-{machine.slug}.svg"
-        plots[name] = plot_of(machine.title, [one for rows in found.values() for one in rows])
+        plots[name] = draw_peers(machine.title, [one for rows in found.values() for one in rows])
         lines += [f"![seconds by peer]({name})", ""]
     for part, title in TITLES.items():
         if found[part]:
-            lines += [f"### {title}", "", table_of(found[part]), ""]
+            lines += [f"### {title}", "", make_table(found[part]), ""]
     grown = [*found["scaling"], *found["transformer"]]
     for against, text in slopes.plots(grown).items():
         name = f"{stem}-{machine.slug}-{against}.svg"

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: rows of raw samples, a run with its machine, a JSON file of runs."""
+"""The results of a benchmark: rows of raw samples, a run with its machine, a JSON file of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing, done by one peer. A row that failed says why, and has no samples."""
+    """One computation by one peer. A row that failed has the reason, and no samples."""
 
     part: str
     what: str
@@ -30,7 +30,7 @@ class Row:
     first_s: float | None = None
     """Seconds of the first call, with everything that is compiled or chosen in it."""
     flops: float | None = None
-    """Operations of one call, by the formulas of `flops`."""
+    """Operations of one call: a multiplication and an addition are two."""
     error: float | None = None
     """Of the output against float32: norm of the difference over norm of the reference."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -78,11 +78,13 @@ class Run:
     """ISO 8601, UTC."""
     command: str
     model: str
-    """ "full" or "small"."""
+    """A hub id, "small:FAMILY", "demo" or a directory. Results before 2026-11-16 have "full" and "small", for the first
+    published model and the first family."""
     dtype: str
     hardware: Mapping[str, Any]
     versions: Mapping[str, str | None]
     rows: tuple[Row, ...] = ()
+    mesh: str = "single"
 
     def with_row(self, row: Row) -> Run:
         """A later row of the same key takes the place of an earlier one, which was a first impression."""
@@ -102,9 +104,9 @@ class Run:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Run:
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "mesh"]
         rows = tuple(Row.from_json(row) for row in entry["rows"])
-        return cls(**{**{name: entry[name] for name in names}, "rows": rows})
+        return cls(**{**{name: entry[name] for name in names}, "mesh": entry.get("mesh", cls.mesh), "rows": rows})
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -12,37 +12,46 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import comfy_tpu
-from comfy_tpu.bench.job import DEVICES, MODELS, ON_A_CPU, PEERS, Choices, Job
+from comfy_tpu.bench.job import (
+    DEVICES,
+    MACHINE,
+    PEERS,
+    SIZED_PARTS,
+    SMALL_MODEL,
+    SMALL_PEERS,
+    VIRTUAL_DEVICES,
+    Choices,
+    Job,
+)
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 Say = Callable[[str], None]
 Keep = Callable[[Run], None]
 
-_SIZED = ("transformer", "accuracy", "vae", "compile", "end-to-end")
-"""Parts that are measured once for every size."""
-
+WORKER = "comfy_tpu.bench.worker"
 
 class BenchError(ComfyTpuError):
-    """The machine could not be looked at, so nothing can be measured on it."""
+    """The devices of the machine could not be started, so nothing can be measured."""
 
 
 def run_bench(choices: Choices, *, say: Say, keep: Keep) -> Run:
-    """Measures what was chosen. `keep` is given the run after every row, so that a run that is cut short is there."""
-    run = begin_run(choices, say)
+    """Measures what was chosen. `keep` is given the run after every row, so that a run that is cut short is kept."""
+    asked = Job(MACHINE, model=choices.model, mesh=choices.mesh, dtype=choices.dtype, sizes=choices.sizes)
+    run, sizes = begin_run(dataclasses.replace(asked, parts=choices.parts), choices.command, say)
     keep(run)
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-bench-") as scratch:
-        for job in jobs(choices, run.model, run.dtype):
+        for job in jobs(choices, run, sizes):
             say(f"— {job.part} {job.size} {job.state if job.part == 'compile' else ''}".rstrip())
-            if not job.entrants:
+            if not job.candidates:
                 say(f"  not measured: it has none of the chosen peers ({', '.join(job.peers)})")
                 continue
-            # The same for the cold and the warm process of a part, fresh for everybody else.
+            # The same for the cold and the warm process of a part, fresh for every other part.
             job = dataclasses.replace(job, cache_directory=str(Path(scratch) / f"{job.part}-{job.size}"))
             seen: dict[tuple[str, ...], Row] = {}
             for row in measured_rows(job, Path(scratch), say):
@@ -51,74 +60,65 @@ def run_bench(choices: Choices, *, say: Say, keep: Keep) -> Run:
                 if row.key not in seen or row.failure:
                     say(f"  {row_line(row)}")
                 seen[row.key] = row
-            for row in seen.values():  # what the rounds made of the first impressions
+            for row in seen.values():  # after all rounds
                 if len(row.samples) > 1 and row.part != "ceilings":
                     say(f"  {row_line(row)}")
     return run
 
 
-def jobs(choices: Choices, model: str, dtype: str) -> list[Job]:
-    sizes = [str(size) for size in (choices.sizes or MODELS[model].sizes)]
-    peers = choices.peers or (PEERS if model == "full" else ON_A_CPU)
+def jobs(choices: Choices, run: Run, sizes: Sequence[str]) -> list[Job]:
+    is_small = run.model.startswith(SMALL_MODEL) or run.hardware["platform"] == "cpu"
     common = Job(
         part="",
-        model=model,
-        dtype=dtype,
+        model=run.model,
+        mesh=run.mesh,
+        dtype=run.dtype,
         size=sizes[0],
-        peers=peers,
+        peers=choices.peers or (SMALL_PEERS if is_small else PEERS),
         repeats=choices.repeats,
         steps=choices.steps,
         regional=choices.regional,
     )
     made = []
     for part in choices.parts:
-        for size in sizes if part in _SIZED else sizes[:1]:
+        for size in sizes if part in SIZED_PARTS else sizes[:1]:
             own = dataclasses.replace(common, part=part, size=size)
             made.append(own)
             if part == "compile":
                 made.append(dataclasses.replace(own, state="warm"))
-            if part == "scaling":
-                made.append(dataclasses.replace(own, part=DEVICES, model="small", dtype="float32"))
+            if part == "scaling" and run.model.startswith(SMALL_MODEL):
+                made.append(dataclasses.replace(own, part=DEVICES, mesh="single", dtype="float32"))
     return made
 
 
-class Asked(Protocol):
-    """What every run is asked for."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def command(self) -> str: ...
-
-
-def begin_run(choices: Asked, say: Say) -> Run:
+def begin_run(job: Job, command: str, say: Say) -> tuple[Run, list[str]]:
+    """The run without rows, and the sizes to measure. Raises InvalidValueError for choices that cannot be measured."""
     say("looking at the machine")
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-bench-") as scratch:
-        messages = list(_messages(Job(part="machine"), Path(scratch)))
+        messages = list(_messages(dataclasses.replace(job, cache_directory=scratch), Path(scratch)))
+    for message in messages:
+        if "refused" in message:
+            raise InvalidValueError(message["refused"], field=message["field"])
     facts = next((message["machine"] for message in messages if "machine" in message), None)
     if facts is None:
-        said = next((message["ended"] for message in messages if "ended" in message), "it said nothing")
-        raise BenchError(f"the devices of this machine could not be started ({said}); run `comfy-tpu doctor`")
-    accelerated = facts["hardware"]["platform"] != "cpu"
-    model = ("full" if accelerated else "small") if choices.model == "auto" else choices.model
-    dtype = ("bfloat16" if accelerated else "float32") if choices.dtype == "auto" else choices.dtype
-    say(f"{facts['hardware']['device']}, {model} model, {dtype}")
-    return Run(
+        reason = next((message["ended"] for message in messages if "ended" in message), "no message came")
+        raise BenchError(f"the devices of this machine could not be started ({reason}); run `comfy-tpu doctor`")
+    say(f"{facts['hardware']['device']}, {facts['model']}, {facts['dtype']}, mesh {facts['mesh']}")
+    run = Run(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=choices.command,
-        model=model,
-        dtype=dtype,
+        command=command,
+        model=facts["model"],
+        dtype=facts["dtype"],
         hardware=facts["hardware"],
         versions=facts["versions"],
+        mesh=facts["mesh"],
     )
+    return run, facts["sizes"]
 
 
-def measured_rows(job: Job, scratch: Path, say: Say) -> Iterator[Row]:
-    for message in _messages(job, scratch):
+def measured_rows(job: Job, scratch: Path, say: Say, worker: str = WORKER) -> Iterator[Row]:
+    """`worker`: the module that measures the part."""
+    for message in _messages(job, scratch, worker):
         if "note" in message:
             say(f"  {message['note']}")
         if "row" in message:
@@ -127,13 +127,13 @@ def measured_rows(job: Job, scratch: Path, say: Say) -> Iterator[Row]:
             yield Row(job.part, "the part itself", "", size=job.size, failure=message["ended"])
 
 
-def _messages(job: Job, scratch: Path) -> Iterator[dict[str, Any]]:
-    """What the process of a job says. The last one is {"ended": why} if it did not end well."""
+def _messages(job: Job, scratch: Path, worker: str = WORKER) -> Iterator[dict[str, Any]]:
+    """Messages of the process of a job. The last one is {"ended": reason} if the process failed."""
     job = dataclasses.replace(job, started=time.time())
     with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
         json.dump(job.to_json(), given)
         given.seek(0)
-        with _process(given, _environment(job, scratch)) as process:
+        with _process(worker, given, _environment(job, scratch)) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 yield json.loads(line)
@@ -142,8 +142,8 @@ def _messages(job: Job, scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _process(given: Any, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "comfy_tpu.bench.worker"]
+def _process(worker: str, given: Any, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", worker]
     with subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield process
@@ -162,7 +162,7 @@ def _environment(job: Job, scratch: Path) -> dict[str, str]:
     # repeated run.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{job.cache_directory or scratch}-inductor")
     if job.part == DEVICES:
-        count = max(MODELS[job.model].scaling_devices)
+        count = max(VIRTUAL_DEVICES)
         environment["JAX_PLATFORMS"] = "cpu"
         flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
         environment["XLA_FLAGS"] = flags.strip()

@@ -1,26 +1,26 @@
-"""How cost grows, as curves with fitted exponents, from the rows of the part "scaling" and forwards of other sizes."""
+"""Cost against tokens and devices: curves with fitted exponents, from the part "scaling" and forwards of other sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from comfy_tpu.bench.markdown import peer_name, render
+from comfy_tpu.bench.plots import Series, draw_curves
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.bench.svg import Series, curves
+from comfy_tpu.bench.tables import peer_name, render
 
 TOKENS, DEVICES = "tokens", "devices"
 _TITLES = {
     TOKENS: ("A forward against its tokens", "tokens", "seconds"),
-    DEVICES: ("A forward of the small model on virtual CPU devices", "devices", "seconds, of all on the same cores"),
+    DEVICES: ("A forward of the small model on virtual CPU devices", "devices", "seconds, on the same cores"),
 }
 
 Found = Sequence[tuple[Run, Row]]
-"""Rows with their runs, which say how a peer was asked for."""
+"""Rows with their runs, whose commands have the options of the peers."""
 
 
-def series_of(found: Found) -> dict[str, list[Series]]:
+def make_series(found: Found) -> dict[str, list[Series]]:
     """By what it is plotted against. Counted operations are drawn through the first measured point of ours."""
-    measured = _of_distinct_sizes(found)
+    measured = _distinct_sizes(found)
     over_devices = [row for _, row in measured if DEVICES in row.facts]
     over_tokens = [(name, row) for name, row in measured if DEVICES not in row.facts]
     by_tokens = [
@@ -29,7 +29,7 @@ def series_of(found: Found) -> dict[str, list[Series]]:
     ]
     ours = [row for _, row in over_tokens if row.peer == "ours"]
     by_tokens += _through_first(
-        "operations, by the formula", ours, {row.facts[TOKENS]: row.flops or 0.0 for row in ours}
+        "operations, counted", ours, {row.facts[TOKENS]: row.flops or 0.0 for row in ours}
     )
     by_devices = []
     if over_devices:
@@ -42,20 +42,20 @@ def series_of(found: Found) -> dict[str, list[Series]]:
 
 def plots(found: Found) -> dict[str, str]:
     """SVG by what it is plotted against."""
-    return {against: curves(*_TITLES[against], series) for against, series in series_of(found).items() if series}
+    return {against: draw_curves(*_TITLES[against], series) for against, series in make_series(found).items() if series}
 
 
 def exponents(found: Found) -> str:
     """A table; empty if there is nothing to fit."""
     lines = [
         [one.name, against, f"{min(one.x):,.0f} – {max(one.x):,.0f}", f"{one.exponent:.2f}"]
-        for against, series in series_of(found).items()
+        for against, series in make_series(found).items()
         for one in series
     ]
     return render(["what", "against", "from – to", "exponent"], lines) if lines else ""
 
 
-def _of_distinct_sizes(found: Found) -> list[tuple[str, Row]]:
+def _distinct_sizes(found: Found) -> list[tuple[str, Row]]:
     """Rows with the names of their peers. A forward that was measured twice, from the first of the two: rows of
     "scaling" were measured in one process."""
     distinct: dict[tuple[str, str, str], tuple[str, Row]] = {}

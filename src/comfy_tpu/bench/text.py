@@ -1,4 +1,4 @@
-"""The UMT5 text encoder on one prompt by every peer."""
+"""The text encoders on one prompt by every peer. The peers run the module that our program is traced from."""
 
 from __future__ import annotations
 
@@ -7,71 +7,79 @@ from typing import Any
 import jax
 import torch
 
+from comfy_tpu.bench.candidates import StageClock, choose, compiled, torch_candidate
 from comfy_tpu.bench.devices import Bench, exact_float32, free_torch_memory, relative_error
-from comfy_tpu.bench.flops import counted_operations
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.peers import StageClock, chosen, compiled, torch_entrant
-from comfy_tpu.bench.references import empty_module, in_float32, random_module
+from comfy_tpu.bench.modules import build_ours, counted_operations, empty_module, in_float32, random_module
+from comfy_tpu.bench.random_files import PROMPT, RandomFiles
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Entrant, Judge, Listener, Prepare, race
-from comfy_tpu.compiler.component import Component
+from comfy_tpu.bench.timing import Candidate, MeasureError, Prepare, ProgressCallback, time_interleaved
 from comfy_tpu.compiler.host_weights import HostWeights
-from comfy_tpu.families.wan import text as wan_text
-from comfy_tpu.families.wan.text import TEXT_ENCODER
+from comfy_tpu.families.model_family import TextEncoder
+from comfy_tpu.pipeline.text import tokenize
 
 
-def measure_text(job: Job, listener: Listener) -> None:
+def measure_text(job: Job, on_progress: ProgressCallback) -> None:
     bench = Bench.open(job)
-    config, tokens = job.configurations.text_encoder, job.configurations.text_tokens
-    module = random_module(TEXT_ENCODER, config, device=bench.device, dtype=bench.dtype)
-    ids, mask = prompt_tokens(config["vocab_size"], tokens, bench.device)
+    for encoder in bench.model.family.text.encoders:
+        _measure(bench, job, encoder, on_progress)
+        free_torch_memory()
 
-    # Without the mask: transformers looks at its values, which meta tensors have not, and it saves no operations.
-    flops = counted_operations(empty_module(TEXT_ENCODER, config), lambda empty: empty(ids.to("meta")))
-    row = Row("text", f"encode {tokens} tokens", "", flops=flops)
 
-    def by_torch(model: Any) -> Entrant:
-        return torch_entrant(bench, lambda: wan_text.encode_text(model, ids, mask))
+def prompt_inputs(bench: Bench, encoder: TextEncoder) -> dict[str, torch.Tensor]:
+    """The tokens of a prompt that fills a quarter of its room, as a long one does."""
+    length = bench.model.defaults.max_sequence_length
+    prompt = " ".join([PROMPT] * max(1, length // 4 // len(PROMPT.split())))
+    return tokenize(RandomFiles.make(bench), encoder, [prompt], length).inputs
 
-    def ours() -> Entrant:
+
+def _measure(bench: Bench, job: Job, encoder: TextEncoder, on_progress: ProgressCallback) -> None:
+    spec, config = encoder.component, bench.model.config(encoder.component)
+    module = random_module(spec, config, device=bench.device, dtype=bench.dtype, build=build_ours)
+    inputs = {name: tensor.to(bench.device) for name, tensor in prompt_inputs(bench, encoder).items()}
+
+    def encode(encoder_module: Any) -> torch.Tensor:
+        return next(iter(encoder.encode(encoder_module, **inputs).values()))
+
+    def ours() -> Candidate:
         facts: dict[str, Any] = {}
-        component = Component(TEXT_ENCODER, config, bench.placement, dtype=bench.dtype, cache=bench.cache)
+        component = bench.component(spec, config)
         weights = component.load(HostWeights(module))
-        program = component.program(wan_text.encode_text, on_event=StageClock(facts))
-        arrays = {"input_ids": bench.array(ids.int()), "attention_mask": bench.array(mask.int())}
+        program = component.program(encoder.encode, on_event=StageClock(facts))
+        arrays = {name: bench.array(tensor) for name, tensor in inputs.items()}
 
         def call() -> jax.Array:
-            output: jax.Array = program(weights, **arrays)
-            return output.block_until_ready()
+            return jax.block_until_ready(next(iter(program(weights, **arrays).values())))
 
-        return Entrant(call, bench.tensor, facts)
+        return Candidate(call, bench.tensor, facts)
+
+    def measure_error() -> MeasureError | None:
+        try:
+            with torch.no_grad(), exact_float32():
+                expected = encode(in_float32(module, spec, config, build_ours))
+        except torch.OutOfMemoryError as error:
+            on_progress.note(f"no error is measured: the float32 reference did not fit ({str(error).splitlines()[0]})")
+            return None
+        finally:
+            free_torch_memory()
+        return lambda output: relative_error(output, expected)
 
     peers: dict[str, Prepare] = {
         "ours": ours,
-        "eager": lambda: by_torch(module),
-        "compile": lambda: by_torch(compiled(module)),
+        "eager": lambda: torch_candidate(bench, lambda: encode(module)),
+        "compile": lambda: torch_candidate(bench, _compiled_call(module, encode)),
     }
-    judge = _judge(listener, module, job, ids, mask)
-    race(row, chosen(job, peers), repeats=job.repeats, listener=listener, judge=judge)
+    meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    flops = counted_operations(empty_module(spec, config, build_ours), lambda empty: encoder.encode(empty, **meta))
+    name = spec.name if len(bench.model.family.text.encoders) > 1 else ""
+    row = Row("text", " ".join(filter(None, (name, f"encode {inputs['input_ids'].shape[1]} tokens"))), "", flops=flops)
+    time_interleaved(
+        row, choose(job, peers), repeats=job.repeats, on_progress=on_progress, measure_error=measure_error()
+    )
 
 
-def prompt_tokens(vocabulary: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt that fills a quarter of its room, as a long one does."""
-    generator = torch.Generator().manual_seed(10)
-    ids = torch.randint(3, vocabulary, (1, length), generator=generator)
-    mask = torch.zeros(1, length, dtype=torch.int64)
-    mask[:, : length // 4] = 1
-    return (ids * mask).to(device), mask.to(device)
-
-
-def _judge(listener: Listener, module: Any, job: Job, ids: torch.Tensor, mask: torch.Tensor) -> Judge | None:
-    try:
-        with torch.no_grad(), exact_float32():
-            reference = in_float32(module, TEXT_ENCODER, job.configurations.text_encoder)
-            expected = wan_text.encode_text(reference, ids, mask)
-    except torch.OutOfMemoryError as error:
-        listener.note(f"no error is measured: the float32 reference did not fit ({str(error).splitlines()[0]})")
-        return None
-    finally:
-        free_torch_memory()
-    return lambda output: relative_error(output, expected)
+def _compiled_call(module: torch.nn.Module, encode: Any) -> Any:
+    """The whole function: it calls the module's layers itself."""
+    torch._dynamo.reset()
+    function = torch.compile(lambda: encode(module), dynamic=False)
+    return function

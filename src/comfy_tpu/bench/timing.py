@@ -1,4 +1,4 @@
-"""Peers called in turn, so that a clock that drifts drifts for all of them; what fails becomes a row that says why."""
+"""Peers timed in turn, so that a clock that drifts drifts for all of them. A failure becomes a row with its reason."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from comfy_tpu.bench.devices import free_torch_memory
 from comfy_tpu.bench.results import Row
 
 
-class Listener(Protocol):
-    """Where a part's rows and remarks go."""
+class ProgressCallback(Protocol):
+    """Receives the rows and remarks of a part."""
 
     def row(self, row: Row) -> None: ...
 
@@ -24,62 +24,62 @@ class Listener(Protocol):
 
 
 @dataclasses.dataclass
-class Entrant:
+class Candidate:
     """A peer that is ready for its first call. The call returns when the device is done."""
 
     call: Callable[[], Any]
     read: Callable[[Any], torch.Tensor] | None = None
-    """From what the call returns to a tensor that can be compared."""
+    """The output of the call -> a tensor that can be compared."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """May grow while the call runs."""
 
 
-Prepare = Callable[[], Entrant]
-Judge = Callable[[torch.Tensor], float]
+Prepare = Callable[[], Candidate]
+MeasureError = Callable[[torch.Tensor], float]
 
 
-def race(
-    row: Row, peers: Mapping[str, Prepare], *, repeats: int, listener: Listener, judge: Judge | None = None
+def time_interleaved(
+    row: Row, peers: Mapping[str, Prepare], *, repeats: int, on_progress: ProgressCallback, measure_error: MeasureError | None = None
 ) -> dict[str, Row]:
     """Every peer's row, made from `row`. The first call of each is its warm-up, and is where its error is measured.
 
     After it a peer is timed once at once, so that a run that is cut short has something of it; the rounds replace that.
     """
-    ready: dict[str, Entrant] = {}
+    ready: dict[str, Candidate] = {}
     rows: dict[str, Row] = {}
     for peer, prepare in peers.items():
         own = dataclasses.replace(row, peer=peer)
-        listener.note(f"{_label(own)}: first call")
+        on_progress.note(f"{_label(own)}: first call")
         try:
-            entrant = prepare()
-            seconds, output = _timed(entrant.call)
-            own = dataclasses.replace(own, first_s=seconds, facts=dict(entrant.facts))
-            if judge is not None and entrant.read is not None:
-                own = dataclasses.replace(own, error=judge(entrant.read(output)))
+            candidate = prepare()
+            seconds, output = _timed(candidate.call)
+            own = dataclasses.replace(own, first_s=seconds, facts=dict(candidate.facts))
+            if measure_error is not None and candidate.read is not None:
+                own = dataclasses.replace(own, error=measure_error(candidate.read(output)))
             del output
             if repeats:
-                own = dataclasses.replace(own, samples=(_timed(entrant.call)[0],))
-                ready[peer] = entrant
+                own = dataclasses.replace(own, samples=(_timed(candidate.call)[0],))
+                ready[peer] = candidate
         except Exception as error:  # noqa: BLE001 - a peer that cannot run is a result, not the end of the run
             own = failed(own, error)
         rows[peer] = own
-        listener.row(own)
-        _tidy()
+        on_progress.row(own)
+        _free_memory()
     samples: dict[str, list[float]] = {peer: [] for peer in ready}
     for _ in range(repeats):
-        for peer, entrant in list(ready.items()):
+        for peer, candidate in list(ready.items()):
             try:
-                samples[peer].append(_timed(entrant.call)[0])
+                samples[peer].append(_timed(candidate.call)[0])
                 rows[peer] = dataclasses.replace(rows[peer], samples=tuple(samples[peer]))
             except Exception as error:  # noqa: BLE001 - as above
                 rows[peer] = failed(rows[peer], error)
                 del ready[peer]
-            listener.row(rows[peer])
+            on_progress.row(rows[peer])
     return rows
 
 
 def measure(
-    row: Row, call: Callable[[], Any], wait: Callable[[Any], None], *, repeats: int, least_s: float, listener: Listener
+    row: Row, call: Callable[[], Any], wait: Callable[[Any], None], *, repeats: int, least_s: float, on_progress: ProgressCallback
 ) -> Row:
     """A short call, repeated within each sample for `least_s`; only the last is waited for, as in a model."""
 
@@ -98,7 +98,7 @@ def measure(
         row = dataclasses.replace(row, first_s=first, samples=samples)
     except Exception as error:  # noqa: BLE001 - as above
         row = failed(row, error)
-    listener.row(row)
+    on_progress.row(row)
     return row
 
 
@@ -120,6 +120,6 @@ def _label(row: Row) -> str:
     return " ".join(filter(None, (row.what, row.size, row.peer)))
 
 
-def _tidy() -> None:
+def _free_memory() -> None:
     gc.collect()
     free_torch_memory()

@@ -1,137 +1,186 @@
-"""One forward of the transformer (one CFG branch, batch 1) by every peer; and its error on a model cut short.
+"""One forward of the transformer by every peer, and its error on a model with few layers.
 
-A float32 copy of the 14B would not fit beside the others, so the error is that of the same module with two blocks, at
-its full width and the real number of tokens.
+Ours is a denoising step as the pipeline runs it: embeddings prepared once, then the velocity and the solver's weighted
+sum. The peers are diffusers' own forward. A float32 copy of a large model would not fit beside the others, so the error
+is that of the same module with two blocks of each kind, at its full width and the real number of tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
+from comfy_tpu.bench.candidates import StageClock, choose, compiled, torch_candidate
 from comfy_tpu.bench.ceilings import measure_ceilings
 from comfy_tpu.bench.devices import Bench, exact_float32, free_torch_memory, relative_error
-from comfy_tpu.bench.flops import transformer_operations
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.peers import StageClock, chosen, compiled, torch_entrant
-from comfy_tpu.bench.references import in_float32, random_module
+from comfy_tpu.bench.models import operations, with_few_layers
+from comfy_tpu.bench.modules import in_float32, random_module
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Entrant, Listener, Prepare, race
+from comfy_tpu.bench.timing import Candidate, Prepare, ProgressCallback, time_interleaved
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
-from comfy_tpu.config import Quantization
-from comfy_tpu.families.wan.transformer import TRANSFORMER
+from comfy_tpu.config import GenerationSettings, Quantization
+from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.card import Config
+from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.pipeline.step import StepPrograms, abstract_embeddings, latent_shape, split_prepared
 
 Load = Callable[[Quantization], tuple[Component, dict[str, jax.Array]]]
 
-ACCURACY_BLOCKS = 2
+_TIMESTEP = 500.0
 
 
-def measure_transformer(job: Job, listener: Listener) -> None:
+def measure_transformer(job: Job, on_progress: ProgressCallback) -> None:
     bench = Bench.open(job)
-    attention = measure_ceilings(bench, job, listener)
+    is_single = bench.placement.sizes.device_count == 1
+    attention = measure_ceilings(bench, job, on_progress) if is_single else default_attention(bench)
     free_torch_memory()
-    config = job.configurations.transformer
-    operations = transformer_operations(config, job.video_size.tokens, job.configurations.text_tokens)
-    row = Row(
-        "transformer",
-        "forward",
-        "",
-        size=job.size,
-        flops=operations.total,
-        facts={"tokens": job.video_size.tokens, "attention_flops": operations.attention},
-    )
-    module = random_module(TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
-    peers = transformer_peers(
-        bench, job, module, load_once(bench, config, module), attention=attention, facts=row.facts
-    )
-    race(row, chosen(job, peers), repeats=job.repeats, listener=listener)
+    config = bench.model.config(bench.model.family.transformer)
+    row = forward_row(bench, "transformer", job.size)
+    forward = Forward.make(bench, job.size, config)
+    peers = forward.peers(bench, job, load_once(bench, config, forward.module), attention=attention, facts=row.facts)
+    time_interleaved(row, choose(job, peers), repeats=job.repeats, on_progress=on_progress)
 
 
-def measure_accuracy(job: Job, listener: Listener) -> None:
+def measure_accuracy(job: Job, on_progress: ProgressCallback) -> None:
     bench = Bench.open(job)
-    config = {**job.configurations.transformer, "num_layers": ACCURACY_BLOCKS}
-    facts = {"tokens": job.video_size.tokens, "blocks": ACCURACY_BLOCKS}
-    row = Row("accuracy", f"forward of {ACCURACY_BLOCKS} blocks", "", size=job.size, facts=facts)
-    module = random_module(TRANSFORMER, config, device=bench.device, dtype=bench.dtype)
-    inputs = transformer_inputs(bench, job)
+    spec = bench.model.family.transformer
+    config = with_few_layers(bench.model.config(spec))
+    facts = {"tokens": forward_row(bench, "", job.size).facts["tokens"], **mesh_facts(bench)}
+    row = Row("accuracy", "forward of 2 blocks", "", size=job.size, facts=facts)
+    forward = Forward.make(bench, job.size, config)
     with torch.no_grad(), exact_float32():
-        reference = in_float32(module, TRANSFORMER, config)
-        tensors = {name: tensor.float() for name, tensor in inputs.items()}
-        expected = reference(**tensors, return_dict=False)[0].float()
-        del reference
+        expected = forward.run(bench, in_float32(forward.module, spec, config)).float()
     free_torch_memory()
-    # On a GPU the fastest that torch has there: it would take another one by itself.
-    attention = "CUDNN_ATTENTION" if bench.device.type == "cuda" else ""
-    peers = transformer_peers(bench, job, module, load_once(bench, config, module), attention=attention, facts=facts)
-    race(
+    load = load_once(bench, config, forward.module)
+    peers = forward.peers(bench, job, load, attention=default_attention(bench), facts=facts)
+    time_interleaved(
         row,
-        chosen(job, peers),
+        choose(job, peers),
         repeats=0,
-        listener=listener,
-        judge=lambda output: relative_error(output, expected),
+        on_progress=on_progress,
+        measure_error=lambda output: relative_error(output, expected),
     )
 
 
-def transformer_inputs(bench: Bench, job: Job) -> dict[str, torch.Tensor]:
-    config, size = job.configurations.transformer, job.video_size
-    return {
-        "hidden_states": bench.random(1, config["in_channels"], *size.latent, seed=6),
-        "timestep": torch.full((1,), 500.0, device=bench.device),
-        "encoder_hidden_states": bench.random(1, job.configurations.text_tokens, config["text_dim"], seed=7),
-    }
+def default_attention(bench: Bench) -> str:
+    """On a GPU the fastest backend of torch there: torch would take another one by itself."""
+    return "CUDNN_ATTENTION" if bench.device.type == "cuda" else ""
 
 
-def load_once(bench: Bench, config: Mapping[str, Any], module: torch.nn.Module) -> Load:
-    """Our component with the module's weights, made when the first of several sizes wants it."""
+def forward_row(bench: Bench, part: str, size: str) -> Row:
+    work = bench.model.workload(bench.forward_settings(size))
+    linear, attention = operations(work)
+    facts = {"tokens": work.tokens, "attention_flops": attention, **mesh_facts(bench)}
+    return Row(part, "forward", "", size=size, flops=linear + attention, facts=facts)
+
+
+def mesh_facts(bench: Bench) -> dict[str, Any]:
+    """Empty on one device."""
+    sizes = bench.placement.sizes
+    return {"mesh": str(sizes), "batch": bench.batch} if sizes.device_count > 1 else {}
+
+
+def load_once(bench: Bench, config: Config, module: torch.nn.Module) -> Load:
+    """Our component with the module's weights, made when it is first needed."""
 
     @functools.cache
     def load(quantize: Quantization) -> tuple[Component, dict[str, jax.Array]]:
-        component = Component(
-            TRANSFORMER, config, bench.placement, dtype=bench.dtype, cache=bench.cache, quantize=quantize
-        )
+        component = bench.component(bench.model.family.transformer, config, quantize)
         return component, component.load(HostWeights(module))
 
     return load
 
 
-def transformer_peers(
-    bench: Bench,
-    job: Job,
-    module: torch.nn.Module,
-    load: Load,
-    *,
-    attention: str,
-    facts: Mapping[str, Any],
-) -> dict[str, Prepare]:
-    inputs = transformer_inputs(bench, job)
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The inputs of one forward, and the module of the peers."""
 
-    def ours(quantize: Quantization = "none") -> Entrant:
-        own = dict(facts)
-        component, weights = load(quantize)
-        program = component.program("forward", static=("return_dict",), on_event=StageClock(own))
-        arrays = {name: bench.array(tensor) for name, tensor in inputs.items()}
+    module: torch.nn.Module
+    settings: GenerationSettings
+    latents: torch.Tensor
+    timestep: torch.Tensor
+    guidance_scale: torch.Tensor
+    embeddings: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def make(cls, bench: Bench, size: str, config: Config, module: torch.nn.Module | None = None) -> Forward:
+        model, settings = bench.model, bench.forward_settings(size)
+        if module is None:
+            module = random_module(model.family.transformer, config, device=bench.device, dtype=bench.dtype)
+        given = model.family.denoiser.settings_inputs(settings)
+        embeddings: dict[str, torch.Tensor] = {}
+        for seed, (name, abstract) in enumerate(abstract_embeddings(model.family, config, settings).items(), start=7):
+            if name in given:
+                embeddings[name] = given[name].expand(abstract.shape).contiguous().to(bench.device)
+            elif name.endswith("mask"):
+                embeddings[name] = torch.ones(abstract.shape, device=bench.device, dtype=bench.dtype)
+            else:
+                embeddings[name] = bench.random(*abstract.shape, seed=seed)
+        shape = latent_shape(model.family, model.latent_channels, settings)
+        return cls(
+            module,
+            settings,
+            bench.random(*shape, seed=6, dtype=torch.float32),
+            torch.full((1,), _TIMESTEP, device=bench.device),
+            torch.tensor(settings.guidance_scale, device=bench.device),
+            embeddings,
+        )
+
+    def run(self, bench: Bench, module: Any) -> torch.Tensor:
+        """diffusers' own forward."""
+        reference = bench.model.reference
+        if reference is None:
+            raise UnsupportedError(
+                f"model={bench.model.name}: its family has no reference.py, which says how diffusers runs it"
+            )
+        return reference.predict(
+            module, self.latents, self.timestep, self.guidance_scale, self.settings, **self.embeddings
+        )
+
+    def peers(
+        self, bench: Bench, job: Job, load: Load, *, attention: str, facts: Mapping[str, Any]
+    ) -> dict[str, Prepare]:
+        def by_torch(module: Any) -> Candidate:
+            return torch_candidate(bench, lambda: self.run(bench, module), attention=attention, facts=facts)
+
+        stacks = [stack.path for stack in bench.model.family.transformer.stacks if "." not in stack.path]
+        return {
+            "ours": lambda: self.step(bench, *load("none"), facts),
+            "fp8": lambda: self.step(bench, *load("fp8"), facts),
+            "eager": lambda: by_torch(self.module),
+            "compile": lambda: by_torch(compiled(self.module, stacks if job.regional else ())),
+        }
+
+    def step(
+        self, bench: Bench, component: Component, weights: dict[str, jax.Array], facts: Mapping[str, Any]
+    ) -> Candidate:
+        """Our program of a step. Its coefficients keep the sample, so that every call computes the same."""
+        own, denoiser = dict(facts), bench.model.family.denoiser
+        rows = {name: bench.array(tensor) for name, tensor in self.embeddings.items()}
+        prepare = StepPrograms(denoiser, component.program).prepare(rows)
+        prompt_weights, prepared = split_prepared(prepare(weights, **rows))
+        compute = StepPrograms(denoiser, functools.partial(component.program, on_event=StageClock(own))).compute()
+        inputs = {
+            "coefficients": bench.array(torch.eye(2 * HISTORY, device=bench.device)[0]),
+            "timestep": bench.array(self.timestep),
+            "guidance_scale": bench.array(self.guidance_scale),
+            "prepared": prepared,
+        }
+        sample = jnp.copy(bench.array(self.latents))  # donated: the peers' latents must stay
+        state = [[sample, *(jnp.zeros_like(sample) for _ in range(HISTORY - 1))]]
+        state.append([jnp.zeros_like(sample) for _ in range(HISTORY)])
 
         def call() -> jax.Array:
-            output: jax.Array = program(weights, **arrays, return_dict=False)[0]
-            return output.block_until_ready()
+            state[:] = compute({**weights, **prompt_weights}, samples=state[0], outputs=state[1], guided=False, **inputs)
+            jax.block_until_ready(state)
+            return state[1][0]
 
-        return Entrant(call, bench.tensor, own)
-
-    def by_torch(model: torch.nn.Module) -> Entrant:
-        def call() -> torch.Tensor:
-            output: torch.Tensor = model(**inputs, return_dict=False)[0]
-            return output
-
-        return torch_entrant(bench, call, attention=attention, facts=facts)
-
-    return {
-        "ours": ours,
-        "fp8": lambda: ours("fp8"),
-        "eager": lambda: by_torch(module),
-        "compile": lambda: by_torch(compiled(module, ("blocks",) if job.regional else ())),
-    }
+        return Candidate(call, bench.tensor, own)

@@ -1,6 +1,6 @@
-"""Run as a process of its own: measure one part, and write what comes out as lines of JSON to the standard output.
+"""Measures one part in a process of its own, and writes rows as lines of JSON to the standard output.
 
-A line is {"row": …}, {"note": …} or {"machine": …}. The job comes in on the standard input.
+A line is {"row": …}, {"note": …}, {"machine": …} or {"refused": …}. The job is read from the standard input.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from comfy_tpu.bench.job import DEVICES, Job
+from comfy_tpu.bench.job import DEVICES, MACHINE, Job
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.vae_choices import INPUTS, START, TURNS
+from comfy_tpu.errors import ComfyTpuError
 
-# What a part is measured by. Imported in its process only: a compilation for eight CPU devices wants other flags than
-# a forward on a GPU.
-PARTS: Mapping[str, tuple[str, str]] = {
+Parts = Mapping[str, tuple[str, str]]
+"""Part -> module and function that measure it. Imported in the part's process only: a compilation for eight CPU devices
+needs other flags than a forward on a GPU."""
+
+PARTS: Parts = {
     "transformer": ("comfy_tpu.bench.transformer", "measure_transformer"),
     "accuracy": ("comfy_tpu.bench.transformer", "measure_accuracy"),
     "vae": ("comfy_tpu.bench.vae", "measure_vae"),
@@ -27,15 +29,12 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "end-to-end": ("comfy_tpu.bench.end_to_end", "measure_end_to_end"),
     "scaling": ("comfy_tpu.bench.scaling", "measure_tokens"),
     DEVICES: ("comfy_tpu.bench.scaling", "measure_devices"),
-    "compile": ("comfy_tpu.bench.startup", "measure_startup"),
-    INPUTS: ("comfy_tpu.bench.vae_inputs", "make_inputs"),
-    START: ("comfy_tpu.bench.vae_start", "measure_start"),
-    TURNS: ("comfy_tpu.bench.vae_start", "measure_turns"),
+    "compile": ("comfy_tpu.bench.compilation", "measure_compilation"),
 }
 
 
 class Messages:
-    """The way back to whoever started the process."""
+    """Sends rows and remarks to the process that started this one."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -49,18 +48,24 @@ class Messages:
     def machine(self, facts: Mapping[str, Any]) -> None:
         self._send({"machine": dict(facts)})
 
+    def refused(self, error: ComfyTpuError) -> None:
+        self._send({"refused": str(error), "field": error.field})
+
     def _send(self, message: Mapping[str, Any]) -> None:
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
 
-def work(job: Job, messages: Messages) -> None:
-    if job.part == "machine":
-        from comfy_tpu.bench.machine import describe_machine
+def work(job: Job, messages: Messages, parts: Parts = PARTS) -> None:
+    if job.part == MACHINE:
+        from comfy_tpu.bench.machine import plan_run
 
-        messages.machine(describe_machine())
+        try:
+            messages.machine(plan_run(job))
+        except ComfyTpuError as error:
+            messages.refused(error)
         return
-    module, function = PARTS[job.part]
+    module, function = parts[job.part]
     try:
         getattr(importlib.import_module(module), function)(job, messages)
     except Exception as error:  # noqa: BLE001 - what happened goes into the results
@@ -69,14 +74,14 @@ def work(job: Job, messages: Messages) -> None:
         messages.row(failed(Row(job.part, "the part itself", "", size=job.size), error))
 
 
-def main() -> None:
+def main(parts: Parts = PARTS) -> None:
     # Libraries print to the standard output; here only messages may.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("comfy_tpu.parallel.mesh").setLevel(logging.ERROR)  # the run says itself, once, what it runs on
     job = Job.from_json(json.load(sys.stdin))
-    work(job, Messages(out))
+    work(job, Messages(out), parts)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""comfy-tpu bench: speed and error beside diffusers, in one run; `vae`: of a VAE written twice; `report`: the page."""
+"""comfy-tpu bench: speed and error beside diffusers, in one run; `report`: a page from the results."""
 
 from __future__ import annotations
 
 import argparse
 
-from comfy_tpu.bench.job import PARTS, PEERS, Choices, VideoSize
-from comfy_tpu.cli import bench_vae
+from comfy_tpu.bench.job import PARTS, PEERS, Choices
 from comfy_tpu.cli.options import names, number, path
 from comfy_tpu.cli.terminal import print_paths, print_text, say
 
@@ -13,10 +12,19 @@ from comfy_tpu.cli.terminal import print_paths, print_text, say
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Choices()
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (all)")
-    parser.add_argument("--size", nargs="+", default=[], metavar="WxHxF", help="832x480x81 … (480p and 720p)")
-    parser.add_argument("--peers", help=f"of {','.join(PEERS)} (all; the small model: ours,eager)")
-    parser.add_argument("--model", default="auto", choices=("auto", "full", "small"), help="full: Wan 2.1 14B")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument(
+        "--model",
+        default=defaults.model,
+        metavar="MODEL",
+        help="a published model by its hub id, with random weights; demo; a directory; small or small:FAMILY "
+        "(auto: small on a CPU, else the first published model)",
+    )
+    parser.add_argument(
+        "--mesh", default=defaults.mesh, metavar="MESH", help=f"auto, single, or dp=2,sp=4 ({defaults.mesh})"
+    )
+    parser.add_argument("--size", nargs="+", default=[], metavar="SIZE", help="832x480x81, 720P … (the model's)")
+    parser.add_argument("--peers", help=f"of {','.join(PEERS)} (all; a small model: ours,eager)")
+    parser.add_argument("--dtype", default=defaults.dtype, choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
         "--repeats",
         type=number(int),
@@ -33,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", type=path("--markdown"), metavar="FILE", help="tables of this run")
     parser.add_argument("--plot", type=path("--plot"), metavar="FILE", help="bars of this run, x.svg")
-    commands = parser.add_subparsers(metavar="vae | report", title="others")
-    bench_vae.add_parser(commands)
+    commands = parser.add_subparsers(metavar="report", title="others")
     report = commands.add_parser("report", help="a page from JSON files", description="a page from JSON files")
     report.add_argument("files", nargs="+", type=path("FILE"), metavar="FILE", help="what --json wrote")
     report.add_argument(
@@ -54,9 +61,10 @@ def run_measurements(arguments: argparse.Namespace) -> int:
 
     choices = Choices(
         parts=names(arguments.what, PARTS, "--what"),
-        sizes=tuple(VideoSize.parse(size) for size in arguments.size),
+        sizes=tuple(arguments.size),
         peers=names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
         model=arguments.model,
+        mesh=arguments.mesh,
         dtype=arguments.dtype,
         repeats=arguments.repeats,
         steps=arguments.steps,

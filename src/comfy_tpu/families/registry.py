@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from comfy_tpu.config import VAE_BACKEND
@@ -16,6 +17,7 @@ from comfy_tpu.families.card_checks import CardError, check_card
 
 if TYPE_CHECKING:
     from comfy_tpu.families.model_family import ModelFamily
+    from comfy_tpu.families.reference import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ def find_model_card(index: Config, transformer: Config) -> ModelCard:
     """By the model's model_index.json and the config.json of its transformer, empty where it has none."""
     found = [card for card in model_cards() if card.accepts(index, transformer)]
     if len(found) > 1:
-        owners = " and ".join(f"{card.name} ({_family_of(card).package})" for card in found)
+        owners = " and ".join(f"{card.name} ({family_of(card).package})" for card in found)
         raise UnsupportedError(f"the model is claimed by {owners}; uninstall one of them")
     if found:
         return found[0]
@@ -67,7 +69,7 @@ def find_model_card(index: Config, transformer: Config) -> ModelCard:
 def load_family(name: str) -> ModelFamily:
     """The code of the model card of this name. Imports torch and jax."""
     card = next(card for card in model_cards() if card.name == name)
-    owner = _family_of(card)
+    owner = family_of(card)
     models: dict[str, ModelFamily] = importlib.import_module(f"{owner.package}.model").MODELS
     if name not in models:
         raise CardError(f"{owner.package}.model has no {name} in MODELS; its card.py names that model")
@@ -82,11 +84,31 @@ def load_family(name: str) -> ModelFamily:
     return family
 
 
+def find_published(model: str) -> tuple[str, ModelCard] | None:
+    """The hub id and the card of a model whose configuration is built in, by the id or the last part of it."""
+    known = {hub_id: card for card in model_cards() for hub_id in card.published}
+    for hub_id, card in known.items():
+        if model.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
+            return hub_id, card
+    return None
+
+
+def load_references(family: FamilyCard) -> tuple[Mapping[str, Reference], Mapping[str, Config]]:
+    """How diffusers runs the family's published models, by hub id; and the values of the configurations in which a
+    small model differs from the first of them, by component. Both are empty where the family has no reference.py.
+    Imports torch."""
+    name = f"{family.package}.reference"
+    if importlib.util.find_spec(name) is None:
+        return {}, {}
+    module = importlib.import_module(name)
+    return module.REFERENCES, module.SMALL
+
+
 def load_families() -> tuple[ModelFamily, ...]:
     return tuple(load_family(card.name) for card in model_cards())
 
 
-def _family_of(model: ModelCard) -> FamilyCard:
+def family_of(model: ModelCard) -> FamilyCard:
     return next(card for card in family_cards() if model in card.models)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from comfy_tpu.config import DEMO_IMAGE_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.card import ImageInput, Limits
+from comfy_tpu.families.card import ImageInput, Limits, ModelCard
 
 
 def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
@@ -20,6 +21,29 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
     settings = dataclasses.replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
     check_settings(settings, limits)
     return settings
+
+
+def parse_size(
+    text: str, card: ModelCard, defaults: GenerationSettings, chosen: Mapping[str, Any] = {}
+) -> GenerationSettings:
+    """From "1280x720x81", "1280x720", or a size's name such as "720P"; the rest as in `make_settings`."""
+    match = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?", text.strip().lower())
+    if match is not None:
+        frames = None if match[3] is None else int(match[3])
+        values: Mapping[str, Any] = {"width": int(match[1]), "height": int(match[2]), "num_frames": frames}
+    elif text.upper() in card.presets:
+        values = card.presets[text.upper()]
+    else:
+        names = ", ".join(sorted(card.presets))
+        raise InvalidValueError(
+            f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}", field="size"
+        )
+    try:
+        return make_settings(defaults, {**values, **chosen}, card.limits)
+    except InvalidValueError as error:
+        if error.field not in ("height", "width", "num_frames"):
+            raise
+        raise InvalidValueError(f"size={text}: {error}", field="size") from error
 
 
 def check_settings(settings: GenerationSettings, limits: Limits) -> None:

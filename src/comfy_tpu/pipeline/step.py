@@ -161,6 +161,21 @@ def abstract_state(latents: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def place_prepared(
+    component: Component, denoiser: Denoiser, shapes: Mapping[str, Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The outputs of `prepare` as they lie on the mesh, from their shapes and dtypes."""
+    placement, axes = component.placement, denoiser.prepared_axes
+    return {
+        name: jax.ShapeDtypeStruct(
+            shape.shape,
+            shape.dtype,
+            sharding=placement.sharding(*evenly(axes.get(name, _BRANCHES), shape.shape, placement)),
+        )
+        for name, shape in shapes.items()
+    }
+
+
 def export_step(
     component: Component,
     family: ModelFamily,
@@ -174,15 +189,7 @@ def export_step(
     programs = StepPrograms(family.denoiser, component.program)
     weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
     prepare = programs.prepare(embeddings).export(platform, weights, **embeddings)
-    placement, axes = component.placement, family.denoiser.prepared_axes
-    prepared = {
-        name: jax.ShapeDtypeStruct(
-            aval.shape,
-            aval.dtype,
-            sharding=placement.sharding(*evenly(axes.get(name, _BRANCHES), aval.shape, placement)),
-        )
-        for name, aval in jax.tree.unflatten(prepare.out_tree, prepare.out_avals).items()
-    }
+    prepared = place_prepared(component, family.denoiser, jax.tree.unflatten(prepare.out_tree, prepare.out_avals))
     prompt_weights, inputs = split_prepared(prepared)
     shape = latent_shape(family, latent_channels, settings)
     compute = programs.compute().export(

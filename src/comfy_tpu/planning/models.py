@@ -13,7 +13,7 @@ import jax
 from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError, config_errors
 from comfy_tpu.families.model_family import ModelFamily
-from comfy_tpu.families.registry import load_family, model_cards
+from comfy_tpu.families.registry import find_published, load_family, model_cards
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 from comfy_tpu.pipeline.step import abstract_embeddings
@@ -62,10 +62,10 @@ def find_model(model: str) -> PlannedModel:
         return PlannedModel(
             files.name, family, files.config(family.transformer), files.defaults, files.config(family.vae.component)
         )
-    known = {name: card for card in model_cards() for name in card.published}
-    for name, card in known.items():
-        if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):
-            return PlannedModel(name, load_family(card.name), card.published[name], card.defaults)
+    if published := find_published(model):
+        name, card = published
+        return PlannedModel(name, load_family(card.name), card.published[name], card.defaults)
+    known = [name for card in model_cards() for name in card.published]
     raise InvalidValueError(
         f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "
         "diffusers' layout, in which the JSON files are enough (hf download OWNER/NAME --include '*.json' --local-dir "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import InvalidValueError, MeshError
-from comfy_tpu.families.settings import make_settings
+from comfy_tpu.families import settings
 from comfy_tpu.parallel.chips import Slice
 from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, sensible_layouts
 from comfy_tpu.parallel.mesh import parse_mesh
@@ -88,26 +87,7 @@ class Plan:
 
 def parse_size(text: str, model: PlannedModel, **chosen: Any) -> GenerationSettings:
     """From "1280x720x81", "1280x720", or a size's name such as "720P"; the rest are the model's defaults."""
-    match = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?", text.strip().lower())
-    if match is not None:
-        values: Mapping[str, Any] = {
-            "width": int(match[1]),
-            "height": int(match[2]),
-            "num_frames": None if match[3] is None else int(match[3]),
-        }
-    elif text.upper() in model.family.card.presets:
-        values = model.family.card.presets[text.upper()]
-    else:
-        names = ", ".join(sorted(model.family.card.presets))
-        raise InvalidValueError(
-            f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}", field="size"
-        )
-    try:
-        return make_settings(model.defaults, {**values, **chosen}, model.family.card.limits)
-    except InvalidValueError as error:
-        if error.field not in ("height", "width", "num_frames"):
-            raise
-        raise InvalidValueError(f"size={text}: {error}", field="size") from error
+    return settings.parse_size(text, model.family.card, model.defaults, chosen)
 
 
 def make_plan(

@@ -1,4 +1,4 @@
-"""How the same module is run: our program, diffusers as it is, and diffusers under torch.compile."""
+"""The ways to run a module: our program, diffusers as it is, and diffusers under torch.compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from comfy_tpu.bench.devices import Bench
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.timing import Entrant, Prepare
+from comfy_tpu.bench.timing import Candidate, Prepare
 from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.errors import UnsupportedError
 
@@ -20,7 +20,7 @@ _STAGES = {"lowering": "trace_s", "compiling": "lower_s", "ready": "compile_s"}
 
 
 class StageClock:
-    """Listens to programs being made, and adds up where the time goes."""
+    """Adds up the seconds of each stage of making programs."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self._facts = facts
@@ -33,24 +33,24 @@ class StageClock:
             self._facts["from_cache"] = self._facts.get("from_cache", True) and event.from_cache
 
 
-def torch_entrant(
+def torch_candidate(
     bench: Bench,
     call: Callable[[], torch.Tensor],
     *,
     read: Callable[[Any], torch.Tensor] | None = None,
     attention: str = "",
     facts: Mapping[str, Any] | None = None,
-) -> Entrant:
+) -> Candidate:
     if refusal := bench.torch_refusal:
         raise UnsupportedError(refusal)
 
     def run() -> torch.Tensor:
-        with torch.no_grad(), preferring(attention):
+        with torch.no_grad(), prefer_attention(attention):
             output = call()
         bench.synchronize()
         return output
 
-    return Entrant(run, read or (lambda output: output), {"sdpa": attention or "torch's choice", **(facts or {})})
+    return Candidate(run, read or (lambda output: output), {"sdpa": attention or "torch's choice", **(facts or {})})
 
 
 def compiled(module: torch.nn.Module, parts: Sequence[str] = ()) -> Any:
@@ -70,12 +70,12 @@ def compiled(module: torch.nn.Module, parts: Sequence[str] = ()) -> Any:
     return twin
 
 
-def chosen(job: Job, prepare: Mapping[str, Prepare]) -> dict[str, Prepare]:
-    return {peer: prepare[peer] for peer in job.entrants}
+def choose(job: Job, prepare: Mapping[str, Prepare]) -> dict[str, Prepare]:
+    return {peer: prepare[peer] for peer in job.candidates}
 
 
 @contextlib.contextmanager
-def preferring(name: str) -> Iterator[None]:
+def prefer_attention(name: str) -> Iterator[None]:
     """torch's attention by the named backend where it takes the call, else by whichever of the others does."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

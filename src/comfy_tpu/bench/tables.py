@@ -1,4 +1,4 @@
-"""A run as Markdown tables. Everything in them comes from its rows."""
+"""A run as Markdown tables, made from its rows alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comfy_tpu.bench.results import Row, Run
 TITLES = {
     "transformer": "Transformer, one forward",
     "accuracy": "Error of two blocks of the transformer against float32",
-    "ceilings": "What the device can do at best, in the same run",
+    "ceilings": "Best rates of the device, in the same run",
     "vae": "VAE",
     "text": "Text encoder",
     "compile": "From nothing to a program, and from the cache in a new process",
@@ -29,7 +29,7 @@ _REGIONAL = ("transformer", "accuracy", "end-to-end")
 Cell = Callable[[Run, Row], str]
 
 
-def table_of(found: Sequence[tuple[Run, Row]]) -> str:
+def make_table(found: Sequence[tuple[Run, Row]]) -> str:
     """Rows, each with the run that it is compared within; columns that nothing fills are left out."""
     cells = {title: [cell(run, row) for run, row in found] for title, cell in _COLUMNS.items()}
     shown = {title: column for title, column in cells.items() if any(column)}
@@ -37,8 +37,11 @@ def table_of(found: Sequence[tuple[Run, Row]]) -> str:
 
 
 def render(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---" if index < 3 else "---:" for index in range(len(titles))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [titles, rule, *lines])
+    """A table in Markdown, numbers on the right from the fourth column."""
+    from tabulate import tabulate
+
+    align = ["left" if index < 3 else "right" for index in range(len(titles))]
+    return tabulate(lines, titles, tablefmt="pipe", colalign=align, disable_numparse=True)
 
 
 def seconds(value: float) -> str:
@@ -66,13 +69,13 @@ def floor_seconds(run: Run, row: Row) -> float | None:
 
 
 def speedup(run: Run, row: Row) -> float | None:
-    """How many times faster than this peer ours is, in this run."""
+    """Seconds of this peer over seconds of ours, in this run."""
     ours = _ours_s(run, row)
     return None if ours is None or row.median_s is None or row.peer in ("ours", "fp8") else row.median_s / ours
 
 
 def quantized_speedup(run: Run, row: Row) -> float | None:
-    """How many times faster than ours without it fp8 is, in this run."""
+    """Seconds of ours without quantization over seconds of fp8, in this run."""
     ours = _ours_s(run, row)
     return None if ours is None or row.median_s is None or row.peer != "fp8" else ours / row.median_s
 
@@ -119,6 +122,8 @@ _COLUMNS: dict[str, Cell] = {
     "size": lambda run, row: row.size,
     "by": peer_name,
     "tokens": _fact("tokens", lambda value: f"{value:,}"),
+    "mesh": _fact("mesh", str),
+    "batch": _fact("batch", str),
     "devices": _fact("devices", str),
     "median": lambda run, row: _optional(row.median_s, seconds),
     "min – max": _spread,

@@ -1,0 +1,107 @@
+"""HunyuanVideo-1.5 as diffusers runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.hunyuan_video import card
+from comfy_tpu.families.hunyuan_video.image import IMAGE_TOKENS
+from comfy_tpu.families.reference import Reference
+
+_QWEN: Config = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+_BYT5: Config = {
+    "vocab_size": 1510,
+    "d_model": 1472,
+    "d_kv": 64,
+    "d_ff": 3584,
+    "num_layers": 12,
+    "num_heads": 6,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+_SIGLIP: Config = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+
+
+def predict(
+    module: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    settings: GenerationSettings,
+    text: torch.Tensor,
+    text_mask: torch.Tensor,
+    glyph: torch.Tensor,
+    glyph_mask: torch.Tensor,
+    image: torch.Tensor | None = None,
+    condition: torch.Tensor | None = None,
+) -> torch.Tensor:
+    config, dtype = module.config, module.proj_out.weight.dtype
+    batch, channels, *sizes = latents.shape
+    device = latents.device
+    if condition is None:
+        condition = torch.zeros(batch, config.in_channels - channels, *sizes, device=device)
+    if image is None:
+        image = torch.zeros(batch, IMAGE_TOKENS, config.image_embed_dim, device=device)
+    velocity: torch.Tensor = module(
+        hidden_states=torch.cat((latents.to(dtype), condition.to(dtype)), dim=1),
+        timestep=timestep.expand(batch).to(dtype),
+        encoder_hidden_states=text.to(dtype),
+        encoder_attention_mask=text_mask.squeeze(-1),
+        encoder_hidden_states_2=glyph.to(dtype),
+        encoder_attention_mask_2=glyph_mask.squeeze(-1),
+        image_embeds=image.to(dtype),
+        return_dict=False,
+    )[0]
+    return velocity
+
+
+_PARTS: dict[str, Config] = {"text_encoder": _QWEN, "text_encoder_2": _BYT5, "vae": {}, "image_encoder": _SIGLIP}
+REFERENCES = {hub_id: Reference(predict, _PARTS) for model in card.CARD.models for hub_id in model.published}
+SMALL: dict[str, Config] = {
+    "transformer": {
+        "in_channels": 9,
+        "out_channels": 4,
+        "num_attention_heads": 8,
+        "attention_head_dim": 12,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "mlp_ratio": 2.0,
+        "text_embed_dim": 48,
+        "text_embed_2_dim": 24,
+        "image_embed_dim": 16,
+        "rope_axes_dim": (4, 4, 4),
+        "target_size": 64,
+    },
+    "text_encoder": {
+        "vocab_size": 384,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
+    },
+    "vae": {"latent_channels": 4, "block_out_channels": (8, 8, 16, 16, 16), "layers_per_block": 1},
+    "text_encoder_2": {"vocab_size": 384, "d_model": 24, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+}

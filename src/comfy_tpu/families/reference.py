@@ -1,0 +1,37 @@
+"""How diffusers itself runs a model, and the published configurations that the card leaves out.
+
+A family's directory may have a `reference.py` with `REFERENCES`, by hub id, and `SMALL`. Benchmarks read it; running a
+model does not need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from comfy_tpu.families.card import Config
+
+
+def decode_video(module: Any, latents: torch.Tensor) -> torch.Tensor:
+    pixels: torch.Tensor = module.decode(latents, return_dict=False)[0]
+    return pixels
+
+
+def decode_image(module: Any, latents: torch.Tensor) -> torch.Tensor:
+    return decode_video(module, latents.squeeze(2)).unsqueeze(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A published model as diffusers runs it."""
+
+    predict: Callable[..., torch.Tensor]
+    """(diffusers' transformer, latents, timestep, guidance_scale, settings, **embeddings) -> velocity, by diffusers'
+    own forward, called as its pipeline does. Dtypes are those of the transformer's weights."""
+    configs: Mapping[str, Config]
+    """Configurations of the components besides the transformer, by name."""
+    decode: Callable[[Any, torch.Tensor], torch.Tensor] = decode_video
+    """(diffusers' VAE, latents in the VAE's own scale) -> pixels [batch, 3, frames, height, width] in -1..1."""
