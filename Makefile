@@ -15,7 +15,7 @@ demo: .venv/.installed
 	$(BIN)/comfy-tpu generate "$(PROMPT)" --output outputs/demo.mp4 --contact-sheet outputs/demo.png
 	@echo 'the same frames side by side: outputs/demo.png'
 
-# Beside diffusers on this machine: a small model on a CPU, the 14B on a GPU. Results worth keeping go to
+# Beside diffusers on this machine: a small model on a CPU, the first published one on a GPU. Results worth keeping go to
 # benchmarks/results/, by the name of the device.
 RESULTS ?= outputs/bench.json
 
@@ -57,9 +57,9 @@ aten-operators: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.aten_operators docs/aten-operators.md
 
 # The tables and plots of docs/torchax-vs-flax.md, from benchmarks/vae. Measured anew with
-# `comfy-tpu bench vae --json benchmarks/vae/cpu.json`.
+# `python -m benchmarks.vae --json benchmarks/vae/cpu.json`.
 torchax-vs-flax: .venv/.installed-dev
-	$(BIN)/python -m tools.torchax_vs_flax
+	$(BIN)/python -m benchmarks.vae.pages
 
 # docs/porting-table.md: diffusers' models, each small, tried on the CPU. Minutes.
 porting-table: .venv/.installed-dev

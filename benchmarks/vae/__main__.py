@@ -1,18 +1,23 @@
-"""comfy-tpu bench vae: the Wan VAE by torchax, by Flax NNX and by diffusers, from a fresh process to its videos."""
+"""python -m benchmarks.vae: the Wan VAE by torchax, Flax NNX and diffusers, from a fresh process to its videos."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import sys
 
-from comfy_tpu.bench.vae_choices import VARIANTS, VaeChoices
+from benchmarks.vae import report, runner
+from benchmarks.vae.choices import VARIANTS, VaeChoices
+from comfy_tpu.bench import outputs
 from comfy_tpu.cli.options import names, number, path
-from comfy_tpu.cli.terminal import print_text, say
+from comfy_tpu.cli.terminal import print_error, print_text, say
+from comfy_tpu.errors import ComfyTpuError, rename_field
 
 
-def add_parser(commands: Any) -> None:
-    summary = "torchax, Flax NNX and diffusers side by side: start, decode, memory, error"
-    parser = commands.add_parser("vae", help=summary, description=summary)
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vae",
+        description="torchax, Flax NNX and diffusers side by side: start, decode, memory, error",
+    )
     parser.add_argument("--frames", type=number(int), metavar="N", help="4n+1 (81)")
     parser.add_argument("--height", type=number(int), metavar="N", help="pixels (48; with --full-size 480)")
     parser.add_argument("--width", type=number(int), metavar="N", help="pixels (64; with --full-size 832)")
@@ -34,12 +39,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=path("--output"), metavar="FILE", help="tables, x.md; plots go beside it"
     )
-    parser.set_defaults(bench=run)
+    return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from comfy_tpu.bench import outputs, vae_report, vae_runner
-
+def run(arguments: argparse.Namespace) -> None:
     choices = VaeChoices(
         frames=arguments.frames,
         height=arguments.height,
@@ -51,9 +54,23 @@ def run(arguments: argparse.Namespace) -> int:
     )
     places = outputs.Places.check(json=arguments.json, markdown=None, plot=None)
     if arguments.output is not None:
-        vae_report.check_output(arguments.output, arguments.json)
-    measured = vae_runner.run_comparison(choices, say=say, keep=places.keep)
+        report.check_output(arguments.output, arguments.json)
+    measured = runner.run_comparison(choices, say=say, keep=places.keep)
     if arguments.output is not None:
-        vae_report.write_output(arguments.output, measured)
-    print_text(vae_report.tables(measured))
+        report.write_output(arguments.output, measured)
+    print_text(report.tables(measured))
+
+
+def main() -> int:
+    parser = make_parser()
+    try:
+        run(parser.parse_args())
+    except ComfyTpuError as error:
+        flag = None if error.field is None else f"--{error.field.replace('_', '-')}"
+        print_error(rename_field(str(error), error.field, flag))
+        return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

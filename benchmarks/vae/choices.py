@@ -1,13 +1,40 @@
-"""`comfy-tpu bench vae`: the ways in which a Wan VAE can decode a video, and what of them is to be measured."""
+"""The ways in which a Wan VAE can decode a video, and the choices of a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from comfy_tpu.bench.job import PATCH, SPATIAL, TEMPORAL, VideoSize
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.wan.card import WAN21
+
+WORKER = "benchmarks.vae.worker"
+_SIDE = WAN21.limits.size_multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoSize:
+    width: int
+    height: int
+    frames: int
+
+    @classmethod
+    def parse(cls, text: str) -> VideoSize:
+        """From "832x480x81"."""
+        width, height, frames = map(int, re.fullmatch(r"(\d+)x(\d+)x(\d+)", text).groups())  # type: ignore[union-attr]
+        return cls(width, height, frames)
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}x{self.frames}"
+
+    @property
+    def latent(self) -> tuple[int, int, int]:
+        """Frames, height, width."""
+        scale = WAN21.spatial_scale
+        return (self.frames - 1) // WAN21.temporal_scale + 1, self.height // scale, self.width // scale
+
 
 VARIANTS: Mapping[str, str] = {
     "torchax-unrolled": "torchax unrolled",
@@ -25,7 +52,7 @@ UNLESS_ASKED_FOR = ("compile",)
 """Left out on a CPU, where it compiles longer than everything else."""
 
 INPUTS, START, TURNS = "vae inputs", "vae start", "vae in turns"
-"""Parts of a run: what all variants are given; a variant in a process of its own; all of them by turns in one."""
+"""Parts of a run: the inputs of all variants; a variant in a process of its own; all of them in turn in one."""
 
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {"full": {}, "narrow": {"base_dim": 16}}
 """Wan 2.1's VAE as published; and the same layers with a sixth of its channels."""
@@ -44,16 +71,20 @@ class VaeChoices:
 
     def __post_init__(self) -> None:
         for name, step, rest in (
-            ("frames", TEMPORAL, 1),
-            ("height", SPATIAL * PATCH, 0),
-            ("width", SPATIAL * PATCH, 0),
+            ("frames", WAN21.temporal_scale, 1),
+            ("height", _SIDE, 0),
+            ("width", _SIDE, 0),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1 or value % step != rest):
                 form = f"{step}n+{rest}" if rest else f"a multiple of {step}"
-                raise InvalidValueError(f"{name}={value} is not {form}; try {getattr(_SIZES['narrow'], name)}")
+                raise InvalidValueError(
+                    f"{name}={value} is not {form}; try {getattr(_SIZES['narrow'], name)}", field=name
+                )
         if not isinstance(self.repeats, int) or self.repeats < 1:
-            raise InvalidValueError(f"repeats={self.repeats!r} is not allowed; give a whole number from 1")
+            raise InvalidValueError(
+                f"repeats={self.repeats!r} is not allowed; give a whole number from 1", field="repeats"
+            )
 
     @property
     def model(self) -> str:
@@ -68,7 +99,7 @@ class VaeChoices:
 
     @property
     def command(self) -> str:
-        words = ["comfy-tpu bench vae"]
+        words = ["python -m benchmarks.vae"]
         words += [f"--{name} {getattr(self, name)}" for name in ("frames", "height", "width") if getattr(self, name)]
         words += [f"--dtype {self.dtype}"] if self.dtype != "auto" else []
         words += [f"--repeats {self.repeats}"] if self.repeats != VaeChoices.repeats else []

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import torch
 from safetensors.torch import load_file
 
-from comfy_tpu.bench import whole_videos
+from benchmarks.vae import whole_videos
+from benchmarks.vae.choices import CONFIGURATIONS
+from benchmarks.vae.inputs import Inputs
+from comfy_tpu.bench.candidates import StageClock, compiled, torch_candidate
 from comfy_tpu.bench.devices import Bench
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.peers import StageClock, compiled, torch_entrant
-from comfy_tpu.bench.references import build_vae
-from comfy_tpu.bench.timing import Entrant
-from comfy_tpu.bench.vae_choices import CONFIGURATIONS
-from comfy_tpu.bench.vae_inputs import Inputs
-from comfy_tpu.bridge import build_skeleton
+from comfy_tpu.bench.modules import empty_module
+from comfy_tpu.bench.timing import Candidate
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
@@ -30,7 +29,7 @@ from comfy_tpu.families.wan.vae import VAE
 
 @dataclasses.dataclass
 class Decoder:
-    entrant: Entrant
+    candidate: Candidate
     program: DeviceProgram | None = None
 
 
@@ -89,7 +88,7 @@ def _by_programs(
     if not frames:
         latents = bench.array(inputs.latents.movedim(1, channels).contiguous())
         return Decoder(
-            Entrant(
+            Candidate(
                 lambda: jax.block_until_ready(program(weights, latents=latents)),
                 lambda video: bench.tensor(video).movedim(channels, 1),
                 facts,
@@ -110,16 +109,16 @@ def _by_programs(
     def read(pictures: Any) -> torch.Tensor:
         return bench.tensor(jnp.concatenate(pictures, axis=1)).movedim(-1, 1) * 2 - 1
 
-    return Decoder(Entrant(by_frames, read, facts), program)
+    return Decoder(Candidate(by_frames, read, facts), program)
 
 
 def _statistics() -> tuple[list[float], list[float]]:
-    module: Any = build_skeleton(lambda: build_vae({}))
+    module: Any = empty_module(VAE, {})
     return wan_vae.latent_statistics(module.config)
 
 
 def _by_torch(variant: str, job: Job, bench: Bench, inputs: Inputs, facts: dict[str, Any]) -> Decoder:
-    module = _timed(facts, "build_s", lambda: build_skeleton(lambda: build_vae(CONFIGURATIONS[job.model])))
+    module = _timed(facts, "build_s", lambda: empty_module(VAE, CONFIGURATIONS[job.model]))
 
     def load() -> None:
         tensors = load_file(inputs.weights / "diffusion_pytorch_model.safetensors", device=str(bench.device))
@@ -129,8 +128,8 @@ def _by_torch(variant: str, job: Job, bench: Bench, inputs: Inputs, facts: dict[
     _timed(facts, "load_s", load)
     model: Any = compiled(module, ("decoder",)) if variant == "compile" else module
     latents = inputs.latents.to(bench.device, bench.dtype)
-    entrant = torch_entrant(bench, lambda: model.decode(latents, return_dict=False)[0], facts=facts)
-    return Decoder(entrant)
+    candidate = torch_candidate(bench, lambda: model.decode(latents, return_dict=False)[0], facts=facts)
+    return Decoder(candidate)
 
 
 def _timed(facts: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What all variants are given: random weights and latents, and the video that diffusers makes of them in float32."""
+"""The inputs of all variants: random weights and latents, and the video that diffusers decodes from them in float32."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.vae.choices import CONFIGURATIONS, VideoSize
 from comfy_tpu.bench.devices import Bench, exact_float32
-from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.references import in_float32, random_module
-from comfy_tpu.bench.timing import Listener
-from comfy_tpu.bench.vae_choices import CONFIGURATIONS
+from comfy_tpu.bench.job import SMALL_MODEL, Job
+from comfy_tpu.bench.modules import in_float32, random_module
+from comfy_tpu.bench.timing import ProgressCallback
 from comfy_tpu.families.wan.vae import VAE
 
 _WEIGHTS, _VIDEO = "vae", "video.safetensors"
@@ -34,12 +34,17 @@ class Inputs:
         return cls(Path(job.inputs) / _WEIGHTS, tensors["latents"], tensors["expected"])
 
 
-def make_inputs(job: Job, listener: Listener) -> None:
-    bench = Bench.open(job)
+def open_bench(job: Job) -> Bench:
+    """The study's models are VAEs alone: a small Wan stands for the rest, which nothing here reads."""
+    return Bench.open(dataclasses.replace(job, model=SMALL_MODEL, size=""))
+
+
+def make_inputs(job: Job, on_progress: ProgressCallback) -> None:
+    bench = open_bench(job)
     config = CONFIGURATIONS[job.model]
     module = random_module(VAE, config, device=bench.device, dtype=bench.dtype)
     reference: Any = in_float32(module, VAE, config)
-    latents = bench.random(1, reference.config.z_dim, *job.video_size.latent, seed=8).float()
+    latents = bench.random(1, reference.config.z_dim, *VideoSize.parse(job.size).latent, seed=8).float()
     with torch.no_grad(), exact_float32():
         expected = reference.decode(latents, return_dict=False)[0]
     directory = Path(job.inputs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.vae.report import Language, plots, tables, write_texts
 from comfy_tpu.bench.results import read_runs
-from comfy_tpu.bench.vae_report import Language, plots, tables, write_texts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "vae"
 RUNS: dict[str, dict[Language, str]] = {
     "h200.json": {"en": "On an H200, published channels, 480P", "zh-CN": "在 H200 上，公布的通道数，480P"},

@@ -1,4 +1,4 @@
-"""Tables and plots of `comfy-tpu bench vae`, in the languages of the pages that show them."""
+"""Tables and plots of `python -m benchmarks.vae`, in the languages of the pages that show them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from comfy_tpu.bench.markdown import render, seconds
+from benchmarks.vae.choices import START, TURNS, VARIANTS
+from comfy_tpu.bench.plots import Bar, draw_bars
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.bench.svg import Bar, bars
-from comfy_tpu.bench.vae_choices import START, TURNS, VARIANTS
+from comfy_tpu.bench.tables import render, seconds
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
@@ -119,8 +119,8 @@ def plots(run: Run) -> dict[str, str]:
         if row.median_s is not None and row.spread_s is not None
     ]
     return {
-        "start": bars("From nothing to the first video: seconds, less is better", [*cold, *warm]),
-        "decode": bars("A decode, by turns: seconds, less is better", decodes),
+        "start": draw_bars("From nothing to the first video: seconds, less is better", [*cold, *warm]),
+        "decode": draw_bars("A decode, by turns: seconds, less is better", decodes),
     }
 
 
@@ -132,7 +132,7 @@ def _in_order(run: Run, part: str, what: str) -> list[Row]:
 def check_output(path: Path, json: Path | None = None) -> None:
     """`json`: where the samples go."""
     if path.suffix != ".md":
-        raise InvalidValueError(f"output={path} is Markdown; give it a name in .md")
+        raise InvalidValueError(f"output={path} is Markdown; give it a name in .md", field="output")
     check_place(path)
     check_conflicts([*([] if json is None else [("json", json)]), ("output", path)])
 

@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vae.choices import START, TURNS
 from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.vae_choices import START, TURNS
 
 
-def measure_start(job: Job, listener: Any) -> None:
-    from comfy_tpu.bench import vae_ways
-    from comfy_tpu.bench.devices import Bench, relative_error
-    from comfy_tpu.bench.timing import race
-    from comfy_tpu.bench.vae_inputs import Inputs
+def measure_start(job: Job, on_progress: Any) -> None:
+    from benchmarks.vae import decoders
+    from benchmarks.vae.inputs import Inputs, open_bench
+    from comfy_tpu.bench.devices import relative_error
+    from comfy_tpu.bench.timing import time_interleaved
 
     (variant,) = job.peers
     from diffusers import AutoencoderKLWan  # noqa: F401 - built by it or held against it, in every variant
@@ -28,17 +28,19 @@ def measure_start(job: Job, listener: Any) -> None:
         import comfy_tpu.families.wan.nnx_vae.component  # noqa: F401 - counted as imported, as torch and jax are by now
     imported = time.time() - job.started
     load = os.getloadavg()[0]
-    inputs, bench = Inputs.read(job), Bench.open(job)
+    inputs, bench = Inputs.read(job), open_bench(job)
     row = Row(START, job.state, "", size=job.size)
-    made: list[vae_ways.Decoder] = []
+    made: list[decoders.Decoder] = []
 
     def prepare() -> Any:
-        made.append(vae_ways.prepare(variant, job, bench, inputs))
-        return made[0].entrant
+        made.append(decoders.prepare(variant, job, bench, inputs))
+        return made[0].candidate
 
     quiet = _Rows()
-    judge = functools.partial(_judge, relative_error, inputs)
-    done = race(row, {variant: prepare}, repeats=job.repeats, listener=quiet, judge=judge)[variant]
+    measure_error = functools.partial(_measure_error, relative_error, inputs)
+    done = time_interleaved(
+        row, {variant: prepare}, repeats=job.repeats, on_progress=quiet, measure_error=measure_error
+    )[variant]
     facts = {"import_s": imported, **done.facts, "load_average": load, "peak_bytes": peak_bytes()}
     if done.first_s is not None:
         stages = sum(facts.get(name, 0.0) for name in ("trace_s", "lower_s", "compile_s"))
@@ -47,25 +49,26 @@ def measure_start(job: Job, listener: Any) -> None:
     if job.state == "cold" and made and made[0].program is not None:
         texts = made[0].program.compiled_texts()
         facts |= {"hlo_bytes": sum(map(len, texts)), "hlo_instructions": sum(map(instructions, texts))}
-    listener.row(dataclasses.replace(done, facts=facts))
+    on_progress.row(dataclasses.replace(done, facts=facts))
 
 
-def measure_turns(job: Job, listener: Any) -> None:
-    from comfy_tpu.bench import vae_ways
-    from comfy_tpu.bench.devices import Bench
-    from comfy_tpu.bench.timing import race
-    from comfy_tpu.bench.vae_inputs import Inputs
+def measure_turns(job: Job, on_progress: Any) -> None:
+    from benchmarks.vae import decoders
+    from benchmarks.vae.inputs import Inputs, open_bench
+    from comfy_tpu.bench.timing import time_interleaved
 
-    inputs, bench = Inputs.read(job), Bench.open(job)
+    inputs, bench = Inputs.read(job), open_bench(job)
 
     def preparing(variant: str) -> Any:
-        return lambda: vae_ways.prepare(variant, job, bench, inputs).entrant
+        return lambda: decoders.prepare(variant, job, bench, inputs).candidate
 
     row = Row(TURNS, "decode", "", size=job.size)
-    rows = race(row, {name: preparing(name) for name in job.peers}, repeats=job.repeats, listener=listener)
+    rows = time_interleaved(
+        row, {name: preparing(name) for name in job.peers}, repeats=job.repeats, on_progress=on_progress
+    )
     load = os.getloadavg()[0]
     for done in rows.values():
-        listener.row(dataclasses.replace(done, facts={"load_average": load}))
+        on_progress.row(dataclasses.replace(done, facts={"load_average": load}))
 
 
 def peak_bytes() -> int | None:
@@ -90,6 +93,6 @@ class _Rows:
     def note(self, text: str) -> None: ...
 
 
-def _judge(relative_error: Any, inputs: Any, output: Any) -> float:
+def _measure_error(relative_error: Any, inputs: Any, output: Any) -> float:
     error: float = relative_error(output.cpu(), inputs.expected)
     return error

@@ -1,17 +1,26 @@
+import importlib.metadata
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from comfy_tpu.bench import report, slopes, svg
-from comfy_tpu.bench.markdown import floor_seconds, seconds, speedup
+from comfy_tpu.bench import plots, report, slopes
 from comfy_tpu.bench.outputs import Places, plot, tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.bench.tables import floor_seconds, seconds, speedup
+from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from tests.bench.test_results import make_run
+from tests.pins import only_with_the_pinned
 
+PLOTTED = {"matplotlib": importlib.metadata.version("matplotlib"), "tabulate": importlib.metadata.version("tabulate")}
 ROOT = Path(__file__).parents[2]
 SIZE = "832x480x81"
+
+
+def narrow(text):
+    """Tables without the padding of their columns."""
+    return re.sub(r" *\| *", " | ", text)
 
 
 def forward(peer, *samples, **more):
@@ -28,8 +37,8 @@ CEILINGS = (
 
 
 def test_tables_compare_within_the_run():
-    text = tables(make_run(*PEERS, *CEILINGS))
-    lines = {line.split("|")[3].strip(): line for line in text.splitlines() if line.startswith("| forward")}
+    text = narrow(tables(make_run(*PEERS, *CEILINGS)))
+    lines = {line.split("|")[3].strip(): line for line in text.splitlines() if line.startswith(" | forward")}
     assert "2.50 s | 2.40 s – 2.60 s | 3 | 800 | 120% |" in lines["**comfy-tpu**"]
     assert "1.20×" in lines["diffusers eager"]
     assert "no \\| compiler" in lines["diffusers + torch.compile"]
@@ -37,17 +46,20 @@ def test_tables_compare_within_the_run():
 
 def test_blocks_compiled_one_by_one_are_named_so():
     rows = (forward("ours", 2.5), forward("compile", 2.8))
-    assert "torch.compile of each block |" in tables(make_run(*rows, command="comfy-tpu bench --compile-regional"))
-    assert "torch.compile |" in tables(make_run(*rows))
+    assert "torch.compile of each block |" in narrow(
+        tables(make_run(*rows, command="comfy-tpu bench --compile-regional"))
+    )
+    assert "torch.compile |" in narrow(tables(make_run(*rows)))
     assert "torch.compile of each block<" in plot(make_run(*rows, command="comfy-tpu bench --compile-regional"))
 
 
 def test_8_bits_are_compared_with_ours_alone():
     run = make_run(*PEERS, forward("fp8", 2.0), *CEILINGS)
-    (line,) = (line for line in tables(run).splitlines() if "fp8 (lossy)" in line)
-    cells = dict(zip(tables(run).splitlines()[2].split("|"), line.split("|"), strict=True))
-    assert cells[" fp8 is faster "] == " 1.25× "
-    assert cells[" ours is faster "] == cells[" of the floor "] == "  ", "the ceilings are not those of 8 bits"
+    lines = tables(run).splitlines()
+    (line,) = (line for line in lines if "fp8 (lossy)" in line)
+    cells = dict(zip(*([cell.strip() for cell in each.split("|")] for each in (lines[2], line)), strict=True))
+    assert cells["fp8 is faster"] == "1.25×"
+    assert cells["ours is faster"] == cells["of the floor"] == "", "the ceilings are not those of 8 bits"
 
 
 def test_the_floor_is_products_and_attention_each_at_their_best():
@@ -78,7 +90,7 @@ def test_the_last_run_of_every_size_counts(tmp_path):
     assert "9.00 s" not in words
     assert "encode 512 tokens" in words
     assert f"({picture.name})" in words
-    assert "## H200, Wan 2.1 14B, bfloat16" in words
+    assert "## H200, Wan2.1-T2V-14B-Diffusers, bfloat16" in words
     assert "1 × H200 (128 GiB); driver 580.1; a processor, 2 cores, 16 GiB." in words
     assert words.count("2026-01-0") == 2, "runs that nothing is taken from are not listed"
     assert "jax 0.11.2" in words
@@ -139,18 +151,18 @@ def test_exponents_are_those_of_the_points():
     rows = [scaling(tokens, 1e-6 * tokens**1.5) for tokens in (8_000, 16_000, 76_000)]
     rows += [scaling(8_000, 1.0, "eager"), *(over_devices(count) for count in (1, 2, 4, 8))]
     found = with_run(*rows)
-    series = slopes.series_of(found)
+    series = slopes.make_series(found)
     exponents = {one.name: one.exponent for one in (*series["tokens"], *series["devices"])}
     assert exponents == pytest.approx(
         {
             "comfy-tpu": 1.5,
-            "operations, by the formula": 2.0,
+            "operations, counted": 2.0,
             "wall time": 0.0,
             "operations a device, by XLA": -1.0,
         },
         abs=1e-9,
     )
-    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in slopes.exponents(found)
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in narrow(slopes.exponents(found))
     for text in slopes.plots(found).values():
         ET.fromstring(text)
 
@@ -159,7 +171,7 @@ def test_a_forward_of_another_size_is_one_more_point():
     rows = [scaling(tokens, 1e-3 * tokens) for tokens in (8_000, 16_000)]
     again = Row("transformer", "forward", "ours", size="16000", samples=(99.0,), flops=1.0, facts={"tokens": 16_000})
     other = Row("transformer", "forward", "ours", size="76000", samples=(76.0,), flops=1.0, facts={"tokens": 76_000})
-    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in slopes.exponents(with_run(*rows, again, other))
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in narrow(slopes.exponents(with_run(*rows, again, other)))
 
 
 def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
@@ -169,9 +181,11 @@ def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
     small, large, larger = compiled(8_000, 1.0), compiled(16_000, 2.0), compiled(32_000, 4.0)
     regional = "comfy-tpu bench --compile-regional"
     assert slopes.exponents([*with_run(small), *with_run(large, command=regional)]) == ""
-    assert "| diffusers + torch.compile | tokens | 8,000 – 16,000 | 1.00 |" in slopes.exponents(with_run(small, large))
+    assert "| diffusers + torch.compile | tokens | 8,000 – 16,000 | 1.00 |" in narrow(
+        slopes.exponents(with_run(small, large))
+    )
     found = [*with_run(small, large), *with_run(large, larger, command=regional)]
-    assert [one.name for one in slopes.series_of(found)["tokens"]] == [
+    assert [one.name for one in slopes.make_series(found)["tokens"]] == [
         "diffusers + torch.compile",
         "diffusers + torch.compile of each block",
     ]
@@ -182,20 +196,42 @@ def test_nothing_to_fit():
     assert slopes.exponents(with_run(scaling(8_000, 1.0))) == ""
 
 
+def texts(drawing):
+    return [element.text for element in ET.fromstring(drawing).iter() if element.tag.endswith("text")]
+
+
 def test_drawings_are_well_formed_and_escape_their_words():
-    text = svg.bars("a < b", [svg.Bar("x & y", 1.0, 0.5, 2.0, "1 s")])
-    root = ET.fromstring(text)
-    assert [element.text for element in root.iter() if element.tag.endswith("text")] == ["a < b", "x & y", "1 s"]
-    ET.fromstring(svg.bars("nothing", []))
-    (bar,) = (
-        one for one in ET.fromstring(svg.bars("", [svg.Bar("x" * 80, 1.0, 1.0, 1.0, "")])) if one.get("height") == "18"
-    )
-    assert float(bar.get("x")) > 80 * 6, "a long label has room before its bar"
-    ET.fromstring(plot(make_run(*PEERS)))
+    drawing = plots.draw_bars("a < b", [plots.Bar("x & y", 1.0, 0.5, 2.0, "1 s")])
+    assert {"a < b", "x & y", "1 s"} <= set(texts(drawing))
+    ET.fromstring(plots.draw_bars("nothing", []))
+    ET.fromstring(plots.draw_curves("nothing", "x", "y", []))
+    assert "forward 832x480x81 comfy-tpu" in texts(plot(make_run(*PEERS)))
+
+
+def test_the_same_figures_make_the_same_drawing():
+    first, second = (plot(make_run(*PEERS)) for _ in range(2))
+    assert first == second
+    assert "<dc:date>" not in first
+
+
+def test_missing_libraries_are_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = r"need matplotlib and tabulate for their tables and plots; pip install 'comfy-tpu\[bench\]'"
+    with pytest.raises(UnsupportedError, match=message):
+        Places.check(json=None, markdown=None, plot=None)
+
+
+def test_runs_on_a_mesh_have_a_chapter_of_their_own(tmp_path):
+    one, eight = make_run(forward("ours", 2.0)), make_run(forward("ours", 0.5), mesh="dp=1,sp=8,tp=1")
+    write_runs(tmp_path / "a.json", [one, eight])
+    assert [run.mesh for run in read_runs(tmp_path / "a.json")] == ["single", "dp=1,sp=8,tp=1"]
+    page = report.write_page([tmp_path / "a.json"], tmp_path / "page.md")[0].read_text()
+    assert "## H200, Wan2.1-T2V-14B-Diffusers, bfloat16\n" in page
+    assert "## H200, Wan2.1-T2V-14B-Diffusers, bfloat16, mesh dp=1,sp=8,tp=1\n" in page
 
 
 def test_places_are_checked_before_anything_is_measured(tmp_path):
-    with pytest.raises(InvalidValueError, match=r"--plot .*x\.png is written as SVG; give it a name in \.svg"):
+    with pytest.raises(InvalidValueError, match=r"plot=.*x\.png is written as SVG; give it a name in \.svg"):
         Places.check(json=None, markdown=None, plot=tmp_path / "x.png")
     with pytest.raises(InvalidValueError, match="is a directory"):
         Places.check(json=tmp_path, markdown=None, plot=None)
@@ -219,6 +255,7 @@ def test_a_file_of_results_gets_one_more_run(tmp_path):
     ET.parse(tmp_path / "x.svg")
 
 
+@only_with_the_pinned(PLOTTED)
 def test_the_page_in_the_documents_is_what_the_results_make(tmp_path):
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     for path in report.write_page(files, tmp_path / "performance.md"):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Entrant, failed, measure, race
+from comfy_tpu.bench.timing import Candidate, failed, measure, time_interleaved
 
 ROW = Row("transformer", "forward", "", size="96x64x9", flops=1.0)
 
 
-class Listener:
+class Progress:
     def __init__(self):
         self.rows, self.notes = [], []
 
@@ -22,20 +22,24 @@ class Listener:
         self.notes.append(text)
 
 
-def entrant(calls, name, fail_at=None):
+def candidate(calls, name, fail_at=None):
     def call():
         calls.append(name)
         if fail_at is not None and calls.count(name) == fail_at:
             raise torch.OutOfMemoryError("CUDA out of memory\nmore about it")
         return torch.ones(2)
 
-    return lambda: Entrant(call, lambda output: output * 2, {"name": name})
+    return lambda: Candidate(call, lambda output: output * 2, {"name": name})
 
 
 def test_peers_are_called_in_turns_after_a_warm_up():
-    calls, listener = [], Listener()
-    rows = race(
-        ROW, {"a": entrant(calls, "a"), "b": entrant(calls, "b")}, repeats=3, listener=listener, judge=lambda x: x.sum()
+    calls, progress = [], Progress()
+    rows = time_interleaved(
+        ROW,
+        {"a": candidate(calls, "a"), "b": candidate(calls, "b")},
+        repeats=3,
+        on_progress=progress,
+        measure_error=lambda x: x.sum(),
     )
     assert calls == ["a", "a", "b", "b"] + ["a", "b"] * 3
     assert [len(row.samples) for row in rows.values()] == [3, 3]
@@ -43,54 +47,59 @@ def test_peers_are_called_in_turns_after_a_warm_up():
     assert [row.error for row in rows.values()] == [4, 4]
     assert [row.facts["name"] for row in rows.values()] == ["a", "b"]
     # One sample as soon as there is one: a run that is cut short then has something of everybody.
-    assert [len(row.samples) for row in listener.rows] == [1, 1, 1, 1, 2, 2, 3, 3]
+    assert [len(row.samples) for row in progress.rows] == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
 def test_without_repeats_only_the_error_is_measured():
     calls = []
-    rows = race(ROW, {"a": entrant(calls, "a")}, repeats=0, listener=Listener(), judge=lambda x: 0.5)
+    rows = time_interleaved(
+        ROW, {"a": candidate(calls, "a")}, repeats=0, on_progress=Progress(), measure_error=lambda x: 0.5
+    )
     assert calls == ["a"]
     assert (rows["a"].error, rows["a"].samples) == (0.5, ())
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 4], ids=["at first", "in the second call", "in a round"])
 def test_a_peer_that_fails_is_a_row_and_the_others_go_on(fail_at):
-    calls, listener = [], Listener()
-    rows = race(
-        ROW, {"bad": entrant(calls, "bad", fail_at), "good": entrant(calls, "good")}, repeats=3, listener=listener
+    calls, progress = [], Progress()
+    rows = time_interleaved(
+        ROW,
+        {"bad": candidate(calls, "bad", fail_at), "good": candidate(calls, "good")},
+        repeats=3,
+        on_progress=progress,
     )
     assert rows["bad"].failure == "OutOfMemoryError: CUDA out of memory"
     assert "in call" in rows["bad"].traceback
     assert rows["bad"].samples == ()
     assert len(rows["good"].samples) == 3
     assert calls.count("bad") == fail_at, "it is not called again"
-    assert rows["bad"] in listener.rows
+    assert rows["bad"] in progress.rows
 
 
 def test_a_peer_that_cannot_be_prepared_is_a_row():
     def prepare():
         raise RuntimeError("no C++ compiler")
 
-    rows = race(ROW, {"compile": prepare}, repeats=1, listener=Listener())
+    rows = time_interleaved(ROW, {"compile": prepare}, repeats=1, on_progress=Progress())
     assert rows["compile"].failure == "RuntimeError: no C++ compiler"
 
 
 def test_short_calls_are_repeated_and_the_last_is_waited_for():
-    calls, waited, listener = [], [], Listener()
+    calls, waited, progress = [], [], Progress()
 
     def call():
         calls.append(len(calls))
         return calls[-1]
 
-    row = measure(ROW, call, waited.append, repeats=2, least_s=1e-3, listener=listener)
+    row = measure(ROW, call, waited.append, repeats=2, least_s=1e-3, on_progress=progress)
     assert len(row.samples) == 2
     assert waited[:3] == [0, 1, 2]
     assert waited[-1] == calls[-1]
-    assert listener.rows == [row]
+    assert progress.rows == [row]
 
 
 def test_a_short_call_that_fails_is_a_row():
-    row = measure(ROW, lambda: 1 / 0, lambda output: None, repeats=1, least_s=0.0, listener=Listener())
+    row = measure(ROW, lambda: 1 / 0, lambda output: None, repeats=1, least_s=0.0, on_progress=Progress())
     assert row.failure == "ZeroDivisionError: division by zero"
 
 

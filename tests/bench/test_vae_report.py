@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from comfy_tpu.bench import vae_report
+from benchmarks.vae import __main__ as command
+from benchmarks.vae import pages
+from benchmarks.vae import report as vae_report
+from benchmarks.vae.choices import START, TURNS, VARIANTS, VaeChoices
+from benchmarks.vae.runner import _jobs
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.vae_choices import START, TURNS, VARIANTS, VaeChoices
-from comfy_tpu.bench.vae_runner import _jobs
+from tests.bench.test_report import PLOTTED, narrow
 from tests.bench.test_results import make_run
-from tools import torchax_vs_flax
+from tests.pins import only_with_the_pinned
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"import_s": 2.0, "total_s": 9.0, "programs": 2, "hlo_instructions": 1234, "hlo_bytes": 2**20}
@@ -24,7 +27,7 @@ RUN = make_run(
 
 
 def test_tables_in_two_languages():
-    english, chinese = (vae_report.tables(RUN, language) for language in ("en", "zh-CN"))
+    english, chinese = (narrow(vae_report.tables(RUN, language)) for language in ("en", "zh-CN"))
     assert "| NNX frame by frame | 1.10 s | 1.00 s – 1.20 s | 3 |" in english
     assert "| diffusers + torch.compile | no compiler |" in english
     assert english.index("| torchax scanned | 2.00 s | 9.00 s |") < english.index("| NNX frame by frame | 2.00 s")
@@ -56,19 +59,38 @@ def test_a_run_is_every_variant_twice_and_all_by_turns(tmp_path):
 
 
 def test_the_command_that_repeats_a_run():
-    assert VaeChoices().command == "comfy-tpu bench vae"
+    assert VaeChoices().command == "python -m benchmarks.vae"
     choices = VaeChoices(height=720, width=1280, variants=("eager",), full_size=True, repeats=3)
-    assert choices.command == "comfy-tpu bench vae --height 720 --width 1280 --repeats 3 --variants eager --full-size"
+    options = "--height 720 --width 1280 --repeats 3 --variants eager --full-size"
+    assert choices.command == f"python -m benchmarks.vae {options}"
     assert str(choices.size) == "1280x720x81"
     assert set(VARIANTS) >= {"torchax-unrolled", "nnx-unrolled"}
 
 
+@only_with_the_pinned(PLOTTED)
 def test_the_pages_show_what_the_results_make():
-    for path, text in torchax_vs_flax.texts().items():
+    for path, text in pages.texts().items():
         assert path.is_file(), f"{path.name} is missing; run `make torchax-vs-flax`"
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is stale; run `make torchax-vs-flax`"
 
 
 def test_a_page_without_its_place_for_figures():
     with pytest.raises(SystemExit, match=r"has no line .*put one where the tables belong"):
-        torchax_vs_flax.with_figures("# A page", "| a |", Path("x.md"))
+        pages.with_figures("# A page", "| a |", Path("x.md"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "jit"], "--variants names 'jit'; choose from torchax-unrolled, torchax-scanned"),
+        (["--frames", "80"], "--frames 80 is not 4n+1; try 81"),
+        (["--height", "40"], "--height 40 is not a multiple of 16; try 48"),
+        (["--width", "wide"], "--width wide is not a multiple of 16; try 64"),
+        (["--repeats", "0"], "--repeats 0 is not allowed; give a whole number from 1"),
+        (["--output", "x.txt"], "--output x.txt is Markdown; give it a name in .md"),
+    ],
+)
+def test_wrong_choices_are_refused_before_anything_starts(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks.vae", *arguments])
+    assert command.main() == 1
+    assert message in capsys.readouterr().err

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from comfy_tpu.bench import outputs, report, vae_report
+from benchmarks.vae import report as vae_report
+from comfy_tpu.bench import outputs, report
 from comfy_tpu.cli import main as cli
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import video

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 
-from comfy_tpu.bench import whole_videos
+from benchmarks.vae import whole_videos
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comfy_tpu.bench import whole_videos
+from benchmarks.vae import whole_videos
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component

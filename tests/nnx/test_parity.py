@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock
 
-from comfy_tpu.bench import whole_videos
+from benchmarks.vae import whole_videos
 from comfy_tpu.families.wan.nnx_vae import decoding
 from tests.nnx.small_vaes import four_levels, irregular, random, run, tiny
 from tests.tracing import relative_error

@@ -1,4 +1,4 @@
-"""The devices of a part, for jax and for torch at once, and arrays that both see without a copy where that is possible."""
+"""The devices of a part, for jax and for torch, and arrays that both see, without a copy where that is possible."""
 
 from __future__ import annotations
 

@@ -14,13 +14,12 @@ from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.card import Config, FamilyCard
 from comfy_tpu.families.model_family import ModelFamily
-from comfy_tpu.families.reference import Reference
+from comfy_tpu.families.reference import Reference, load_references
 from comfy_tpu.families.registry import (
     family_cards,
     family_of,
     find_published,
     load_family,
-    load_references,
     model_cards,
 )
 from comfy_tpu.families.settings import parse_size
@@ -81,7 +80,10 @@ class BenchModel:
         """About half to twice the tokens of the default size; of a small model, up to sixteen times."""
         settings, step = self.settings(self.default_sizes[0]), self.family.card.limits.size_multiple
         factors = (1, 2, 3, 4) if self.is_small else (0.5, 0.7, 1.0, 1.4)
-        sides = ((max(1, round(side * factor / step)) * step for side in (settings.width, settings.height)) for factor in factors)
+        sides = (
+            (max(1, round(side * factor / step)) * step for side in (settings.width, settings.height))
+            for factor in factors
+        )
         return tuple(dict.fromkeys(f"{width}x{height}x{settings.num_frames}" for width, height in sides))
 
 
@@ -96,7 +98,9 @@ def with_few_layers(config: Config) -> dict[str, Any]:
 def operations(work: Workload) -> tuple[float, float]:
     """Of a step's products and of its attention: a multiplication and an addition are two."""
     rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens, "samples": 1}
-    linear = sum(2.0 * count * rows[each.rows] * each.nbytes / each.itemsize for count, each in work.matrices if each.used)
+    linear = sum(
+        2.0 * count * rows[each.rows] * each.nbytes / each.itemsize for count, each in work.matrices if each.used
+    )
     keys = work.sequence**2 + (work.tokens * work.text_tokens if work.text == "keys" else 0)
     return work.batch * linear, work.batch * 4.0 * work.layers * work.hidden * keys
 

@@ -112,7 +112,9 @@ def in_float32(
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
-    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in module.state_dict().items()}
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in module.state_dict().items()
+    }
     reference.load_state_dict(tensors, assign=True)
     converted: torch.nn.Module = reference.eval().requires_grad_(False)
     return converted

@@ -79,7 +79,7 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> str:
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(title, loc="left", fontweight="semibold")
+        figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")  # labels may be long
         return _svg(figure)
 
 
@@ -105,7 +105,7 @@ def draw_curves(title: str, x_title: str, y_title: str, series: Sequence[Series]
         axes.yaxis.set_major_formatter(number)
         axes.grid(color="#e8eaed")
         axes.set_axisbelow(True)
-        axes.set_title(title, loc="left", fontweight="semibold")
+        axes.set_title(title, loc="left", fontweight="bold")
         if series:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         return _svg(figure)

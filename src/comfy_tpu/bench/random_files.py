@@ -18,6 +18,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.pipeline.model_files import ModelFiles
 
 PROMPT = "a red circle moving right on a black background"
+_LENGTH = 4096
 _TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 
 
@@ -52,15 +53,12 @@ class RandomFiles(ModelFiles):
     def checkpoint(self, spec: ComponentSpec) -> Any:
         return HostWeights(self.module(spec))
 
-    def tokenizer(self, folder: str) -> Any:
-        return self._tokenizer
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
+    def _read_tokenizer(self, folder: str) -> Any:
         """No model's vocabulary has to be downloaded to measure its speed."""
         from tokenizers import Tokenizer, models, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
 
+        lengths = {encoder.tokenizer: encoder.length for encoder in self.family.text.encoders}
         words = ["<pad>", "</s>", "<unk>", *dict.fromkeys(PROMPT.split())]
         tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,7 +70,7 @@ class RandomFiles(ModelFiles):
             unk_token="<unk>",
             padding_side="right",
             chat_template=_TEMPLATE,
-            model_max_length=4096,
+            model_max_length=lengths[folder] or _LENGTH,
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 import json
 import os
 import signal
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import comfy_tpu
 from comfy_tpu.bench.job import (
     DEVICES,
     MACHINE,
@@ -35,6 +35,7 @@ Say = Callable[[str], None]
 Keep = Callable[[Run], None]
 
 WORKER = "comfy_tpu.bench.worker"
+
 
 class BenchError(ComfyTpuError):
     """The devices of the machine could not be started, so nothing can be measured."""
@@ -133,7 +134,7 @@ def _messages(job: Job, scratch: Path, worker: str = WORKER) -> Iterator[dict[st
     with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
         json.dump(job.to_json(), given)
         given.seek(0)
-        with _process(worker, given, _environment(job, scratch)) as process:
+        with _process(worker, given, _environment(job, scratch, worker)) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 yield json.loads(line)
@@ -152,10 +153,10 @@ def _process(worker: str, given: Any, environment: Mapping[str, str]) -> Iterato
                 process.kill()
 
 
-def _environment(job: Job, scratch: Path) -> dict[str, str]:
+def _environment(job: Job, scratch: Path, worker: str = WORKER) -> dict[str, str]:
     environment = dict(os.environ)
-    source = str(Path(comfy_tpu.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
+    roots = [_package_root(module) for module in dict.fromkeys((WORKER, worker))]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*roots, environment.get("PYTHONPATH")]))
     # jax would take three quarters of the GPU before torch has made its weights.
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     # torch.compile starts from nothing, as ours does; unless somebody points it elsewhere to save its 150 s in a
@@ -170,6 +171,14 @@ def _environment(job: Job, scratch: Path) -> dict[str, str]:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment["TOKENIZERS_PARALLELISM"] = "false"
     return environment
+
+
+def _package_root(module: str) -> str:
+    """The directory to import the module's top package from."""
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return str(Path(next(iter(spec.submodule_search_locations))).parent)
 
 
 def _ending(status: int) -> str:

@@ -18,7 +18,14 @@ from comfy_tpu.bench.results import Row
 from comfy_tpu.bench.timing import Candidate, ProgressCallback, time_interleaved
 from comfy_tpu.bench.transformer import Forward, default_attention, forward_row, load_once
 from comfy_tpu.compiler.host_weights import HostWeights
-from comfy_tpu.pipeline.step import StepPrograms, abstract_state, is_guided, latent_shape, place_prepared, split_prepared
+from comfy_tpu.pipeline.step import (
+    StepPrograms,
+    abstract_state,
+    is_guided,
+    latent_shape,
+    place_prepared,
+    split_prepared,
+)
 
 _REPEATS = 3
 """At most: a curve has several sizes, and its slope does not hang on the fourth digit."""

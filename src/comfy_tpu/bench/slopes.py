@@ -1,4 +1,4 @@
-"""Cost against tokens and devices: curves with fitted exponents, from the part "scaling" and forwards of other sizes."""
+"""Cost against tokens and devices: curves with fitted exponents, from "scaling" and forwards of other sizes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def make_series(found: Found) -> dict[str, list[Series]]:
         for name in dict.fromkeys(name for name, _ in over_tokens)
     ]
     ours = [row for _, row in over_tokens if row.peer == "ours"]
-    by_tokens += _through_first(
-        "operations, counted", ours, {row.facts[TOKENS]: row.flops or 0.0 for row in ours}
-    )
+    by_tokens += _through_first("operations, counted", ours, {row.facts[TOKENS]: row.flops or 0.0 for row in ours})
     by_devices = []
     if over_devices:
         by_devices.append(_series("wall time", {row.facts[DEVICES]: row.median_s or 0.0 for row in over_devices}))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from comfy_tpu.bench.candidates import StageClock, choose, compiled, torch_candidate
+from comfy_tpu.bench.candidates import StageClock, choose, torch_candidate
 from comfy_tpu.bench.devices import Bench, exact_float32, free_torch_memory, relative_error
 from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.modules import build_ours, counted_operations, empty_module, in_float32, random_module
@@ -27,10 +27,17 @@ def measure_text(job: Job, on_progress: ProgressCallback) -> None:
 
 
 def prompt_inputs(bench: Bench, encoder: TextEncoder) -> dict[str, torch.Tensor]:
-    """The tokens of a prompt that fills a quarter of its room, as a long one does."""
-    length = bench.model.defaults.max_sequence_length
-    prompt = " ".join([PROMPT] * max(1, length // 4 // len(PROMPT.split())))
-    return tokenize(RandomFiles.make(bench), encoder, [prompt], length).inputs
+    """Random tokens in the shapes that the family's tokenization gives; they fill a quarter of the prompt's room, as a
+    long prompt does."""
+    room = bench.model.defaults.max_sequence_length
+    inputs = tokenize(RandomFiles.make(bench), encoder, [PROMPT], room).inputs
+    config = bench.model.config(encoder.component)
+    vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    width = inputs["input_ids"].shape[1]
+    visible = width - 3 * min(encoder.length or room, width) // 4
+    mask = (torch.arange(width) < visible).int().unsqueeze(0)
+    ids = torch.randint(3, vocabulary, (1, width), generator=torch.Generator().manual_seed(10)).int()
+    return {**inputs, "input_ids": ids * mask, "attention_mask": mask}
 
 
 def _measure(bench: Bench, job: Job, encoder: TextEncoder, on_progress: ProgressCallback) -> None:
@@ -81,5 +88,4 @@ def _measure(bench: Bench, job: Job, encoder: TextEncoder, on_progress: Progress
 def _compiled_call(module: torch.nn.Module, encode: Any) -> Any:
     """The whole function: it calls the module's layers itself."""
     torch._dynamo.reset()
-    function = torch.compile(lambda: encode(module), dynamic=False)
-    return function
+    return torch.compile(lambda: encode(module), dynamic=False)

@@ -39,7 +39,12 @@ MeasureError = Callable[[torch.Tensor], float]
 
 
 def time_interleaved(
-    row: Row, peers: Mapping[str, Prepare], *, repeats: int, on_progress: ProgressCallback, measure_error: MeasureError | None = None
+    row: Row,
+    peers: Mapping[str, Prepare],
+    *,
+    repeats: int,
+    on_progress: ProgressCallback,
+    measure_error: MeasureError | None = None,
 ) -> dict[str, Row]:
     """Every peer's row, made from `row`. The first call of each is its warm-up, and is where its error is measured.
 
@@ -79,7 +84,13 @@ def time_interleaved(
 
 
 def measure(
-    row: Row, call: Callable[[], Any], wait: Callable[[Any], None], *, repeats: int, least_s: float, on_progress: ProgressCallback
+    row: Row,
+    call: Callable[[], Any],
+    wait: Callable[[Any], None],
+    *,
+    repeats: int,
+    least_s: float,
+    on_progress: ProgressCallback,
 ) -> Row:
     """A short call, repeated within each sample for `least_s`; only the last is waited for, as in a model."""
 

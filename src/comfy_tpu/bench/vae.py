@@ -38,7 +38,9 @@ def measure_vae(job: Job, on_progress: ProgressCallback) -> None:
 
     def decode(decoder: Any, given: torch.Tensor) -> torch.Tensor:
         if model.reference is None:
-            raise UnsupportedError(f"model={model.name}: its family has no reference.py, which says how diffusers runs it")
+            raise UnsupportedError(
+                f"model={model.name}: its family has no reference.py, which says how diffusers runs it"
+            )
         return model.reference.decode(decoder, given)
 
     def measure_error() -> MeasureError | None:
@@ -61,7 +63,11 @@ def measure_vae(job: Job, on_progress: ProgressCallback) -> None:
         "compile": lambda: by_torch(compiled(module, ("decoder",))),
     }
     meta = torch.empty(shape, device="meta")
-    flops = counted_operations(empty_module(vae.component, config), lambda empty: decode(empty, meta)) if model.reference else None
+    flops = (
+        counted_operations(empty_module(vae.component, config), lambda empty: decode(empty, meta))
+        if model.reference
+        else None
+    )
     row = Row("vae", "decode", "", size=job.size, flops=flops)
     time_interleaved(
         row, choose(job, peers), repeats=job.repeats, on_progress=on_progress, measure_error=measure_error()

@@ -1,18 +1,20 @@
 """How diffusers itself runs a model, and the published configurations that the card leaves out.
 
-A family's directory may have a `reference.py` with `REFERENCES`, by hub id, and `SMALL`. Benchmarks read it; running a
-model does not need it.
+A family's directory may have a `reference.py` with `REFERENCES`, by hub id, and `SMALL`: by component, the values in
+which a small model differs from the family's first published one. Benchmarks read it; running a model does not.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from comfy_tpu.families.card import Config
+from comfy_tpu.families.card import Config, FamilyCard
 
 
 def decode_video(module: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -35,3 +37,12 @@ class Reference:
     """Configurations of the components besides the transformer, by name."""
     decode: Callable[[Any, torch.Tensor], torch.Tensor] = decode_video
     """(diffusers' VAE, latents in the VAE's own scale) -> pixels [batch, 3, frames, height, width] in -1..1."""
+
+
+def load_references(family: FamilyCard) -> tuple[Mapping[str, Reference], Mapping[str, Config]]:
+    """The `REFERENCES` and `SMALL` of the family's reference.py; both empty where the family has none."""
+    name = f"{family.package}.reference"
+    if importlib.util.find_spec(name) is None:
+        return {}, {}
+    module = importlib.import_module(name)
+    return module.REFERENCES, module.SMALL

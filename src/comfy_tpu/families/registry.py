@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from comfy_tpu.config import VAE_BACKEND
@@ -17,7 +16,6 @@ from comfy_tpu.families.card_checks import CardError, check_card
 
 if TYPE_CHECKING:
     from comfy_tpu.families.model_family import ModelFamily
-    from comfy_tpu.families.reference import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -91,17 +89,6 @@ def find_published(model: str) -> tuple[str, ModelCard] | None:
         if model.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
             return hub_id, card
     return None
-
-
-def load_references(family: FamilyCard) -> tuple[Mapping[str, Reference], Mapping[str, Config]]:
-    """How diffusers runs the family's published models, by hub id; and the values of the configurations in which a
-    small model differs from the first of them, by component. Both are empty where the family has no reference.py.
-    Imports torch."""
-    name = f"{family.package}.reference"
-    if importlib.util.find_spec(name) is None:
-        return {}, {}
-    module = importlib.import_module(name)
-    return module.REFERENCES, module.SMALL
 
 
 def load_families() -> tuple[ModelFamily, ...]:

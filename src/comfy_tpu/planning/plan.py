@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings, MeshSizes
-from comfy_tpu.errors import InvalidValueError, MeshError
+from comfy_tpu.errors import MeshError
 from comfy_tpu.families import settings
 from comfy_tpu.parallel.chips import Slice
 from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, sensible_layouts

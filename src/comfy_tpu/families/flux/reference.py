@@ -75,6 +75,8 @@ SMALL: dict[str, Config] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 3,
         "projection_dim": 24,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
     },
     "text_encoder_2": T5_SMALL,
     "vae": {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4},

@@ -100,6 +100,8 @@ SMALL: dict[str, Config] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
     },
     "vae": {"latent_channels": 4, "block_out_channels": (8, 8, 16, 16, 16), "layers_per_block": 1},

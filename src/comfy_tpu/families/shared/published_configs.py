@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from comfy_tpu.families.card import Config
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
 
 T5_XXL: Config = {
     "vocab_size": 32128,
