@@ -27,7 +27,7 @@ def test_counts_are_whole_numbers_from_1(name, value):
         InvalidValueError, match=rf"{name}={value} is not allowed; give a whole number from 1"
     ) as caught:
         Choices(**{name: value})
-    assert caught.value.field == name
+    assert error.value.field == name
 
 
 def test_peers_that_no_part_has_are_refused():

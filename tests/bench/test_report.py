@@ -20,7 +20,7 @@ SIZE = "832x480x81"
 
 def narrow(text):
     """Tables without the padding of their columns."""
-    return re.sub(r" *\| *", " | ", text)
+    return re.sub(r" *(?<!\\)\| *", " | ", text)
 
 
 def forward(peer, *samples, **more):

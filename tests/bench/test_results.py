@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -8,9 +9,7 @@ from comfy_tpu.errors import InvalidValueError
 ROW = Row("transformer", "forward", "ours", size="832x480x81", samples=(3.0, 1.0, 2.0), flops=4e12, facts={"tokens": 7})
 
 
-def make_run(
-    *rows: Row, date: str = "2026-01-02T03:04:05+00:00", device: str = "H200", command: str = "comfy-tpu bench"
-) -> Run:
+def make_run(*rows: Row, device: str = "H200", **changed: str) -> Run:
     hardware = {
         "platform": "gpu",
         "device": device,
@@ -21,7 +20,9 @@ def make_run(
         "host_memory_bytes": 2**34,
         "driver": "580.1",
     }
-    return Run(date, command, "full", "bfloat16", hardware, {"jax": "0.11.2", "triton": None}, rows)
+    date, versions = "2026-01-02T03:04:05+00:00", {"jax": "0.11.2", "triton": None}
+    run = Run(date, "comfy-tpu bench", "full", "bfloat16", hardware, versions, rows)
+    return dataclasses.replace(run, **changed)
 
 
 def test_median_spread_and_rate():
@@ -49,7 +50,7 @@ def test_the_file_has_every_raw_sample_and_comes_back_as_it_was(tmp_path):
     write_runs(path, runs)
     document = json.loads(path.read_text())
     assert document["schema"] == 1
-    assert set(document["runs"][0]) == {"date", "command", "model", "dtype", "hardware", "versions", "rows"}
+    assert set(document["runs"][0]) == {"date", "command", "model", "dtype", "hardware", "versions", "rows", "mesh"}
     row = document["runs"][0]["rows"][0]
     assert row["samples"] == [3.0, 1.0, 2.0]
     assert (row["median_s"], row["spread_s"], row["tflops"]) == (2.0, [1.0, 3.0], 2.0)

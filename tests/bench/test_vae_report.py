@@ -1,6 +1,10 @@
 """The figures of the Wan VAE, written twice: in tables of two languages and in the page that keeps them."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -94,3 +98,31 @@ def test_wrong_choices_are_refused_before_anything_starts(arguments, message, ca
     monkeypatch.setattr("sys.argv", ["benchmarks.vae", *arguments])
     assert command.main() == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_of_the_study(tmp_path):
+    files = [tmp_path / name for name in ("x.json", "x.md")]
+    variants = ["torchax-scanned", "nnx-frames", "eager"]
+    size = ("--frames", 9, "--height", 16, "--width", 16)
+    chosen = ("--variants", ",".join(variants), "--repeats", 1)
+    arguments = [*size, *chosen, "--json", files[0], "--output", files[1]]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    line = [sys.executable, "-m", "benchmarks.vae", *map(str, arguments)]
+    done = subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(files[0].read_text())["runs"]
+    assert not [row["failure"] for row in run["rows"] if row["failure"]]
+    rows = {(row["part"], row["what"], row["peer"]): row for row in run["rows"]}
+    assert len(rows) == 3 * len(variants), "cold, warm and by turns"
+    for variant in variants[:2]:
+        cold, warm = (rows["vae start", state, variant] for state in ("cold", "warm"))
+        assert cold["error"] < 1e-4
+        assert cold["facts"]["from_cache"] is False
+        assert warm["facts"]["from_cache"] is True, "a new process compiles nothing"
+        assert cold["facts"]["hlo_instructions"] > 1000
+        assert cold["facts"]["peak_bytes"] > 2**28
+    assert rows["vae start", "cold", "nnx-frames"]["facts"]["programs"] == 2
+    assert "| NNX frame by frame |" in narrow(done.stdout)
+    assert (tmp_path / "x-decode.svg").is_file()

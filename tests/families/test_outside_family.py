@@ -99,6 +99,17 @@ def test_plan_knows_its_published_model(installed: Path) -> None:
     assert [layout["memory"] for layout in ours["layouts"]] == [layout["memory"] for layout in theirs["layouts"]]
 
 
+def test_bench_measures_it_beside_diffusers(installed: Path, tmp_path: Path) -> None:
+    results = tmp_path / "x.json"
+    options = ("--model", "small:outside_family", "--what", "accuracy", "--repeats", "1", "--json", results)
+    run(installed, "-m", "comfy_tpu.cli", "bench", *options)
+    (measured,) = json.loads(results.read_text())["runs"]
+    assert measured["model"] == "small:outside_family"
+    errors = {row["peer"]: row["error"] for row in measured["rows"]}
+    assert errors["eager"] == 0
+    assert 0 < errors["ours"] < 1e-5
+
+
 def test_its_nodes_are_there(installed: Path, tmp_path: Path) -> None:
     nodes = load_pack(tmp_path, also_on_path=installed)["nodes"]
     kinds = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
