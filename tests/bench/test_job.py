@@ -23,9 +23,7 @@ def test_every_part_has_a_function():
 @pytest.mark.parametrize("name", ["repeats", "steps"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_counts_are_whole_numbers_from_1(name, value):
-    with pytest.raises(
-        InvalidValueError, match=rf"{name}={value} is not allowed; give a whole number from 1"
-    ) as caught:
+    with pytest.raises(InvalidValueError, match=rf"{name}={value} is not allowed; give a whole number from 1") as error:
         Choices(**{name: value})
     assert error.value.field == name
 

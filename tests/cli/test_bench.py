@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 def bench(*arguments):
     # Not what conftest.py set for the tests' own programs: eight devices, unoptimised.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
     command = [sys.executable, "-m", "comfy_tpu.cli", "bench", *map(str, arguments)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -64,10 +65,10 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, me
         (["--model", "small:nobody"], "--model small:nobody names no family; choose from wan, flux"),
         (
             ["--size", "large"],
-            "--size large is no size; write width×height×frames as 1280x720x81, or one of 480P, 720P",
+            "--size large is no size; write width×height×frames as 1280x720x81, or one of 480P",
         ),
         (["--size", "830x480x81"], "--size 830x480x81: width=830 is not divisible by 16; use 816 or 832"),
-        (["--mesh", "sp=64"], "mesh sp=64"),
+        (["--mesh", "sp=64"], "--mesh dp=1,sp=64,tp=1 needs 64 devices but there are 8; choose sizes whose product"),
         (["--mesh", "tp=8", "--model", "Wan2.1-T2V-1.3B-Diffusers"], "heads=12"),
     ],
 )

@@ -69,7 +69,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(installed)))}
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(installed), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
     )
