@@ -91,15 +91,14 @@ def test_few_layers():
 
 def test_a_model_that_does_not_fit_is_one_sentence(monkeypatch):
     bench = Bench.open(Job("machine", cache_directory="build/test-programs"))
-    specs = [bench.model.family.transformer, bench.model.family.vae.component]
-    check_memory(bench, specs, lambda spec: 2**20)
+    check_memory(bench, {"transformer": 2**20})
     monkeypatch.setattr(devices, "_free_bytes", lambda bench: 2**30)
     message = (
         r"model=small:\w+ needs 6 GiB for the weights of its transformer, vae, once for diffusers and once for "
         r"comfy-tpu \(transformer: 2 GiB each\), and 1 GiB are free here; choose a smaller model, such as --model small"
     )
     with pytest.raises(InvalidValueError, match=message) as caught:
-        check_memory(bench, specs, lambda spec: 2**31 if spec is specs[0] else 2**30)
+        check_memory(bench, {"transformer": 2**31, "vae": 2**30})
     assert caught.value.field == "model"
     assert bench.torch_refusal is None
     assert bench.dtype == torch.float32

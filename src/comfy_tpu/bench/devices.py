@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,9 @@ class Bench:
         return from_dlpack(array.block_until_ready())
 
 
-def check_memory(bench: Bench, specs: list[ComponentSpec], count_bytes: Any) -> None:
-    """Raises InvalidValueError where the weights of these components, once for torch and once for us, do not fit.
-
-    `count_bytes`: a component's specification -> the bytes of its weights.
-    """
+def check_memory(bench: Bench, sizes: Mapping[str, int]) -> None:
+    """Raises InvalidValueError where weights, once for torch and once for us, do not fit. `sizes`: bytes by name."""
     share = bench.placement.sizes.sp * bench.placement.sizes.tp if bench.placement.platform != "cpu" else 1
-    sizes = {spec.name: int(count_bytes(spec)) for spec in specs}
     needed = sum(size + size // share for size in sizes.values())
     free = _free_bytes(bench)
     if free is not None and needed > free:

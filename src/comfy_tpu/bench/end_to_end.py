@@ -111,8 +111,9 @@ def _diffusers_pipeline(files: RandomFiles, transformer: Any, settings: Generati
         "transformer": transformer,
         "scheduler": files.scheduler(settings),
         "boundary_ratio": settings.boundary or None,
-        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=settings.guidance_scale),
     }
+    if "guider" in parameters:
+        given["guider"] = diffusers.ClassifierFreeGuidance(guidance_scale=settings.guidance_scale)
     kept = {name: value for name, value in given.items() if name in parameters}
     pipeline: Any = pipeline_class(**{**dict.fromkeys(required), **kept})
     pipeline.set_progress_bar_config(disable=True)

@@ -8,9 +8,12 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.bench.job import SMALL_MODEL, Job
+
+if TYPE_CHECKING:
+    from comfy_tpu.compiler.component import Component
 
 PACKAGES = ("torch", "jax", "jaxlib", "torchax", "flax", "diffusers", "transformers", "triton")
 
@@ -52,7 +55,6 @@ def plan_run(job: Job) -> dict[str, Any]:
     an unknown model or size, a mesh that does not fit the devices or the model, weights that do not fit the memory."""
     from comfy_tpu.bench.devices import Bench, check_memory
     from comfy_tpu.bench.models import find_bench_model, first_published
-    from comfy_tpu.bench.modules import weight_bytes
 
     facts = describe_machine()
     accelerated = facts["hardware"]["platform"] != "cpu"
@@ -66,8 +68,9 @@ def plan_run(job: Job) -> dict[str, Any]:
         needed += [encoder.component for encoder in model.family.text.encoders]
     if "end-to-end" in job.parts:
         needed = list(model.family.components)
-    bench.component(model.family.transformer, model.config(model.family.transformer))  # heads that tp does not divide
-    check_memory(bench, needed, lambda spec: weight_bytes(spec, model.config(spec), bench.dtype))
+    # The transformer in any case: its heads must be divided by the mesh.
+    components = {spec: bench.component(spec, model.config(spec)) for spec in (model.family.transformer, *needed)}
+    check_memory(bench, {spec.name: _weight_bytes(components[spec]) for spec in needed})
     return {
         **facts,
         "model": model.name,
@@ -75,6 +78,10 @@ def plan_run(job: Job) -> dict[str, Any]:
         "mesh": str(bench.placement.sizes) if bench.placement.sizes.device_count > 1 else "single",
         "sizes": [f"{size.width}x{size.height}x{size.num_frames}" for size in sizes],
     }
+
+
+def _weight_bytes(component: Component) -> int:
+    return sum(weight.size * weight.dtype.itemsize for weight in component.abstract_weights().values())
 
 
 def _cores() -> int | None:

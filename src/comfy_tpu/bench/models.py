@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +75,15 @@ class BenchModel:
         return dataclasses.replace(settings, guidance_scale=1.0) if is_guided(self.family, settings) else settings
 
     def workload(self, settings: GenerationSettings) -> Workload:
-        return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
+        if settings not in self._workloads:  # 15 s for a 14B: its skeleton is built
+            config = self.config(self.family.transformer)
+            self._workloads[settings] = count_step(self.family, config, settings, self.latent_channels)
+        return self._workloads[settings]
+
+    @functools.cached_property
+    def _workloads(self) -> dict[GenerationSettings, Workload]:
+        """Those that were counted."""
+        return {}
 
     def scaling_sizes(self) -> tuple[str, ...]:
         """About half to twice the tokens of the default size; of a small model, up to sixteen times."""

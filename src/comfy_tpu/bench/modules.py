@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.bridge import build_skeleton, weight_shapes
+from comfy_tpu.bridge import build_skeleton
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
@@ -48,11 +48,6 @@ def build_ours(spec: ComponentSpec, config: Config) -> torch.nn.Module:
 def empty_module(spec: ComponentSpec, config: Config, build: Build = build_published) -> torch.nn.Module:
     """Without weights, to count operations."""
     return build_skeleton(lambda: build(spec, config))
-
-
-def weight_bytes(spec: ComponentSpec, config: Config, dtype: torch.dtype) -> int:
-    weights = weight_shapes(empty_module(spec, config, build_ours))
-    return sum(tensor.numel() for tensor in weights.values()) * dtype.itemsize
 
 
 def random_module(
