@@ -190,6 +190,8 @@ def read_metadata(path: Path, stage: Stage) -> dict[str, str]:
         raise InvalidValueError(f"{path} does not exist; make it with `comfy-tpu {maker} {GIVEN[stage]} -o {path}`")
     if path.is_dir():
         raise InvalidValueError(f"{path} is a directory; give the file that `comfy-tpu {maker}` made")
+    if not path.is_file():  # the library would wait for the writer of a named pipe, deaf to signals
+        raise InvalidValueError(f"{path} is not a file; give the one that `comfy-tpu {maker}` made")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, str] = file.metadata() or {}
