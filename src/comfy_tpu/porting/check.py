@@ -11,13 +11,13 @@ from typing import Any, Literal
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.porting import checklists
 from comfy_tpu.porting.checklists import Item
-from comfy_tpu.porting.reading import Reader
 from comfy_tpu.porting.shrinking import full_skeleton, make_small
 from comfy_tpu.porting.source import method
 from comfy_tpu.porting.structure import rules_for, uneven_blocks, unknown_weights
 from comfy_tpu.porting.targets import Target
 from comfy_tpu.porting.traps import Finding
 from comfy_tpu.porting.trial import Trial, try_small
+from comfy_tpu.porting.visitor import SourceVisitor
 
 Verdict = Literal["will run", "may run", "will not run", "not tried"]
 """`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run, or it
@@ -57,11 +57,11 @@ class Check:
 
 def read_source(target: Target) -> list[Finding]:
     """Nothing of the model's runs."""
-    reader = Reader()
+    visitor = SourceVisitor()
     definition = target.definition
     decodes = method(definition, "decode") is not None and method(definition, "encode") is not None
-    reader.read_class(definition, ("decode",) if decodes else ("forward",))
-    return reader.findings
+    visitor.read_class(definition, ("decode",) if decodes else ("forward",))
+    return visitor.findings
 
 
 def check(
