@@ -11,7 +11,7 @@ from typing import Any, Literal
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.porting import checklists
 from comfy_tpu.porting.checklists import Item
-from comfy_tpu.porting.shrinking import full_skeleton, make_small
+from comfy_tpu.porting.small_models import full_skeleton, make_small_model
 from comfy_tpu.porting.source import method
 from comfy_tpu.porting.structure import rules_for, uneven_blocks, unknown_weights
 from comfy_tpu.porting.targets import Target
@@ -86,7 +86,7 @@ def check(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own, and many: what matters of them is among the findings
         try:
-            small = make_small(target, config=config, inputs=inputs)
+            small = make_small_model(target, config=config, inputs=inputs)
             tried = small.config
             trial = try_small(small, {each.file for each in findings})
             model = full_skeleton(target) or small.skeleton

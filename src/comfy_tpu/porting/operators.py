@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.porting.shrinking import make_small
+from comfy_tpu.porting.small_models import make_small_model
 from comfy_tpu.porting.targets import Target
 from comfy_tpu.porting.trial import Trial, try_operators
 
@@ -29,7 +29,7 @@ def operators_of(
     """With the place and the reason where the list ends early."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trial = try_operators(make_small(target, config=config, inputs=inputs))
+        trial = try_operators(make_small_model(target, config=config, inputs=inputs))
     if trial.refusal is not None:
         raise UnsupportedError(trial.refusal)
     return operators_in(trial), trial.operators_end

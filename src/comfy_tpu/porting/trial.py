@@ -17,7 +17,7 @@ from comfy_tpu.bridge.catalogue import Row
 from comfy_tpu.bridge.model_source import raising_place
 from comfy_tpu.errors import ComfyTpuError, section_of
 from comfy_tpu.porting.recording import EagerRun, Place, Record, dispatched, lines_reached, values_in_text
-from comfy_tpu.porting.shrinking import SmallModel
+from comfy_tpu.porting.small_models import SmallModel
 from comfy_tpu.porting.targets import ANY_ERROR
 from comfy_tpu.porting.traps import TRAPS, Finding, finding
 from comfy_tpu.quiet import quiet

@@ -15,7 +15,7 @@ from typing import Any
 from comfy_tpu.errors import GUIDE, InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import FAMILIES
 from comfy_tpu.json_input import read_json
-from comfy_tpu.porting.small_models import SMALL_MODELS
+from comfy_tpu.porting.small_models import known_small_models
 from comfy_tpu.quiet import quiet
 
 ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel")
@@ -65,8 +65,8 @@ class Source:
             for name, each in parameters.items()
             if each.default is not each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         }
-        known = SMALL_MODELS.get(self.parts[part].__name__)
-        for key, value in known.config.items() if known is not None else ():
+        known = known_small_models().get(self.parts[part].__name__, {})
+        for key, value in known.get("config", {}).items():
             # What every published model has, and the class does without.
             if isinstance(value, bool):
                 defaults[key] = value
