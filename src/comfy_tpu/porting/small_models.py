@@ -71,7 +71,7 @@ def make_small_model(
     """`config` and `inputs` as the user gave them: then nothing is guessed."""
     cls = target.load()
     method = entry_point(cls)
-    known = known_small_models().get(target.name, {}) if target.is_of_diffusers else {}
+    known = known_small_models().get(target.name, {}) if target.is_diffusers else {}
     described = inputs if inputs is not None else known.get("inputs")
     errors: list[str] = []
     for candidate in [dict(config)] if config is not None else _configs(cls, target, known.get("config")):
@@ -81,14 +81,14 @@ def make_small_model(
             if "return_dict" in inspect.signature(getattr(model, method)).parameters:
                 values["return_dict"] = False
             _check_names(model, method, values)
-            if config is None and inputs is None and target.is_of_diffusers:
+            if config is None and inputs is None and target.is_diffusers:
                 with torch.no_grad(), quiet():
                     getattr(model, method)(**values)
         except (UnsupportedError, InvalidValueError):
             raise
         except ANY_ERROR as error:
             errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
-            if config is not None or not target.is_of_diffusers:
+            if config is not None or not target.is_diffusers:
                 raise UnsupportedError(
                     f"{target.name} cannot be built ({errors[0]}); give --config and --inputs that it accepts"
                 ) from error
@@ -141,7 +141,7 @@ def _configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iter
         )
     if known is not None:
         yield {**given, **known}
-    if target.is_of_diffusers:
+    if target.is_diffusers:
         yield {**given, **_shrunk(full, every=True)}
         yield {**given, **_shrunk(full, every=False)}
     yield given
@@ -181,8 +181,8 @@ _SMALL_SIZES: Mapping[str, Callable[[int], int]] = {
 }
 
 
-def _kind(name: str) -> str | None:
-    return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), None)
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), "")
 
 
 def _build(cls: type, config: Mapping[str, Any]) -> torch.nn.Module:
