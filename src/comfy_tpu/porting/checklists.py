@@ -1,4 +1,4 @@
-"""The migration guide's two checklists: what to know before a port, what to verify after it."""
+"""The two checklists of docs/porting.md: before a port, and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of a model, and who makes JAX of each."""
+"""The operators of a model, and who implements each in JAX."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Operator:
     name: str
     by: By
     how: str
-    """`lowering`, `decomposition`, `override`, `view`; for a missing one the line that asks for it."""
+    """`lowering`, `decomposition`, `override`, `view`; for a missing one the line that calls it."""
 
 
 def operators_of(
     target: Target, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None
 ) -> tuple[list[Operator], str | None]:
-    """With the place and the reason where the list ends early."""
+    """The operators, and the place and reason where the list ends early."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trial = try_operators(make_small_model(target, config=config, inputs=inputs))
