@@ -28,12 +28,15 @@ WIDTH = 32
 _PATTERNS = {
     "layers": r"(num|n)_.*layers|depth|(num_)?layers|num_blocks|approximator_layers",
     "repeats": r".*layers_per_block|num_res_blocks|layers_per_block_.*",
+    "head_dim": r"attention_head_dim|cross_attention_head_dim|head_dim",
     "heads": r"num_attention_heads|num_heads|n_heads|num_cross_attention_heads",
     "kv_heads": r"num_kv_heads|n_kv_heads|num_key_value_heads|num_key_value_attention_heads",
     "text_width": r"text_embed_dim|text_dim|joint_attention_dim|caption_channels|cap_feat_dim|pooled_projection_dim|"
     r"cross_attention_input_dim|text_states_dim|context_dim|global_states_input_dim|text_emb_dim",
     "feed_forward": r"ffn_dim",
-    "channels": r".*block_out_channels",
+    "block_channels": r".*block_out_channels",
+    "channels": r"(in|out)_channels",
+    "rope_axes": r"axes_dims?_rope|rope_axes_dim",
     "base_width": r"(decoder_)?base_dim",
     "sample": r"sample_(height|width|size)",
 }
@@ -149,7 +152,7 @@ def _configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iter
 
 def _shrunk(config: Mapping[str, Any], *, every: bool) -> dict[str, Any]:
     """The keys that change. `every`: widths too, not only how often something is repeated."""
-    kinds = {name: _kind(name) for name in config}
+    kinds = {name: config_kind(name) for name in config}
     heads = next((value for name, value in config.items() if kinds[name] == "heads" and isinstance(value, int)), None)
     head_dim = config.get("attention_head_dim")
     width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else None
@@ -158,7 +161,7 @@ def _shrunk(config: Mapping[str, Any], *, every: bool) -> dict[str, Any]:
         kind = kinds[name]
         if kind == "repeats" and value:
             small[name] = 1 if isinstance(value, int) else type(value)(1 for _ in value)
-        elif kind == "channels" and every and isinstance(value, (tuple, list)):
+        elif kind == "block_channels" and every and isinstance(value, (tuple, list)):
             small[name] = type(value)(min(channels, WIDTH) for channels in value)
         elif not isinstance(value, int):
             continue
@@ -181,7 +184,8 @@ _SMALL_SIZES: Mapping[str, Callable[[int], int]] = {
 }
 
 
-def _kind(name: str) -> str:
+def config_kind(name: str) -> str:
+    """What a key of a configuration counts; empty where its name does not tell."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), "")
 
 

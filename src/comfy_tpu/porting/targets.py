@@ -178,7 +178,7 @@ def _directory_targets(path: Path) -> list[Target]:
     if not index.is_file():
         raise InvalidValueError(f"{path} has neither model_index.json nor config.json; give a model of diffusers")
     targets = []
-    for component, origin in _read_object(index).items():
+    for component, origin in read_object(index).items():
         if isinstance(origin, list) and origin[:1] == ["diffusers"] and (path / component / "config.json").is_file():
             targets.append(_config_target(path / component / "config.json"))
     if not targets:
@@ -187,7 +187,7 @@ def _directory_targets(path: Path) -> list[Target]:
 
 
 def _config_target(path: Path) -> Target:
-    config = _read_object(path)
+    config = read_object(path)
     name = config.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path} does not say _class_name; give a model of diffusers")
@@ -199,9 +199,12 @@ def _config_target(path: Path) -> Target:
     return dataclasses.replace(target, config=given)
 
 
-def _read_object(path: Path) -> Mapping[str, Any]:
+def read_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file of a model directory."""
     try:
         content = read_json(path)
+    except FileNotFoundError:
+        raise InvalidValueError(f"there is no {path}; give a model directory in diffusers' layout") from None
     except (OSError, ValueError) as error:
         raise InvalidValueError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
