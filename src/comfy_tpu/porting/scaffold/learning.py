@@ -25,6 +25,7 @@ from comfy_tpu.porting.scaffold.runs import (
     cast,
     described,
     embedding_name,
+    euler_scheduler,
     first_text,
     literal,
     tensor,
@@ -390,9 +391,7 @@ class Learner:
     # The scheduler
 
     def _scheduler(self, runs: list[Run]) -> str:
-        from comfy_tpu.config import GenerationSettings
-        from comfy_tpu.families import schedulers
-
+        """A function of families/schedulers.py; empty for the pipeline's own class."""
         own = self.pipeline.scheduler
         if type(own).__name__ != "FlowMatchEulerDiscreteScheduler":
             for run in runs:
@@ -400,14 +399,8 @@ class Learner:
                 if more or set(call.given) - {"num_inference_steps", "device"}:
                     self._say(f"the scheduler's timesteps are set by {', '.join(call.given)}")
             return ""
-        for name in ("euler", "euler_from_one"):
-            settings = [
-                GenerationSettings(num_inference_steps=run.steps, flow_shift=own.config["shift"]) for run in runs
-            ]
-            made = [getattr(schedulers, name)(each) for each in settings]
-            if all(agrees(each.sigmas, run.watched.sigmas) for each, run in zip(made, runs, strict=True)):
-                return name
-        self._say(
-            f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?"
-        )
-        return "euler"
+        found = euler_scheduler(own.config["shift"], runs)
+        if found is None:
+            sigmas = runs[0].watched.sigmas
+            self._say(f"the sigmas {sigmas} are none of families/schedulers.py: a shift that depends on the size?")
+        return found or "euler"
