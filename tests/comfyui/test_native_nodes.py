@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.closeness import psnr
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import ENCODER, keep, three_nodes
-from tests.comfyui.pictures import kept, psnr
+from tests.comfyui.pictures import kept
 from tests.comfyui.test_exchange import NATIVE, ksampler, native_decoder, shows_a_red_circle
 from tests.comfyui.workflows import STEPS
 
