@@ -1,7 +1,8 @@
 # `make demo` and `make test` start from nothing but Python: each makes .venv, installs what it needs, does its job.
 PYTHON ?= python3
-# Two workers: each loads its own torch and jax, and the runners have two cores.
-PYTEST_FLAGS ?= -n 2
+# Two workers: each loads its own torch and jax, and the runners have two cores. A file's tests share opened models and
+# compiled programs, so a file goes to one worker.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
