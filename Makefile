@@ -39,9 +39,11 @@ test-all: .venv/.installed-dev
 
 # The pack in a real ComfyUI: COMFYUI_PATH is the checkout, COMFYUI_PYTHON a Python with its requirements and ours.
 # One worker: the tests share a server, and two servers would compile everything twice.
+COMFYUI_TESTS ?= -m comfyui
+
 test-comfyui: .venv/.installed-dev
 	@$(INSTALL) -e '.[comfy]'
-	$(BIN)/python -m pytest -m comfyui -rs
+	$(BIN)/python -m pytest $(COMFYUI_TESTS) -rs
 
 # Writes the tables of docs/native.md. Run with the Python of a ComfyUI, as test-comfyui is. Two workers, an architecture
 # to each: one process would run out of mappings (vm.max_map_count) for the hundreds of programs, which XLA dies of.

@@ -38,6 +38,7 @@ def compiled(**changed: Any) -> Prompt:
     return prompt
 
 
+@pytest.mark.smoke
 def test_a_stock_graph_gives_the_same_video_with_our_nodes_in_it(client: ComfyClient, base: Path) -> None:
     client.succeed(keep(stock(steps=STEPS), before=["ksampler", 0], stock=["frames", 0]))
     client.succeed(keep(compiled(steps=STEPS), tpu=["frames", 0]))
