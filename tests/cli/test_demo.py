@@ -57,7 +57,11 @@ def test_a_second_process_compiles_nothing_and_makes_the_same_video(tmp_path: Pa
     assert (one == other).all()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    # That one by default in test_generate.py, with a pipeline that computes nothing.
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
     # Steps enough to last for hours; the first "denoising" on the terminal says that it is time.
     words = ["generate", "a red circle", "--steps", "1000", "--mesh", "single", "-o", str(tmp_path / "out" / "x.mp4")]
