@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,7 +146,7 @@ def load_weights(
 
 
 def update_weights(
-    source: WeightSource, slots: Sequence[WeightSlot], arrays: dict[str, jax.Array], changed: Set[str]
+    source: WeightSource, slots: Sequence[WeightSlot], arrays: dict[str, jax.Array], changed: Collection[str]
 ) -> int:
     """Writes the `changed` tensors of a source into arrays that `load_weights` made; how many bytes were moved.
 
@@ -155,15 +155,6 @@ def update_weights(
     moved = 0
     with quiet():
         for slot in slots:
-            if changed.isdisjoint(slot.sources):
-                continue
-            if _is_stacked_on_host(slot, source):
-                stack = _HostStack(slot)
-                for position, name in enumerate(slot.sources):
-                    stack.fill(position, source.read(name))
-                    moved += source.tensors[name].nbytes
-                arrays[slot.name] = stack.put()
-                continue
             for position, name in enumerate(slot.sources):
                 if name in changed:
                     # A whole weight gets a new array; a layer is written into its stack, which is then another array.
@@ -172,10 +163,11 @@ def update_weights(
     return moved
 
 
-def _is_stacked_on_host(slot: WeightSlot, source: WeightSource, change: WeightChanger | None = None) -> bool:
+def _is_stacked_on_host(slot: WeightSlot, source: WeightSource, change: WeightChanger | None) -> bool:
     is_stack = source.tensors[slot.sources[0]].shape != slot.shape
     nbytes = math.prod(slot.shape) * np.dtype(slot.dtype).itemsize
-    return is_stack and nbytes <= HOST_STACK_BYTES and not (change and any(name in change for name in slot.sources))
+    is_changed = change is not None and any(name in change for name in slot.sources)
+    return is_stack and nbytes <= HOST_STACK_BYTES and not is_changed
 
 
 class _HostStack:
