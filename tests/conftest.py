@@ -21,8 +21,8 @@ FLAGS = (
     "--xla_backend_optimization_level=0",
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
-# torch's threads wait for each other by spinning. Where two workers share two cores, that is most of their time: diffusers'
-# own small pipelines take 7 s of processor time with one thread and 20 s with two.
+# torch's threads wait for each other by spinning. Where two workers share two cores, that is most of their time:
+# diffusers' own small pipelines take 7 s of processor time with one thread and 20 s with two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a run on an accelerator names its own
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))

@@ -29,8 +29,8 @@ _LISTED = 10
 
 HOST_STACK_BYTES = 4 * 2**20
 """A stack of at most this size is filled on the host, a larger one on its devices. The compiled program that writes a
-layer costs 0.1 s per shape, more than copying a few MiB. All small stacks of a model are in host memory at once: 8 MB of
-Wan 14B's transformer."""
+layer costs 0.1 s per shape, more than copying a few MiB. All small stacks of a model are in host memory at once: 8 MB
+of Wan 14B's transformer."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
