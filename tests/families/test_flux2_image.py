@@ -52,7 +52,14 @@ def test_one_picture(mesh: str, variant: str) -> None:
     assert torch.equal(drawn(pipeline), without)
 
 
-@pytest.mark.parametrize(("variant", "mesh"), [("klein", "single"), ("base", "dp=2,sp=4"), ("dev", "dp=2,tp=4")])
+@pytest.mark.parametrize(
+    ("variant", "mesh"),
+    [
+        ("klein", "single"),
+        ("base", "dp=2,sp=4"),
+        pytest.param("dev", "dp=2,tp=4", marks=pytest.mark.slow),  # one picture on this mesh: the test above
+    ],
+)
 def test_two_pictures_of_other_sizes(variant: str, mesh: str) -> None:
     pipeline = opened(variant, mesh)
     actual = made(pipeline, TWO, height=64, width=64)

@@ -14,7 +14,9 @@ from comfy_tpu.families.hunyuan_video.model import HUNYUAN15_IMAGE
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
+from tests.covering import covering
 from tests.families import small_flux_loras, small_hunyuan
+from tests.families.meshes import MESHES
 from tests.pipeline import small_loras
 from tests.pipeline.small_loras import Tensors, changed, error, loaded, random, write
 
@@ -146,8 +148,7 @@ def fused(tensors: Tensors, strength: float) -> Tensors:
 PREFIXES = {"diffusers": "transformer.", "authors": "", "ComfyUI": "diffusion_model.", "HunyuanVideo": "transformer."}
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
-@pytest.mark.parametrize("style", [*PREFIXES, "kohya"])
+@covering("style, mesh", [*PREFIXES, "kohya"], MESHES, strength=1)
 def test_weights_are_those_that_diffusers_fuses(style: str, mesh: str, tmp_path: Path) -> None:
     made = styles()
     expected = fused(made["diffusers"], 0.7)

@@ -84,6 +84,7 @@ def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, size: str) -> N
     assert psnr(video(opened(mesh), size), expected(size)) >= SAME
 
 
+@pytest.mark.slow  # on this mesh test_transformer_with_masks runs by default
 @pytest.mark.parametrize("mesh", AUTO["LTX-Video"])
 def test_the_video_on_what_auto_takes(mesh: str) -> None:
     assert psnr(video(opened(mesh), "64x32x9"), expected("64x32x9")) >= SAME
@@ -137,7 +138,13 @@ def from_a_picture(size: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "size"), [("single", "64x32x9"), ("dp=2,tp=4", "96x64x17"), ("dp=2,sp=4", "96x64x17")]
+    ("mesh", "size"),
+    [
+        ("single", "64x32x9"),
+        pytest.param("dp=2,tp=4", "96x64x17", marks=pytest.mark.slow),
+        ("dp=2,sp=4", "64x32x9"),
+        pytest.param("dp=2,sp=4", "96x64x17", marks=pytest.mark.slow),
+    ],
 )
 def test_a_video_from_a_first_frame_is_that_of_diffusers(mesh: str, size: str) -> None:
     wanted = from_a_picture(size)
@@ -145,7 +152,7 @@ def test_a_video_from_a_first_frame_is_that_of_diffusers(mesh: str, size: str) -
     assert psnr(wanted, expected(size)) < 40, "the picture has an effect"
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4"])
+@pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
 def test_a_decoder_that_takes_noise_away_is_told_that_there_is_none(mesh: str) -> None:
     wanted = by_diffusers("64x32x9", small_ltx.reference(conditioned=True))
     assert wanted.std() > 0.05
@@ -259,7 +266,7 @@ def answered(mesh: str, inputs: dict[str, torch.Tensor], **options: Any) -> torc
     )
 
 
-@pytest.mark.parametrize("mesh", ["tp=8", "sp=8", "dp=2,sp=4"])
+@pytest.mark.parametrize("mesh", ["tp=8", "sp=8", "dp=2,sp=2,tp=2", pytest.param("dp=2,sp=4", marks=pytest.mark.slow)])
 def test_transformer_with_masks(mesh: str) -> None:
     inputs, answer = transformer_case()
     assert relative_error(answered(mesh, inputs), answer) <= 1e-4

@@ -68,7 +68,7 @@ def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: 
     return frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4", "sp=8"])
+@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4", pytest.param("sp=8", marks=pytest.mark.slow)])
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
     assert expected().std() > 0.05, "the reference shows something"
     assert psnr(video(opened(mesh)), expected()) >= SAME
