@@ -26,7 +26,7 @@ WAN = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_fits_on_eight(name: str, tpu: str) -> None:
     model = find_model(name)
-    best = rank_layouts(model.family.denoiser.workload(model.config, model.defaults), parse_slice(tpu))[0]
+    best = rank_layouts(model.workload(model.defaults), parse_slice(tpu))[0]
     assert best.fits
     assert best.memory.weights > 1e8
 
@@ -34,8 +34,7 @@ def test_it_fits_on_eight(name: str, tpu: str) -> None:
 def test_a_pair_is_counted_twice() -> None:
     one, pair = (find_model(name) for name in ("Wan2.1-T2V-14B-Diffusers", "Wan2.2-T2V-A14B-Diffusers"))
     weights = [
-        rank_layouts(model.family.denoiser.workload(model.config, one.defaults), parse_slice("v6e-8"))[0].memory.weights
-        for model in (one, pair)
+        rank_layouts(model.workload(one.defaults), parse_slice("v6e-8"))[0].memory.weights for model in (one, pair)
     ]
     assert weights[1] == 2 * weights[0]
 
@@ -44,7 +43,7 @@ def test_a_pair_is_counted_twice() -> None:
 def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     model, slice_ = find_model(name), parse_slice("v6e-8")
     settings = parse_size(WAN[name], model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     facts = lower_step(model, settings, work, slice_, MeshSizes(dp=2, sp=4)).facts
     assert facts.square_arrays == ()
     cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and a picture's

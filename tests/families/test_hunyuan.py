@@ -18,12 +18,12 @@ from comfy_tpu.families.hunyuan_video import model as hunyuan_model
 from comfy_tpu.families.hunyuan_video import text as hunyuan_text
 from comfy_tpu.families.hunyuan_video import transformer as hunyuan_transformer
 from comfy_tpu.families.hunyuan_video import vae as hunyuan_vae
-from comfy_tpu.families.hunyuan_video import workload as hunyuan_workload
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
+from tests.counted_work import published_work
 from tests.covering import covering
 from tests.families import small_hunyuan
 from tests.families.meshes import MESHES, on_every_mesh
@@ -291,13 +291,12 @@ def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
     component = Component(hunyuan_transformer.TRANSFORMER, config, placement, dtype=torch.bfloat16)
     # Biases are counted whole, also those that follow their columns over tp.
-    counted = _weight_bytes(hunyuan_workload.workload(config, hunyuan_model.HUNYUAN15.card.defaults), sizes)
+    counted = _weight_bytes(published_work("HunyuanVideo-1.5-Diffusers-720p_t2v"), sizes)
     assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 
 def test_published_sizes() -> None:
-    config = hunyuan_model.HUNYUAN15.card.published["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
-    work = hunyuan_workload.workload(config, hunyuan_model.HUNYUAN15.card.defaults)
+    work = published_work("HunyuanVideo-1.5-Diffusers-480p_t2v")
     assert (work.tokens, work.text_tokens, work.layers, work.hidden, work.batch) == (111600, 1256, 54, 2048, 2)
 
 

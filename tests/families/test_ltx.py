@@ -23,12 +23,12 @@ from comfy_tpu.families.ltx_video import model as ltx_model
 from comfy_tpu.families.ltx_video import schedulers as ltx_schedulers
 from comfy_tpu.families.ltx_video import transformer as ltx_transformer
 from comfy_tpu.families.ltx_video import vae as ltx_vae
-from comfy_tpu.families.ltx_video import workload as ltx_workload
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
+from tests.counted_work import published_work
 from tests.families import small_ltx
 from tests.families.meshes import AUTO, on_every_mesh
 from tests.lowering import assert_bounded_work, lowered
@@ -340,7 +340,7 @@ def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes
         ltx_transformer.TRANSFORMER, config, abstract_placement(sizes, platform="tpu", chip="v6e"), dtype=torch.bfloat16
     )
     # Biases are counted whole, also those that follow their columns over tp.
-    counted = _weight_bytes(ltx_workload.workload(config, ltx_model.LTX_VIDEO.card.defaults), sizes)
+    counted = _weight_bytes(published_work("LTX-Video"), sizes)
     assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 

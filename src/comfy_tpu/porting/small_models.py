@@ -109,7 +109,7 @@ def _check_names(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
     unknown = sorted(set(inputs) - set(names))
     if unknown:
         raise InvalidValueError(
-            f"inputs names {unknown[0]!r}, which {method} does not take; it takes {', '.join(names)}"
+            f"inputs names {unknown[0]!r}, which {method} does not take; it takes {', '.join(names)}", field="inputs"
         )
 
 

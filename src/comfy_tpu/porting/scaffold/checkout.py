@@ -126,7 +126,9 @@ def tool(name: str) -> Path:
             return place / name
     found = shutil.which(name)
     if found is None:
-        raise UnsupportedError(f"{name} is not here, which brings what is written into shape; pip install -e .[dev]")
+        raise UnsupportedError(
+            f"{name} is not here, which brings what is written into shape; pip install -e .[dev]", field=name
+        )
     return Path(found)
 
 
