@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families import schedulers
+from comfy_tpu.families.shared import schedulers
 from comfy_tpu.porting.scaffold.hypotheses import Layout, Reading, agrees
 from comfy_tpu.porting.scaffold.watching import Call, Watched
 
