@@ -29,8 +29,8 @@ def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
 def split_columns(axes: Mapping[str, Axes], columns: int, placement: Placement) -> Mapping[str, Axes]:
     """The axes for a video of this many latent columns: whole on every device where each would get less than one.
 
-    XLA's partitioned convolutions (jax 0.10.2) are wrong there: LTX-Video's encoder over eight CPU devices is off by 0.25
-    to 0.43 at 2 and 4 columns, and by 7e-7 at 8 and 9.
+    XLA's partitioned convolutions (jax 0.10.2) are wrong there: LTX-Video's encoder over eight CPU devices is off by
+    0.25 to 0.43 at 2 and 4 columns, and by 7e-7 at 8 and 9.
     """
     return axes if columns >= placement.sizes.device_count else {}
 
