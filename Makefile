@@ -1,7 +1,8 @@
 # `make demo` and `make test` start from nothing but Python: each makes .venv, installs what it needs, does its job.
 PYTHON ?= python3
-# Two workers: each loads its own torch and jax, and the runners have two cores.
-PYTEST_FLAGS ?= -n 2
+# Two workers: each loads its own torch and jax, and the runners have two cores. A file's tests share opened models and
+# compiled programs, so a file goes to one worker.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
@@ -38,9 +39,11 @@ test-all: .venv/.installed-dev
 
 # The pack in a real ComfyUI: COMFYUI_PATH is the checkout, COMFYUI_PYTHON a Python with its requirements and ours.
 # One worker: the tests share a server, and two servers would compile everything twice.
+COMFYUI_TESTS ?= -m comfyui
+
 test-comfyui: .venv/.installed-dev
 	@$(INSTALL) -e '.[comfy]'
-	$(BIN)/python -m pytest -m comfyui -rs
+	$(BIN)/python -m pytest $(COMFYUI_TESTS) -rs
 
 # Writes the tables of docs/native.md. Run with the Python of a ComfyUI, as test-comfyui is. Two workers, an architecture
 # to each: one process would run out of mappings (vm.max_map_count) for the hundreds of programs, which XLA dies of.

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.families.registry import load_families
+from comfy_tpu.families.registry import model_cards
 from comfy_tpu.parallel.chips import CHIPS, slice_of
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
+from tests.counted_work import published_work
 
 TPU_COUNTS = (1, 2, 4, 8)
 """Devices of the slices up to eight; CPUs and GPUs come in any number."""
@@ -26,20 +27,16 @@ def taken_on(device_count: int) -> set[MeshSizes]:
 
 def taken_by(work: Workload, chip: str, device_count: int) -> MeshSizes:
     assert slice_of(chip, device_count) is not None
-    return parse_mesh("auto", device_count, chip=chip, workload=work)
+    return parse_mesh("auto", device_count, chip=chip, workload=lambda: work)
 
 
 def _workloads() -> Iterator[Workload]:
-    models = [
-        (family, config, family.card.defaults)
-        for family in load_families()
-        for config in family.card.published.values()
-    ]
-    for files in map(ModelFiles.open, DEMO_DIRECTORIES):
-        models.append((files.family, files.config(files.family.transformer), files.defaults))
-    for family, config, defaults in models:
-        for changed in DEFAULTS:
-            yield family.denoiser.workload(config, dataclasses.replace(defaults, **changed))
+    for changed in DEFAULTS:
+        for card in model_cards():
+            for name in card.published:
+                yield published_work(name, **changed)
+        for files in map(ModelFiles.open, DEMO_DIRECTORIES):
+            yield files.workload(dataclasses.replace(files.defaults, **changed))
 
 
 def as_text(sizes: MeshSizes) -> str:

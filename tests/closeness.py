@@ -1,7 +1,8 @@
-"""How close two videos or pictures are, and that the comparison would see a wrong one."""
+"""How close two videos or images are, and that the comparison would see a wrong one."""
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 SAME = 100
@@ -9,10 +10,15 @@ SAME = 100
 result would be measured at: `assert_wrong_ones_differ` says that for the small models of a test."""
 
 
-def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
-    """dB, of values in 0..1."""
-    assert one.shape == other.shape
-    return float(-10 * torch.log10(((one - other) ** 2).mean().clamp_min(1e-20)))
+def psnr(one: torch.Tensor | np.ndarray, other: torch.Tensor | np.ndarray, *, span: float = 1.0) -> float:
+    """dB, of values that lie `span` apart; 200 where they are equal."""
+    assert one.shape == other.shape, (one.shape, other.shape)
+    error = np.square(_as_float64(one) - _as_float64(other)).mean() / span**2
+    return float(-10 * np.log10(np.maximum(error, 1e-20)))
+
+
+def _as_float64(values: torch.Tensor | np.ndarray) -> np.ndarray:
+    return values.double().numpy() if isinstance(values, torch.Tensor) else np.asarray(values, np.float64)
 
 
 def assert_wrong_ones_differ(expected: torch.Tensor, below: float, **wrong: torch.Tensor) -> None:

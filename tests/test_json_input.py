@@ -1,6 +1,7 @@
 """JSON that is nested too deeply, or holds no text: refused in a sentence by every reader there is."""
 
 import json
+import os
 import re
 import shutil
 import zipfile
@@ -184,9 +185,9 @@ def test_nothing_else_parses_json_that_others_wrote() -> None:
         "bench/worker.py",
         "cli/session.py",
         "diagnosis/facts.py",
-        "families/ported.py",
         "json_input.py",
         "planning/compilation.py",
+        "pipeline/step_work.py",
         "planning/worker.py",
         "porting/scaffold/checkout.py",
     }
@@ -197,3 +198,10 @@ def test_nothing_else_parses_json_that_others_wrote() -> None:
         if re.search(r"json\.loads?\(", path.read_text(encoding="utf-8"))
     }
     assert found == own
+
+
+@pytest.mark.timeout(30)
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model_index.json")
+    with pytest.raises(ComfyTpuError, match=r"model_index.json cannot be read \(.*model_index.json is not a file\)"):
+        ModelFiles.open(tmp_path)

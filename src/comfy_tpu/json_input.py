@@ -29,6 +29,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: Path) -> Any:
     """The value in a file. Raises OSError, or ValueError as `parse_json` does."""
+    if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
+        raise OSError(f"{path} is not a file")
     return parse_json(path.read_bytes())
 
 

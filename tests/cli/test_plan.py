@@ -29,6 +29,12 @@ def exported(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def planned(exported):
+    """Counted once: the compiler takes seconds."""
+    return planning.plan_program(read_program(exported), compile_=False)
+
+
 def test_text(capsys, exported):
     status, out, err = plan(capsys, "--from", exported)
     assert status == 0
@@ -43,7 +49,7 @@ def test_text(capsys, exported):
     assert "counting dp=2,sp=2,tp=1" in err
 
 
-def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported):
+def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported, planned):
     def said(*arguments, machine="x86_64"):
         monkeypatch.setattr(plan_report.platform, "machine", lambda: machine)
         assert cli.main(["plan", *arguments, "--from", str(exported)]) == 0
@@ -51,8 +57,11 @@ def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported):
         return line
 
     monkeypatch.setattr(planning, "has_tpu_compiler", lambda: False)
-    assert said("--no-compile") == ("The TPU compiler was not asked (--no-compile): memory is the documented model.")
     assert "(libtpu is not installed: pip install 'comfy-tpu[tpu]')" in said()
+    monkeypatch.setattr(
+        planning, "plan_program", lambda _, *, compile_, **__: dataclasses.replace(planned, compiler_wanted=compile_)
+    )
+    assert said("--no-compile") == ("The TPU compiler was not asked (--no-compile): memory is the documented model.")
     assert "(libtpu is for x86_64 only: --export here and --from on such a machine)" in said(machine="aarch64")
 
 
@@ -65,7 +74,7 @@ def test_temporaries_of_other_generations_are_said_to_be_a_guess(capsys):
     )
 
 
-def test_the_row_that_was_compiled_adds_up(exported):
+def test_the_row_that_was_compiled_adds_up(planned):
     parts = {"argument": 50, "output": 7, "temp": 1000, "generated_code": 30, "alias": 5}
     compiled = Counted(
         source="compile",
@@ -78,7 +87,7 @@ def test_the_row_that_was_compiled_adds_up(exported):
         memory={f"{name}_size_in_bytes": value * 10**6 for name, value in parts.items()},
         cost={},
     )
-    made = planning.plan_program(read_program(exported), compile_=False)
+    made = planned
     layout = dataclasses.replace(made.chosen, compiled=compiled)
     made = dataclasses.replace(made, layouts=(layout,), chosen=layout)
     assert layout.peak_bytes == 1_082_000_000 + layout.facts.unread_bytes

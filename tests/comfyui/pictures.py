@@ -29,11 +29,3 @@ def decoded_video(content: bytes) -> tuple[np.ndarray, float]:
 def decoded_pictures(client: ComfyClient, entries: list[dict[str, str]]) -> np.ndarray:
     images = [Image.open(io.BytesIO(client.view(entry))).convert("RGB") for entry in entries]
     return np.stack([np.asarray(image) for image in images]).astype(np.float64) / 255
-
-
-def psnr(one: torch.Tensor | np.ndarray, other: torch.Tensor | np.ndarray) -> float:
-    """Of pictures in 0..1, in decibels."""
-    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    assert a.shape == b.shape, (a.shape, b.shape)
-    error = float(((a - b) ** 2).mean())
-    return float("inf") if error == 0 else float(-10 * np.log10(error))

@@ -22,8 +22,8 @@ _READY = re.compile(r"To see the GUI go to")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TAIL = 60
 
-# Set by tests/conftest.py for meshes of eight devices; a server has those that the machine has.
-_NOT_INHERITED = ("XLA_FLAGS", "COMFYUI_PATH", "PYTHONWARNINGS")
+# Set by tests/conftest.py for meshes of eight devices and for two workers; a server has what the machine has.
+_NOT_INHERITED = ("XLA_FLAGS", "OMP_NUM_THREADS", "COMFYUI_PATH", "PYTHONWARNINGS")
 
 
 class ComfyServer:

@@ -15,7 +15,7 @@ from tools.demo_model.score import see
 pytestmark = pytest.mark.comfyui
 
 NAMES = sorted(path.name for path in EXAMPLES.glob("wan21*.json") if "image" not in path.name)
-"""Those of other families, and the one that begins with a picture: test_families.py."""
+"""Those of other families, and the one that begins with an image: test_families.py."""
 RED_CIRCLE = Attributes("red", "circle", "right", "black")
 
 
@@ -56,7 +56,10 @@ def test_the_examples_that_the_readme_names_are_there() -> None:
     } <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.smoke] if name == "wan21_tpu_demo.json" else []) for name in NAMES],
+)
 def test_example_draws_a_red_circle_that_moves_right(name: str, client: ComfyClient) -> None:
     prompt = example_prompt(name, client)
     run = client.succeed(prompt)

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
+from tests.closeness import psnr
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import DECODER, ENCODER, SAMPLER, keep, three_nodes, whole_pipeline
-from tests.comfyui.pictures import kept, psnr
+from tests.comfyui.pictures import kept
 from tests.comfyui.workflows import DEMO_TRANSFORMER, DEMO_VAE, FRAMES, RED_CIRCLE, STEPS
 from tools.demo_model.captions import Attributes
 from tools.demo_model.score import see
@@ -112,7 +113,7 @@ def test_our_decoder_reads_what_comfyuis_vae_encoded(client: ComfyClient, base: 
     ours, theirs = kept(base, "ours"), kept(base, "theirs")
     assert psnr(ours, theirs) >= SAME
     assert shows_a_red_circle(ours)
-    assert psnr(ours, kept(base, "source")) > 20  # an autoencoder's loss, but no other picture
+    assert psnr(ours, kept(base, "source")) > 20  # an autoencoder's loss, but no other image
 
 
 def test_our_decoder_reads_what_comfyuis_sampler_made_from_our_embeds(client: ComfyClient, base: Path) -> None:

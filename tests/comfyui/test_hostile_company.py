@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.closeness import psnr
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt, Run
 from tests.comfyui.graphs import DECODER, ENCODER, SAMPLER, keep, three_nodes
 from tests.comfyui.native_weights import write_demo_transformer, write_demo_vae
-from tests.comfyui.pictures import kept, psnr
+from tests.comfyui.pictures import kept
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import DEMO_TRANSFORMER, DEMO_VAE, FRAMES
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.closeness import psnr
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient
 from tests.comfyui.graphs import DECODER, keep, three_nodes
-from tests.comfyui.pictures import kept, psnr
+from tests.comfyui.pictures import kept
 from tests.comfyui.server import ComfyServer, running
 
 pytestmark = pytest.mark.comfyui

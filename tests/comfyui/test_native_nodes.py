@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.closeness import psnr
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import ENCODER, keep, three_nodes
-from tests.comfyui.pictures import kept, psnr
+from tests.comfyui.pictures import kept
 from tests.comfyui.test_exchange import NATIVE, ksampler, native_decoder, shows_a_red_circle
 from tests.comfyui.workflows import STEPS
 
@@ -37,6 +38,7 @@ def compiled(**changed: Any) -> Prompt:
     return prompt
 
 
+@pytest.mark.smoke
 def test_a_stock_graph_gives_the_same_video_with_our_nodes_in_it(client: ComfyClient, base: Path) -> None:
     client.succeed(keep(stock(steps=STEPS), before=["ksampler", 0], stock=["frames", 0]))
     client.succeed(keep(compiled(steps=STEPS), tpu=["frames", 0]))

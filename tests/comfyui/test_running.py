@@ -102,6 +102,7 @@ def test_the_same_prompt_runs_nothing(client: ComfyClient) -> None:
 # Cancel and Free
 
 
+@pytest.mark.smoke
 def test_cancel_takes_effect_within_a_step_and_the_next_run_works(client: ComfyClient) -> None:
     client.succeed(three_nodes(seed=20))
     run = client.queue(three_nodes(seed=21, steps=100))
@@ -128,6 +129,7 @@ def test_cancel_while_decoding(client: ComfyClient) -> None:
     client.succeed(three_nodes(seed=24))
 
 
+@pytest.mark.smoke
 def test_free_empties_the_device_and_the_next_run_loads_again_but_compiles_nothing(client: ComfyClient) -> None:
     client.succeed(three_nodes(seed=30))
     assert [entry["label"] for entry in client.status()["resident"]] != []

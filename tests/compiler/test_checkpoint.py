@@ -136,6 +136,17 @@ def test_pickles_are_refused(tmp_path, name):
         Checkpoint.open(tmp_path / name)
 
 
+def test_a_named_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)  # or the library would wait for one, and could not be interrupted
+    try:
+        with pytest.raises(CheckpointError, match=r"model.safetensors is not a file; download it again"):
+            Checkpoint.open(tmp_path)
+    finally:
+        os.close(writer)
+
+
 def test_other_formats_and_empty_directories(tmp_path):
     with pytest.raises(CheckpointError, match="has no .safetensors files; download them, or give the directory of"):
         Checkpoint.open(tmp_path)

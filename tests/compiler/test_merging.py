@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from comfy_tpu.compiler import merging as module
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.checkpoint import Checkpoint
-from comfy_tpu.compiler.merging import MergedSource, WeightChange, merge, merging
+from comfy_tpu.compiler.merging import DeviceMerge, MergedSource, WeightChange, merge
 from comfy_tpu.compiler.weights import WeightSlot, load_weights
 from comfy_tpu.parallel.mesh import make_placement
 
@@ -103,7 +103,7 @@ def test_stacks_get_the_change_of_each_layer(layers: int, tmp_path: Path) -> Non
     changes = Changes({names[-1]: low_rank(3)})
     sharding = make_placement("dp=2,tp=4", platform="cpu").sharding(None, "tp", None)
     slot = WeightSlot("blocks.*.w", tuple(names), (layers, OUTPUTS, INPUTS), FLOAT32, sharding)
-    (array,) = load_weights(Checkpoint.open(path), [slot], change=merging(changes)).values()
+    (array,) = load_weights(Checkpoint.open(path), [slot], change=DeviceMerge(changes)).values()
     assert array.sharding == sharding
     for index, name in enumerate(names):
         expected = changes[name].added_to(tensors[name]) if name in changes else tensors[name]
@@ -124,5 +124,5 @@ def test_a_change_that_cannot_be_read_leaves_nothing_on_the_devices(tmp_path: Pa
     slots = [WeightSlot(name, (name,), (4,), FLOAT32, sharding) for name in ("a", "b")]
     before = len(jax.live_arrays())
     with pytest.raises(RuntimeError, match="the file is gone"):
-        load_weights(Checkpoint.open(path), slots, change=merging(Broken(b=WeightChange())))
+        load_weights(Checkpoint.open(path), slots, change=DeviceMerge(Broken(b=WeightChange())))
     assert len(jax.live_arrays()) <= before

@@ -14,6 +14,7 @@ from comfy_tpu.compiler.quantization import quantized
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.kernels.quantized import quantized_linear
 from comfy_tpu.parallel.mesh import make_placement
+from tests.covering import covering
 from tests.parity import small_models
 from tests.tracing import relative_error
 
@@ -58,8 +59,7 @@ def transformer(kind, mesh):
     return Component(model.spec, model.config, make_placement(mesh), dtype=torch.float32, quantize=kind)
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
-@every_kind
+@covering("kind, mesh", KINDS, ["single", "dp=2,tp=4", "dp=2,sp=4"], strength=1)
 def test_a_transformer(kind, mesh):
     model, component = small_models.transformer(), transformer(kind, mesh)
     weights = component.load(Checkpoint.open(model.checkpoint))

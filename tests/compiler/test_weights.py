@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from comfy_tpu.compiler import weights as weights_module
+from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.checkpoint import Checkpoint
-from comfy_tpu.compiler.weights import WeightSlot, abstract_weights, load_weights
+from comfy_tpu.compiler.weights import SourceAround, WeightSlot, abstract_weights, load_weights, update_weights
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
@@ -42,14 +43,27 @@ def checkpoint(tmp_path, tensors):
     return Checkpoint.open(tmp_path)
 
 
+@pytest.fixture(params=["on the host", "on the devices"])
+def stacked(request, monkeypatch):
+    """Where layers are stacked: which of the two, a stack's size decides."""
+    if request.param == "on the devices":
+        monkeypatch.setattr(weights_module, "HOST_STACK_BYTES", 0)
+    return request.param
+
+
+@pytest.fixture
+def stacked_on_devices(monkeypatch):
+    monkeypatch.setattr(weights_module, "HOST_STACK_BYTES", 0)
+
+
 def make_slots(placement, dtype=jnp.bfloat16):
-    def stacked(part, shape, *spec):
+    def stack(part, shape, *spec):
         sources = tuple(f"blocks.{i}.{part}" for i in range(LAYERS))
         return WeightSlot(f"blocks.*.{part}", sources, (LAYERS, *shape), dtype, placement.sharding(None, *spec))
 
     return [
-        stacked("w", (8, 16), "tp", "sp"),
-        stacked("b", (8,), "tp"),
+        stack("w", (8, 16), "tp", "sp"),
+        stack("b", (8,), "tp"),
         WeightSlot("embed", ("embed",), (16, 24), jnp.float32, placement.sharding(None, ("sp", "tp"))),
         WeightSlot("scale", ("scale",), (), jnp.float32, placement.sharding()),
         WeightSlot("ids", ("ids",), (6,), jnp.int32, placement.sharding()),
@@ -61,6 +75,7 @@ def as_torch(array) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mesh", ["single", "sp=2,tp=4", "dp=2,tp=4", "dp=2,sp=2,tp=2"])
+@pytest.mark.usefixtures("stacked")
 def test_values_dtypes_and_places(mesh, checkpoint, tensors):
     slots = make_slots(make_placement(mesh))
     progress = []
@@ -80,6 +95,7 @@ def test_values_dtypes_and_places(mesh, checkpoint, tensors):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("stacked")
 def test_every_bit_pattern_arrives(tmp_path, dtype):
     integer = np.uint8 if dtype.itemsize == 1 else np.uint16
     up = np.arange(np.iinfo(integer).max + 1, dtype=integer).reshape(2, -1)
@@ -100,6 +116,7 @@ def test_every_bit_pattern_arrives(tmp_path, dtype):
     np.testing.assert_array_equal(np.asarray(arrays["plain"]).view(integer), up)
 
 
+@pytest.mark.usefixtures("stacked")
 def test_equal_dtypes_are_not_converted(checkpoint, monkeypatch):
     seen = []
     real = torch.Tensor.to
@@ -140,6 +157,7 @@ def test_stacks_are_written_in_place():
         assert np.asarray(after).astype(np.float32).sum(axis=(1, 2)).tolist() == [0, 0, 128, 0]
 
 
+@pytest.mark.usefixtures("stacked_on_devices")
 def test_loading_again_compiles_nothing(checkpoint):
     slots = make_slots(make_placement("tp=4"))
     load_weights(checkpoint, slots)
@@ -149,6 +167,45 @@ def test_loading_again_compiles_nothing(checkpoint):
     assert weights_module._layer_writer(slots[0].sharding)._cache_size() == 1
 
 
+def test_small_stacks_compile_nothing(checkpoint):
+    with count_compilations() as count:
+        load_weights(checkpoint, make_slots(make_placement("sp=2,tp=2")))
+    assert count.requested == 0
+
+
+@pytest.mark.parametrize("limit", [3 * 8 * 16 * 2, 3 * 8 * 16 * 2 - 1])
+def test_a_stack_over_the_limit_is_written_on_its_devices(checkpoint, limit, monkeypatch):
+    written = []
+    real = weights_module._write
+    monkeypatch.setattr(weights_module, "_write", lambda *args: written.append(args[1].name) or real(*args))
+    monkeypatch.setattr(weights_module, "HOST_STACK_BYTES", limit)
+    load_weights(checkpoint, make_slots(make_placement("single")))
+    large = ["blocks.*.w"] * 3 if limit < 3 * 8 * 16 * 2 else []
+    assert sorted(written) == [*large, "embed", "ids", "scale"]
+
+
+@pytest.mark.usefixtures("stacked")
+def test_updated_layers_are_those_of_the_source(checkpoint, tensors):
+    slots = make_slots(make_placement("sp=2,tp=4"))
+    arrays = load_weights(checkpoint, slots)
+    changed = {"blocks.1.w": tensors["blocks.1.w"] + 1, "embed": tensors["embed"] * 2}
+
+    class Changed(SourceAround):
+        def read(self, name):
+            return changed[name] if name in changed else super().read(name)
+
+    before = dict(arrays)
+    moved = update_weights(Changed(checkpoint), slots, arrays, set(changed))
+    assert moved == sum(tensor.nbytes for tensor in changed.values())
+    for slot in slots:
+        wanted = torch.stack([changed.get(name, tensors[name]) for name in slot.sources]).reshape(slot.shape)
+        wanted = wanted.to(torch.bfloat16) if slot.dtype == jnp.bfloat16 else wanted
+        assert torch.equal(as_torch(arrays[slot.name]), wanted.float())
+        assert arrays[slot.name].sharding == slot.sharding
+    assert {name for name in arrays if arrays[name] is not before[name]} == {"blocks.*.w", "embed"}
+
+
+@pytest.mark.usefixtures("stacked")
 def test_list_of_one_layer_and_tied_weights(tmp_path):
     save_file({"blocks.0.w": torch.ones(2, 2), "shared": torch.zeros(3)}, tmp_path / "m.safetensors")
     place = make_placement("single").sharding()
@@ -247,6 +304,7 @@ def test_many_misfits_are_counted_and_the_missing_still_shown(tmp_path):
 
 
 @pytest.mark.parametrize("failure", ["progress", "read", "interrupt"])
+@pytest.mark.usefixtures("stacked")
 def test_nothing_stays_when_loading_fails(checkpoint, failure, monkeypatch):
     slots = make_slots(make_placement("sp=2,tp=4"))
     held = {id(array) for array in jax.live_arrays()}
@@ -269,6 +327,7 @@ def test_nothing_stays_when_loading_fails(checkpoint, failure, monkeypatch):
     assert kept is not None
 
 
+@pytest.mark.usefixtures("stacked")
 def test_files_are_read_in_sequence(checkpoint, monkeypatch):
     read = []
     real = Checkpoint.read

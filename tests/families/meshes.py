@@ -1,9 +1,12 @@
 """The meshes that every family is compared with diffusers on, and those that `auto` takes for it besides."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+from tests.covering import covering_rows
 
 SINGLE, *DIVIDED = MESHES = ("single", "dp=2,tp=4", "dp=2,sp=4")
 
@@ -20,13 +23,14 @@ of a family's name. README.md names them; test_auto_meshes.py holds the list to 
 
 
 def on_every_mesh(names: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
-    """One case on every mesh and every case on one device; the rest is slow."""
-    first, *others = (case if isinstance(case, tuple) else (case,) for case in cases)
+    """Every mesh once and every case once, the first case on one device; the rest is slow."""
+    given = [case if isinstance(case, tuple) else (case,) for case in cases]
+    rows = list(itertools.product(range(len(MESHES)), range(len(given))))
+    chosen = covering_rows(rows, strength=1)
     return pytest.mark.parametrize(
         f"mesh,{names}",
         [
-            *((mesh, *first) for mesh in MESHES),
-            *((SINGLE, *case) for case in others),
-            *(pytest.param(mesh, *case, marks=pytest.mark.slow) for mesh in DIVIDED for case in others),
+            pytest.param(MESHES[mesh], *given[case], marks=[] if (mesh, case) in chosen else [pytest.mark.slow])
+            for mesh, case in rows
         ],
     )

@@ -12,6 +12,7 @@ import torch
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.closeness import psnr as psnr
 from tests.parity.small_models import temporary_directory
 
 PROMPT, NEGATIVE = "a red circle moving left", "black background"
@@ -53,8 +54,3 @@ def expected(
         prompt=PROMPT, negative_prompt=NEGATIVE, latents=noise, **given, output_type="pt", return_dict=False
     )[0]
     return frames[0].permute(0, 2, 3, 1) if frames.ndim == 5 else frames.permute(0, 2, 3, 1)
-
-
-def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
-    assert one.shape == other.shape
-    return float(-10 * torch.log10(((one - other) ** 2).mean().clamp_min(1e-20)))

@@ -6,11 +6,12 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.registry import load_families
 from comfy_tpu.parallel.chips import CHIPS
 from tests.auto_layouts import as_text, taken_by
+from tests.counted_work import published_work
 from tests.families.meshes import AUTO, MESHES
 
 
 def taken(family: ModelFamily) -> set[str]:
-    works = [family.denoiser.workload(config, family.card.defaults) for config in family.card.published.values()]
+    works = [published_work(name) for name in family.card.published]
     return {as_text(taken_by(work, chip, 8)) for work in works for chip in CHIPS}
 
 

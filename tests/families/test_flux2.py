@@ -19,8 +19,9 @@ from comfy_tpu.families.flux2.model import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_B
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
+from tests.covering import covering
 from tests.families import small_flux2
-from tests.families.meshes import AUTO, on_every_mesh
+from tests.families.meshes import AUTO, MESHES
 from tests.families.pieces import component
 from tests.lowering import assert_bounded_work, lowered
 from tests.tracing import relative_error
@@ -36,7 +37,8 @@ CHOSEN: dict[str, Any] = {
     "max_sequence_length": 40,
     "seed": 7,
 }
-every_variant = pytest.mark.parametrize("variant", ["klein", "base", "dev"])
+VARIANTS = ["klein", "base", "dev"]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @functools.cache
@@ -61,9 +63,17 @@ def expected(variant: str, num_videos: int = 1, **changed: Any) -> torch.Tensor:
     return images.permute(0, 2, 3, 1)
 
 
-@every_variant
-@on_every_mesh("height,width", SIZES)
-def test_the_picture_is_that_of_diffusers(variant: str, mesh: str, height: int, width: int) -> None:
+@covering(
+    "variant, mesh, size",
+    VARIANTS,
+    MESHES,
+    SIZES,
+    strength=1,
+    # base has two branches for dp to divide. One device with this size is what other tests run, too.
+    always=[*((variant, "single", (48, 80)) for variant in VARIANTS), ("base", "dp=2,tp=4", (64, 64))],
+)
+def test_the_picture_is_that_of_diffusers(variant: str, mesh: str, size: tuple[int, int]) -> None:
+    height, width = size
     reference = expected(variant, height=height, width=width)
     assert reference.std() > 0.05, "the reference shows something"
     assert psnr(picture(opened(variant, mesh), height=height, width=width), reference) >= SAME
@@ -71,8 +81,8 @@ def test_the_picture_is_that_of_diffusers(variant: str, mesh: str, height: int, 
 
 @pytest.mark.parametrize(
     ("variant", "mesh"),
-    [("dev", "tp=8"), *(pytest.param("klein", mesh, marks=pytest.mark.slow) for mesh in AUTO["Flux.2"])],
-)
+    [pytest.param(variant, mesh, marks=pytest.mark.slow) for variant in ("dev", "klein") for mesh in AUTO["Flux.2"]],
+)  # on these meshes test_transformer runs by default
 def test_the_picture_on_what_auto_takes(variant: str, mesh: str) -> None:
     assert psnr(picture(opened(variant, mesh)), expected(variant)) >= SAME
 
@@ -143,12 +153,19 @@ def test_sigmas_are_those_of_diffusers() -> None:
 @pytest.mark.parametrize(
     ("mesh", "scan", "text_tokens", "dtype"),
     [
-        ("single", True, 7, torch.float32),
         ("single", False, 7, torch.float32),
-        ("single", True, 8, torch.bfloat16),
-        ("dp=2,sp=4", True, 7, torch.float32),
+        ("dp=2,sp=4", True, 7, torch.bfloat16),
         ("sp=2,tp=4", False, 8, torch.float32),
-        ("sp=2,tp=4", True, 8, torch.float32),
+        ("tp=8", True, 8, torch.float32),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("single", True, 7, torch.float32),
+                ("single", True, 8, torch.bfloat16),
+                ("dp=2,sp=4", True, 7, torch.float32),
+                ("sp=2,tp=4", True, 8, torch.float32),
+            ]
+        ),
     ],
 )
 def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype) -> None:
@@ -173,7 +190,8 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
     assert relative_error(to_host(velocity), wanted) <= (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize(("quantize", "least"), [("fp8", 69), ("int8", 79)])
+# fp8 by default in test_flux.py
+@pytest.mark.parametrize(("quantize", "least"), [pytest.param("fp8", 69, marks=pytest.mark.slow), ("int8", 79)])
 def test_quantized_products(quantize: Any, least: float) -> None:
     """72 and 82 dB are found, and 75 where the prompt is another: a seed and a guidance must be seen."""
     pipeline = VideoPipeline.open(small_flux2.directory("dev"), RuntimeConfig(mesh="dp=2,tp=4", quantize=quantize))
@@ -183,8 +201,14 @@ def test_quantized_products(quantize: Any, least: float) -> None:
     )
 
 
-@pytest.mark.parametrize("variant", ["klein", "dev"])
-@pytest.mark.parametrize(("mesh", "scan"), [("single", True), ("single", False), ("dp=2,tp=4", True), ("sp=8", True)])
+@covering(
+    "variant, mesh, scan",
+    ["klein", "dev"],
+    ["single", "dp=2,tp=4", "sp=8"],
+    [True, False],
+    strength=1,
+    always=[("klein", "single", False), ("dev", "sp=8", True)],
+)
 def test_text_encoder(variant: str, mesh: str, scan: bool) -> None:
     pipeline, reference = opened(variant), small_flux2.reference(variant)
     prompts = [PROMPT, "blue"]
@@ -222,7 +246,7 @@ def test_text_encoders_that_are_not_those_of_flux2() -> None:
     [
         ({"height": 100}, "height=100 is not divisible by 16; use 96 or 112"),
         ({"width": 4096}, "width=4096 is outside 16 to 2048"),
-        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes pictures; use 1"),
+        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes images; use 1"),
         ({"scheduler": "heun"}, "scheduler='heun' is unknown; choose from euler, unipc, dpm++"),
         ({"max_sequence_length": 513}, "max_sequence_length=513 is not allowed"),
     ],

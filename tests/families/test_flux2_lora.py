@@ -15,7 +15,9 @@ from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.covering import covering
 from tests.families import small_flux2, small_flux_loras
+from tests.families.meshes import MESHES
 from tests.families.small_flux2_loras import HIDDEN, LAST_NORM, MODULATIONS, diffusers_style, factors
 from tests.families.small_flux_loras import comfy_style, fused_into, kohya_style, original_style, peft_style
 from tests.pipeline.small_loras import Tensors, changed, error, loaded, write
@@ -64,8 +66,7 @@ def test_weights_are_those_that_diffusers_fuses(style: str, tmp_path: Path) -> N
 WHOLE = {"kohya": lambda made: kohya_style(made, alpha=4.0), "comfy": comfy_style, "original": original_style}
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
-@pytest.mark.parametrize("style", WHOLE)
+@covering("style, mesh", WHOLE, MESHES, strength=1)
 def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, mesh: str, tmp_path: Path) -> None:
     """With everything that there is: diffusers gets its own names, taken apart by hand."""
     made = factors(seed=2)
@@ -102,7 +103,7 @@ def test_every_module_is_known_by_its_original_name() -> None:
     assert all(targets.find(f"lora_unet_{name.replace('.', '_')}") for name in names)
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4"])
+@pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,tp=4"])
 def test_the_picture_is_that_of_diffusers_with_the_lora(mesh: str, tmp_path: Path) -> None:
     small = {name: (0.1 * up, down) for name, (up, down) in factors().items()}
     path = write(tmp_path / "a.safetensors", diffusers_style(small))

@@ -16,7 +16,7 @@ from tests.families.test_flux_plan import check
 )
 def test_sizes(name: str, layers: int, parameters: float) -> None:
     model = find_model(name)
-    work = model.family.denoiser.workload(model.config, parse_size("1024x1024x1", model))
+    work = model.workload(parse_size("1024x1024x1", model))
     assert (work.tokens, work.sequence, work.batch, work.layers) == (4096, 4608, 1, layers)
     weights = sum(times * matrix.nbytes / matrix.itemsize for times, matrix in work.matrices)
     assert weights == pytest.approx(parameters, rel=0.005)
@@ -24,12 +24,12 @@ def test_sizes(name: str, layers: int, parameters: float) -> None:
 
 def test_the_base_model_computes_two_branches() -> None:
     model = find_model("FLUX.2-klein-base-4B")
-    assert model.family.denoiser.workload(model.config, parse_size("1024", model)).batch == 2
+    assert model.workload(parse_size("1024", model)).batch == 2
 
 
 def test_dev_on_eight_chips() -> None:
     model, slice_ = find_model("FLUX.2-dev"), parse_slice("v6e-8")
-    best = rank_layouts(model.family.denoiser.workload(model.config, parse_size("1024", model)), slice_)[0]
+    best = rank_layouts(model.workload(parse_size("1024", model)), slice_)[0]
     assert best.fits
     assert best.sizes.tp > 1, "gathering all weights for so few tokens would take most of the step"
     check("FLUX.2-dev", "v6e-8", best.sizes, "1024")

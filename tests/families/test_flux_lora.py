@@ -19,7 +19,9 @@ from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.covering import covering
 from tests.families import small_flux, small_flux_loras
+from tests.families.meshes import MESHES
 from tests.families.small_flux_loras import (
     comfy_style,
     diffusers_style,
@@ -76,8 +78,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
-@pytest.mark.parametrize("style", WHOLE)
+@covering("style, mesh", WHOLE, MESHES, strength=1)
 def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, mesh: str, tmp_path: Path) -> None:
     """With linear1 and everything outside the blocks: diffusers gets its own names, taken apart by hand."""
     made = factors(rank=4, seed=2)

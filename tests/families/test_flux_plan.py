@@ -15,7 +15,7 @@ from tests.planning.test_plan import check_formulas
 def check(name: str, tpu: str, sizes: MeshSizes, size: str) -> None:
     model, slice_ = find_model(name), parse_slice(tpu)
     settings = parse_size(size, model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
     result = count(program, "partition")
     assert result.unexplained == ()
@@ -25,7 +25,7 @@ def check(name: str, tpu: str, sizes: MeshSizes, size: str) -> None:
 
 def test_dev_on_eight_chips() -> None:
     model, slice_ = find_model("FLUX.1-dev"), parse_slice("v6e-8")
-    work = model.family.denoiser.workload(model.config, parse_size("1024x1024x1", model))
+    work = model.workload(parse_size("1024x1024x1", model))
     assert (work.tokens, work.sequence, work.batch, work.layers) == (4096, 4608, 1, 57)
     best = rank_layouts(work, slice_)[0]
     assert best.fits

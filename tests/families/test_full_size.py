@@ -1,5 +1,5 @@
 """Every published model: its memory on two slices by the formulas; those of Wan lowered for TPU at their full size, and
-what pictures go through."""
+what images go through."""
 
 import pytest
 
@@ -26,7 +26,7 @@ WAN = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_fits_on_eight(name: str, tpu: str) -> None:
     model = find_model(name)
-    best = rank_layouts(model.family.denoiser.workload(model.config, model.defaults), parse_slice(tpu))[0]
+    best = rank_layouts(model.workload(model.defaults), parse_slice(tpu))[0]
     assert best.fits
     assert best.memory.weights > 1e8
 
@@ -34,8 +34,7 @@ def test_it_fits_on_eight(name: str, tpu: str) -> None:
 def test_a_pair_is_counted_twice() -> None:
     one, pair = (find_model(name) for name in ("Wan2.1-T2V-14B-Diffusers", "Wan2.2-T2V-A14B-Diffusers"))
     weights = [
-        rank_layouts(model.family.denoiser.workload(model.config, one.defaults), parse_slice("v6e-8"))[0].memory.weights
-        for model in (one, pair)
+        rank_layouts(model.workload(one.defaults), parse_slice("v6e-8"))[0].memory.weights for model in (one, pair)
     ]
     assert weights[1] == 2 * weights[0]
 
@@ -44,10 +43,10 @@ def test_a_pair_is_counted_twice() -> None:
 def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     model, slice_ = find_model(name), parse_slice("v6e-8")
     settings = parse_size(WAN[name], model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     facts = lower_step(model, settings, work, slice_, MeshSizes(dp=2, sp=4)).facts
     assert facts.square_arrays == ()
-    cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and a picture's
+    cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and an image's
     assert facts.kernels >= 1
     assert facts.kernels <= cross
 
@@ -76,7 +75,7 @@ def test_what_a_picture_goes_through_lowers_for_eight_chips(name: str, wanted: d
     for program in programs.values():
         assert program["platforms"] == ["tpu"]
         assert program["devices"] == 8
-        assert program["megabytes"] < 5, "nothing of the size of a picture was worked out on the host"
+        assert program["megabytes"] < 5, "nothing of the size of an image was worked out on the host"
         assert program["sequences in one array"] <= 1
     if "embed_image" in programs:
         assert programs["embed_image"]["loops"] == 1, "its layers are one scanned layer"

@@ -18,12 +18,13 @@ from comfy_tpu.families.hunyuan_video import model as hunyuan_model
 from comfy_tpu.families.hunyuan_video import text as hunyuan_text
 from comfy_tpu.families.hunyuan_video import transformer as hunyuan_transformer
 from comfy_tpu.families.hunyuan_video import vae as hunyuan_vae
-from comfy_tpu.families.hunyuan_video import workload as hunyuan_workload
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
+from tests.counted_work import published_work
+from tests.covering import covering
 from tests.families import small_hunyuan
 from tests.families.meshes import MESHES, on_every_mesh
 from tests.lowering import assert_bounded_work, lowered
@@ -164,15 +165,14 @@ def transformer_case(
 PROMPT_AXES = dict.fromkeys(("latents", "text", "text_mask", "glyph", "glyph_mask"), ("dp",))
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("mesh", [*MESHES, "tp=8", "sp=8"])
+@covering("mesh, scan", [*MESHES, "tp=8", "sp=8"], [True, False], strength=1, always=[("single", False)])
 def test_transformer_with_masks(mesh: str, scan: bool) -> None:
     inputs, answer = transformer_case()
     actual = run(small_hunyuan.transformer(), mesh, forward, scan=scan, input_axes=PROMPT_AXES, **inputs)
     assert relative_error(actual, answer) <= 1e-4
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4"])
+@pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
 def test_transformer_in_bfloat16(mesh: str) -> None:
     inputs, answer = transformer_case()
     model = small_hunyuan.transformer()
@@ -204,8 +204,7 @@ def test_more_than_one_row_and_no_second_branch() -> None:
 PROMPTS = [QUOTED, PLAIN, ""]
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("mesh", MESHES)
+@covering("mesh, scan", MESHES, [True, False], strength=1, always=[("single", False)])
 def test_the_text_encoder_says_what_it_says_in_diffusers(mesh: str, scan: bool) -> None:
     reference = small_hunyuan.reference()
     wanted, mask = reference._get_mllm_prompt_embeds(
@@ -292,13 +291,12 @@ def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
     component = Component(hunyuan_transformer.TRANSFORMER, config, placement, dtype=torch.bfloat16)
     # Biases are counted whole, also those that follow their columns over tp.
-    counted = _weight_bytes(hunyuan_workload.workload(config, hunyuan_model.HUNYUAN15.card.defaults), sizes)
+    counted = _weight_bytes(published_work("HunyuanVideo-1.5-Diffusers-720p_t2v"), sizes)
     assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 
 def test_published_sizes() -> None:
-    config = hunyuan_model.HUNYUAN15.card.published["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
-    work = hunyuan_workload.workload(config, hunyuan_model.HUNYUAN15.card.defaults)
+    work = published_work("HunyuanVideo-1.5-Diffusers-480p_t2v")
     assert (work.tokens, work.text_tokens, work.layers, work.hidden, work.batch) == (111600, 1256, 54, 2048, 2)
 
 

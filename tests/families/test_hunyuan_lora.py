@@ -14,7 +14,9 @@ from comfy_tpu.families.hunyuan_video.model import HUNYUAN15_IMAGE
 from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.lora_keys import make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
+from tests.covering import covering
 from tests.families import small_flux_loras, small_hunyuan
+from tests.families.meshes import MESHES
 from tests.pipeline import small_loras
 from tests.pipeline.small_loras import Tensors, changed, error, loaded, random, write
 
@@ -84,7 +86,7 @@ def pair(name: str, outputs: int, inputs: int, number: int) -> Tensors:
     }
 
 
-def parted(tensors: Tensors, theirs: str, rows: list[torch.Tensor], names: list[str]) -> Tensors:
+def split_streams(tensors: Tensors, theirs: str, rows: list[torch.Tensor], names: list[str]) -> Tensors:
     """The outputs under names of their own, each with the inputs of all."""
     down = tensors[f"{theirs}.lora_A.weight"]
     return {
@@ -106,20 +108,20 @@ def styles() -> dict[str, Tensors]:
         whole = pair("x", 3 * HIDDEN, HIDDEN, 40 + number)
         rows = list(whole["x.lora_B.weight"].split(HIDDEN))
         block = "transformer_blocks.1.attn."
-        made["diffusers"] |= parted(whole, "x", rows, [f"{block}{part}" for part in parts])
+        made["diffusers"] |= split_streams(whole, "x", rows, [f"{block}{part}" for part in parts])
         single = [f"double_blocks.1.{flat.removesuffix('qkv')}{letter}" for letter in "qkv"]
-        made["authors"] |= parted(whole, "x", rows, single)
+        made["authors"] |= split_streams(whole, "x", rows, single)
         made["ComfyUI"] |= pair(f"double_blocks.1.{dotted}", 3 * HIDDEN, HIDDEN, 40 + number)
         made["HunyuanVideo"] |= pair(f"double_blocks.1.{flat}", 3 * HIDDEN, HIDDEN, 40 + number)
     whole = pair("x", 3 * HIDDEN, HIDDEN, 50)
     attention = "context_embedder.token_refiner.refiner_blocks.0.attn"
     rows = list(whole["x.lora_B.weight"].split(HIDDEN))
-    made["diffusers"] |= parted(whole, "x", rows, [f"{attention}.to_{letter}" for letter in "qkv"])
+    made["diffusers"] |= split_streams(whole, "x", rows, [f"{attention}.to_{letter}" for letter in "qkv"])
     for style, name in (("authors", "_qkv"), ("ComfyUI", ".qkv"), ("HunyuanVideo", "_qkv")):
         made[style] |= pair(f"{REFINER}.self_attn{name}", 3 * HIDDEN, HIDDEN, 50)
     last = pair(LAST, 2 * HIDDEN, HIDDEN, 60)
     shift, scale = last[f"{LAST}.lora_B.weight"].chunk(2)
-    made["diffusers"] |= parted(last, LAST, [torch.cat((scale, shift))], ["norm_out.linear"])
+    made["diffusers"] |= split_streams(last, LAST, [torch.cat((scale, shift))], ["norm_out.linear"])
     for style in ("authors", "ComfyUI", "HunyuanVideo"):
         made[style] |= last
     return made
@@ -146,8 +148,7 @@ def fused(tensors: Tensors, strength: float) -> Tensors:
 PREFIXES = {"diffusers": "transformer.", "authors": "", "ComfyUI": "diffusion_model.", "HunyuanVideo": "transformer."}
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4"])
-@pytest.mark.parametrize("style", [*PREFIXES, "kohya"])
+@covering("style, mesh", [*PREFIXES, "kohya"], MESHES, strength=1)
 def test_weights_are_those_that_diffusers_fuses(style: str, mesh: str, tmp_path: Path) -> None:
     made = styles()
     expected = fused(made["diffusers"], 0.7)

@@ -21,7 +21,7 @@ def check(name: str, sizes: MeshSizes) -> None:
     model, slice_ = find_model(name), parse_slice("v6e-8")
     model = dataclasses.replace(model, config={**model.config, "num_layers": 2})
     settings = parse_size("720P", model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
     result, guess = count(program, "partition"), estimate(work, sizes, slice_)
     assert result.unexplained == ()

@@ -15,7 +15,7 @@ from tests.planning.test_plan import check_formulas
 def check(tpu: str, sizes: MeshSizes, size: str) -> None:
     model, slice_ = find_model("LTX-Video"), parse_slice(tpu)
     settings = parse_size(size, model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
     result = count(program, "partition")
     assert result.unexplained == ()
@@ -25,7 +25,7 @@ def check(tpu: str, sizes: MeshSizes, size: str) -> None:
 
 def test_the_published_size() -> None:
     model = find_model("LTX-Video")
-    work = model.family.denoiser.workload(model.config, model.defaults)
+    work = model.workload(model.defaults)
     assert (work.tokens, work.text_tokens, work.layers, work.hidden, work.batch) == (7392, 128, 28, 2048, 2)
 
 

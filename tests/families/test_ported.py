@@ -15,7 +15,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.shared.ported import by_pipeline, module_of, own_scheduler, own_text_length, workload_of
+from comfy_tpu.families.shared.ported import by_pipeline, module_of, own_scheduler, own_text_length
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.porting.scaffold.small import random_weights
@@ -85,29 +85,6 @@ def test_a_model_that_writes_into_its_queries(mesh: str) -> None:
     tables = getattr(CogVideoXPipeline, METHOD)(pipeline, 48, 80, 3, "cpu")
     wanted = reference()(latents, text, torch.tensor([500.0]), image_rotary_emb=tables, return_dict=False)[0]
     assert relative_error(found, wanted) <= 1e-5
-
-
-def test_a_workload_from_the_modules_own_weights() -> None:
-    settings = GenerationSettings(height=48, width=80, num_frames=9, guidance_scale=3.0, max_sequence_length=12)
-    work = workload_of(
-        TRANSFORMER,
-        CONFIG,
-        settings,
-        patch=(1, 2, 2),
-        spatial_scale=8,
-        temporal_scale=4,
-        text="joint",
-        heads=4,
-        head_dim=16,
-        channels=4,
-        rows={"transformer_blocks.*.attn1.*": "both", "transformer_blocks.*.norm[12].linear.*": "samples"},
-    )
-    assert (work.batch, work.tokens, work.sequence, work.layers) == (2, 3 * 3 * 5, 57, 2)
-    assert work.ffn == 4 * 64, "not that of the modulation, which is wider"
-    counted = sum(count * matrix.nbytes for count, matrix in work.matrices) + work.small_bytes
-    assert counted == 2 * sum(weight.numel() for weight in reference().parameters())
-    rows = {(matrix.kind, matrix.rows) for matrix in work.stacks[0].matrices}
-    assert rows == {("column", "both"), ("row", "both"), ("column", "samples"), ("column", "tokens"), ("row", "tokens")}
 
 
 def test_a_models_own_length_of_texts() -> None:

@@ -1,4 +1,4 @@
-"""Wan 2.1 from pictures and Wan 2.2 against diffusers' pipelines, on one device and over meshes."""
+"""Wan 2.1 from images and Wan 2.2 against diffusers' pipelines, on one device and over meshes."""
 
 import functools
 import shutil
@@ -15,8 +15,9 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
+from tests.covering import covering
 from tests.families import wan_pipelines
-from tests.families.meshes import AUTO, DIVIDED, MESHES, SINGLE
+from tests.families.meshes import AUTO, MESHES, SINGLE
 from tests.families.wan_pipelines import KINDS, picture
 from tests.pipeline.test_video import PROMPT
 
@@ -82,8 +83,18 @@ def expected(kind: str, height: int = 64, width: int = 96, pictures: int | None 
     ).frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", KINDS)
+@covering(
+    "kind, mesh",
+    KINDS,
+    MESHES,
+    strength=1,
+    # One device is what other tests run, too. Over a mesh: images as channels and tokens, and as the first frame.
+    always=[
+        *((kind, "single") for kind in KINDS),
+        ("2.1 first and last", "dp=2,tp=4"),
+        ("5B image", "dp=2,sp=4"),
+    ],
+)
 def test_the_video_is_that_of_diffusers_on_every_mesh(kind: str, mesh: str) -> None:
     assert expected(kind).std() > 0.02, "the reference shows something"
     assert psnr(video(kind, mesh), expected(kind)) >= SAME
@@ -107,8 +118,7 @@ def test_the_comparison_would_see_another_request(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("mesh", [SINGLE, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in DIVIDED)])
-@pytest.mark.parametrize("kind", KINDS)
+@covering("kind, mesh", KINDS, MESHES, strength=0, always=[("5B image", SINGLE)])
 def test_another_size(kind: str, mesh: str) -> None:
     assert psnr(video(kind, mesh, height=96, width=64), expected(kind, 96, 64)) >= SAME
 
@@ -231,7 +241,7 @@ def test_a_picture_encoded_for_another_model_is_refused_by_the_next_stage(kind: 
 def test_one_picture_is_refused_by_the_next_stage_of_a_model_that_reads_two() -> None:
     reader, pipeline = opened("2.1 image"), opened("2.1 first and last")
     read = reader.encode(PROMPT, reader.settings(**CHOSEN), [picture(0)])
-    with pytest.raises(InvalidValueError, match="has 5 tokens, those of a first and a last picture are 10; encode"):
+    with pytest.raises(InvalidValueError, match="has 5 tokens, those of a first and a last image are 10; encode"):
         pipeline.denoise(read, pipeline.settings(**CHOSEN))
 
 

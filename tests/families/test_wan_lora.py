@@ -16,7 +16,9 @@ from comfy_tpu.pipeline.lora import open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import psnr
+from tests.covering import covering
 from tests.families import wan_pipelines
+from tests.families.meshes import MESHES
 from tests.families.test_wan import CHOSEN, chosen
 from tests.pipeline import small_loras, small_pipeline
 from tests.pipeline.small_loras import Tensors, error, loaded, write
@@ -24,7 +26,6 @@ from tests.pipeline.test_video import PROMPT
 
 COMPONENTS = ("transformer", "transformer_2")
 INTO = {"all": (True, True), "high": (True, False), "low": (False, True)}
-MESHES = ["single", "dp=2,tp=4", "dp=2,sp=4"]
 
 
 def fused(*loras: Lora) -> WanPipeline:
@@ -53,8 +54,7 @@ def base(transformer: int) -> Tensors:
     return getattr(wan_pipelines.reference("2.2"), COMPONENTS[transformer]).state_dict()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("noise", INTO)
+@covering("noise, mesh", INTO, MESHES, strength=1)
 def test_only_the_transformer_that_it_is_for_changes(noise: str, mesh: str, tmp_path: Path) -> None:
     lora = Lora(write(tmp_path / "a.safetensors", small_loras.kohya_style()), 0.7, noise)
     expected = fused(lora)

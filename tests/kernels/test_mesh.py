@@ -8,6 +8,7 @@ import pytest
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.errors import MeshError
 from comfy_tpu.kernels import attention, joint_attention
+from tests.covering import covering
 from tests.kernels.attention_reference import Case, cpu_placement, relative_error, run
 
 LAYOUTS = {
@@ -138,13 +139,12 @@ def _parts(case: Case, count: int) -> tuple[list[jax.Array], list[jax.Array]]:
     return [array[:, :, :count] for array in arrays], [array[:, :, count:] for array in arrays]
 
 
-@pytest.mark.parametrize("lengths", [None, (77, 65)], ids=["all keys", "lengths"])
-@pytest.mark.parametrize("config", [CHUNKED, splash("auto")], ids=["chunked", "splash"])
-@pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["single", *LAYOUTS])
-def test_two_sequences_attend_as_one(layout: dict, config: AttentionConfig, lengths: tuple[int, int] | None) -> None:
+@covering("layout, implementation, lengths", ["single", *LAYOUTS], ["chunked", "splash"], [None, (77, 65)])
+def test_two_sequences_attend_as_one(layout: str, implementation: str, lengths: tuple[int, int] | None) -> None:
     """Neither length divides by sp, and keys beyond the lengths take no part."""
     case = Case(heads=8, kv_heads=8, queries=77, keys=77, lengths=lengths)
-    placement = cpu_placement(**layout)
+    placement = cpu_placement(**LAYOUTS.get(layout, {}))
+    config = CHUNKED if implementation == "chunked" else splash("auto")
 
     @jax.jit
     def both(first: list[jax.Array], second: list[jax.Array]) -> jax.Array:

@@ -15,6 +15,7 @@ from comfy_tpu.kernels.masking import merge
 from comfy_tpu.kernels.quantized import quantized_linear
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
+from tests.covering import covering
 from tests.kernels.attention_reference import Case, cpu_placement, run
 
 CHUNKED = AttentionConfig(implementation="chunked", dense_max_tokens=16)
@@ -39,13 +40,17 @@ class Poisoned(Case):
         return inputs
 
 
-POISON = {
+POISON: dict[str, dict[str, Any]] = {
     "query": {"where": "query"},
     "key": {"where": "key"},
     "value": {"where": "value"},
     "infinite value": {"where": "value", "what": float("inf")},
 }
-MASKS = {"": {}, " lengths": {"lengths": (60, 77)}, " key mask": {"mask": (2, 1, 1, 77), "mask_kind": "float"}}
+MASKS: dict[str, dict[str, Any]] = {
+    "": {},
+    " lengths": {"lengths": (60, 77)},
+    " key mask": {"mask": (2, 1, 1, 77), "mask_kind": "float"},
+}
 
 
 class VisibleMask(Poisoned):
@@ -67,18 +72,15 @@ def check(case: Case, config: AttentionConfig, placement: Placement | None = Non
     np.testing.assert_array_equal(~np.isfinite(got), broken)
 
 
-@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_one_device(config: AttentionConfig, poison: dict[str, Any], masks: dict[str, Any]) -> None:
-    check(VisibleMask(**poison, **masks), config)
+@covering("config, poison, masks", CONFIGS, POISON, MASKS)
+def test_one_device(config: str, poison: str, masks: str) -> None:
+    check(VisibleMask(**POISON[poison], **MASKS[masks]), CONFIGS[config])
 
 
-@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
-@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
-@pytest.mark.parametrize("config", [CHUNKED, SPLASH], ids=["chunked", "splash"])
-def test_over_the_mesh(config: AttentionConfig, strategy: str, poison: dict[str, Any]) -> None:
-    check(Poisoned(**poison), dataclasses.replace(config, sequence_parallel=strategy), cpu_placement(dp=2, sp=4))
+@covering("config, strategy, poison", ["chunked", "splash"], ["ulysses", "ring"], POISON)
+def test_over_the_mesh(config: str, strategy: str, poison: str) -> None:
+    chosen = dataclasses.replace(CONFIGS[config], sequence_parallel=strategy)
+    check(Poisoned(**POISON[poison]), chosen, cpu_placement(dp=2, sp=4))
 
 
 @pytest.mark.parametrize("config", [CHUNKED, SPLASH], ids=["chunked", "splash"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import nodes
 import torch
 
+from tests import closeness
 from tests.native.architectures import Architecture, noise
 
 STEPS = 3
@@ -55,6 +55,4 @@ def psnr(expected: torch.Tensor, got: torch.Tensor) -> float:
     """In decibels, of the range that the expected values have."""
     assert expected.shape == got.shape
     assert torch.isfinite(got).all()
-    error = float((expected.double() - got.double()).square().mean())
-    span = float(expected.max() - expected.min())
-    return 10 * math.log10(span**2 / max(error, 1e-30))
+    return closeness.psnr(expected, got, span=float(expected.max() - expected.min()))

@@ -1,6 +1,7 @@
 """The Wan VAE by Flax and by torchax against diffusers': scanned and unrolled, on one device and over eight."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,24 +19,25 @@ DECODE = (decoding.decode, decoding.decode_unrolled)
 ENCODE = (decoding.encode, decoding.encode_unrolled)
 TORCH_DECODE = (whole_videos.decode_scanned, whole_videos.decode_unrolled)
 TORCH_ENCODE = (whole_videos.encode_scanned, whole_videos.encode_unrolled)
-every_mesh = pytest.mark.parametrize("mesh", MESHES)
 
 
 def every_length(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> pytest.MarkDecorator:
+    """Every function by turns on one device and on a mesh. Scans of 17 and 81 frames are one program but for a number;
+    unrolled, they take minutes to compile."""
     cases = []
+    turns = itertools.cycle(MESHES)
     for scanned, unrolled in pairs:
         of = "torchax" if scanned.__module__ == whole_videos.__name__ else "flax"
-        cases += [
-            pytest.param(
-                frames,
-                function,
-                marks=[pytest.mark.slow] if function is unrolled and frames > 5 else [],
-                id=f"{of}-{function.__name__}-{frames}",
-            )
-            for frames in (1, 5, 17, 81)
-            for function in (scanned, unrolled)
-        ]
-    return pytest.mark.parametrize(("frames", "function"), cases)
+        for function, frames in itertools.product((scanned, unrolled), (1, 5, 17, 81)):
+            turn = next(turns)
+            most = 17 if function is scanned else 5
+            for mesh in MESHES:
+                marks = [] if frames <= most and mesh == turn else [pytest.mark.slow]
+                cases.append(
+                    pytest.param(frames, function, mesh, marks=marks, id=f"{of}-{function.__name__}-{frames}-{mesh}")
+                )
+        next(turns)
+    return pytest.mark.parametrize(("frames", "function", "mesh"), cases)
 
 
 @functools.cache
@@ -50,7 +52,6 @@ def encoded(model: Callable[[], Any], frames: int, rows: int, columns: int) -> t
     return given, model().reference.encode(given).latent_dist.parameters
 
 
-@every_mesh
 @every_length(DECODE, TORCH_DECODE)
 def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     latents, expected = decoded(tiny, (frames + 3) // 4, 3, 5)
@@ -59,7 +60,6 @@ def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     assert relative_error(actual, expected) <= 1e-4
 
 
-@every_mesh
 @every_length(ENCODE, TORCH_ENCODE)
 def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     video, expected = encoded(tiny, frames, 12, 20)
@@ -114,7 +114,7 @@ def test_encode_pixels_that_make_no_whole_latents(encode: Callable[..., Any], pi
     assert relative_error(actual, expected) <= 1e-4
 
 
-@pytest.mark.parametrize("frames", [4, 7])
+@pytest.mark.parametrize("frames", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_frames_behind_the_last_whole_part_are_left_out(frames: int) -> None:
     video, expected = encoded(tiny, frames, 12, 20)
     for function in (*ENCODE, *TORCH_ENCODE):
@@ -123,7 +123,7 @@ def test_frames_behind_the_last_whole_part_are_left_out(frames: int) -> None:
         assert relative_error(actual, expected) <= 1e-4
 
 
-@every_mesh
+@pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
 def test_bfloat16(mesh: str) -> None:
     latents, pixels = decoded(four_levels, 3, 5, 7)
     assert relative_error(run(four_levels(), decoding.decode, mesh, latents, torch.bfloat16), pixels) <= 2e-2

@@ -6,8 +6,6 @@ import pytest
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError
-from comfy_tpu.families.wan.card import WAN21 as WAN21_CARD
-from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.kernels.tuning import block_sizes
 from comfy_tpu.parallel import layouts
 from comfy_tpu.parallel.chips import parse_slice
@@ -15,13 +13,14 @@ from comfy_tpu.parallel.layouts import SPARE, estimate, padded, rank_layouts, se
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.traffic import Traffic, seconds, sent
 from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.planning.models import find_model
+from tests.counted_work import published_work
 
 V6E_8 = parse_slice("v6e-8")
 
 
 def wan(name="14B", **settings):
-    config = WAN21_CARD.published[f"Wan-AI/Wan2.1-T2V-{name}-Diffusers"]
-    return WAN21.denoiser.workload(config, dataclasses.replace(WAN21.card.defaults, **settings))
+    return published_work(f"Wan2.1-T2V-{name}-Diffusers", **settings)
 
 
 def test_wan_14b_at_720p():
@@ -83,14 +82,18 @@ def test_every_size_has_a_ranking(generation, chips):
 
 def test_auto_takes_the_best_where_the_chip_is_known():
     work = wan()
-    assert parse_mesh("auto", 8, chip="v6e", workload=work) == MeshSizes(dp=2, sp=4)
+    assert parse_mesh("auto", 8, chip="v6e", workload=lambda: work) == MeshSizes(dp=2, sp=4)
     # Five heads a device at dp2×sp8 would go around a ring; columns take a part.
-    sixteen = parse_mesh("auto", 16, chip="v6e", workload=work)
+    sixteen = parse_mesh("auto", 16, chip="v6e", workload=lambda: work)
     assert sixteen == rank_layouts(work, parse_slice("v6e-16"))[0].sizes
-    assert parse_mesh("auto", 8, chip="v6e", workload=wan(guidance_scale=1.0)).dp == 1, "no second branch to divide"
-    assert parse_mesh("auto", 8, chip="cpu", workload=work) == MeshSizes(dp=2, sp=4), "the fixed preference"
+    assert parse_mesh("auto", 8, chip="v6e", workload=lambda: wan(guidance_scale=1.0)).dp == 1, (
+        "no second branch to divide"
+    )
+    assert parse_mesh("auto", 8, chip="cpu", workload=lambda: work) == MeshSizes(dp=2, sp=4), "the fixed preference"
     assert parse_mesh("auto", 8) == MeshSizes(dp=2, sp=4)
-    assert parse_mesh("dp=1,tp=8", 8, chip="v6e", workload=work) == MeshSizes(tp=8), "what is asked for is taken"
+    assert parse_mesh("dp=1,tp=8", 8, chip="v6e", workload=lambda: work) == MeshSizes(tp=8), (
+        "what is asked for is taken"
+    )
 
 
 def test_choosing_estimates_every_layout_once(monkeypatch):
@@ -101,7 +104,7 @@ def test_choosing_estimates_every_layout_once(monkeypatch):
         return estimate(work, sizes, slice_)
 
     monkeypatch.setattr(layouts, "estimate", noted)
-    parse_mesh("auto", 256, chip="v6e", workload=wan())
+    parse_mesh("auto", 256, chip="v6e", workload=wan)
     assert estimated == sensible_layouts(wan(), 256)
     assert len(estimated) <= 8, "two sizes of dp by four of tp"
 
@@ -133,8 +136,11 @@ def test_the_solver_keeps_as_much_as_the_pipeline():
 
 
 def test_a_configuration_that_is_short_or_damaged():
-    config = dict(WAN21_CARD.published["Wan-AI/Wan2.1-T2V-14B-Diffusers"])
+    model = find_model("Wan2.1-T2V-14B-Diffusers")
+    config = dict(model.config)
     del config["patch_size"]
-    assert WAN21.denoiser.workload(config, WAN21.card.defaults) == wan(), "diffusers' defaults are those of the 14B"
-    with pytest.raises(CheckpointError, match=r"has ffn_dim='many', expected a whole number; download the model again"):
-        WAN21.denoiser.workload(config | {"ffn_dim": "many"}, WAN21.card.defaults)
+    short = dataclasses.replace(model, config=config)
+    assert short.workload(model.defaults) == wan(), "diffusers' defaults are those of the 14B"
+    damaged = dataclasses.replace(model, config=config | {"ffn_dim": "many"})
+    with pytest.raises(CheckpointError, match="has ffn_dim='many', expected a value such as 13824; download"):
+        damaged.workload(model.defaults)

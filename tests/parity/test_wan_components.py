@@ -11,14 +11,16 @@ from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import ShardingConfig
 from comfy_tpu.parallel.mesh import make_placement
+from tests.covering import covering
 from tests.parity import small_models
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
 
 LAYOUTS = ["single", "dp=2,tp=4", "tp=8", "dp=2,sp=4", "sp=8"]
-PRECISIONS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
-every_layout = pytest.mark.parametrize("mesh", LAYOUTS)
-every_precision = pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=["float32", "bfloat16"])
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+every_layout_scan_and_precision = covering("mesh, scan, dtype", LAYOUTS, [True, False], TOLERANCES)
+every_precision = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=["float32", "bfloat16"])
+every_layout_and_precision = covering("mesh, dtype", LAYOUTS, TOLERANCES, strength=1)
 
 
 def run(
@@ -55,16 +57,14 @@ def transformer_case() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return inputs, small_models.transformer().reference(**inputs, return_dict=False)[0]
 
 
-@every_precision
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@every_layout
-def test_transformer(mesh: str, scan: bool, dtype: torch.dtype, tolerance: float) -> None:
+@every_layout_scan_and_precision
+def test_transformer(mesh: str, scan: bool, dtype: torch.dtype) -> None:
     inputs, expected = transformer_case()
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     axes = {"hidden_states": ("dp",), "encoder_hidden_states": ("dp",), "timestep": ("dp",)}
     (actual,) = run(small_models.transformer(), mesh, dtype, scan=scan, input_axes=axes, **inputs, return_dict=False)
     assert actual.dtype == dtype
-    assert relative_error(actual, expected) <= tolerance
+    assert relative_error(actual, expected) <= TOLERANCES[dtype]
 
 
 def test_transformer_with_one_branch_on_a_mesh_for_two() -> None:
@@ -85,14 +85,12 @@ def text_encoder_case() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return inputs, small_models.text_encoder().reference(**inputs, return_dict=False)[0]
 
 
-@every_precision
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@every_layout
-def test_text_encoder(mesh: str, scan: bool, dtype: torch.dtype, tolerance: float) -> None:
+@every_layout_scan_and_precision
+def test_text_encoder(mesh: str, scan: bool, dtype: torch.dtype) -> None:
     inputs, expected = text_encoder_case()
     (actual,) = run(small_models.text_encoder(), mesh, dtype, scan=scan, **inputs, return_dict=False)
     assert actual.dtype == dtype
-    assert relative_error(actual, expected) <= tolerance
+    assert relative_error(actual, expected) <= TOLERANCES[dtype]
 
 
 @functools.cache
@@ -101,16 +99,15 @@ def decoded() -> tuple[torch.Tensor, torch.Tensor]:
     return latents, small_models.vae().reference.decode(latents, return_dict=False)[0]
 
 
-@every_precision
-@every_layout
-def test_vae_decode(mesh: str, dtype: torch.dtype, tolerance: float) -> None:
+@every_layout_and_precision
+def test_vae_decode(mesh: str, dtype: torch.dtype) -> None:
     latents, expected = decoded()
     width = {"z": (None, None, None, None, ("dp", "sp", "tp"))}
     (actual,) = run(
         small_models.vae(), mesh, dtype, method="decode", input_axes=width, z=latents.to(dtype), return_dict=False
     )
     assert actual.dtype == dtype
-    assert relative_error(actual, expected) <= tolerance
+    assert relative_error(actual, expected) <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4"])

@@ -1,6 +1,7 @@
 import dataclasses
 import errno
 import json
+import os
 import types
 from pathlib import Path
 
@@ -176,6 +177,17 @@ def test_refused(change, error, text, tmp_path):
     change(path)
     with pytest.raises(error, match=text):
         artifacts.load_text(path, MODEL)
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "x.safetensors"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)  # or the library would wait for one, and could not be interrupted
+    try:
+        with pytest.raises(InvalidValueError, match="x.safetensors is not a file; give the one that `comfy-tpu encode"):
+            artifacts.read_metadata(path, "text")
+    finally:
+        os.close(writer)
 
 
 def test_other_models_artifact(tmp_path):

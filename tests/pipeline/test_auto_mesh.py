@@ -11,7 +11,7 @@ from comfy_tpu.pipeline.video import VideoPipeline
 def test_a_pipeline_ranks_layouts_for_its_model(monkeypatch):
     monkeypatch.setattr(mesh, "chip_name", lambda device: "v6e")
     files = ModelFiles.open("demo")
-    work = files.family.denoiser.workload(files.config(files.family.transformer), files.defaults)
+    work = files.workload(files.defaults)
     best = rank_layouts(work, parse_slice("v6e-8"))[0].sizes
     assert best != MeshSizes(dp=2, sp=4), "or this test could not tell it from the fixed preference"
     assert VideoPipeline.open("demo", RuntimeConfig(platform="cpu")).placement.sizes == best

@@ -84,6 +84,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (TRANSFORMER, "patch_size", None, r"config.json cannot be used \(TypeError"),
     (TRANSFORMER, "eps", "text", "WanTransformer3DModel has eps='text', expected a value such as 1e-06; download"),
     (TRANSFORMER, "eps", None, "WanTransformer3DModel has eps=None, expected a value such as 1e-06; download"),
+    (TRANSFORMER, "eps", float("nan"), "transformer.config.json: eps=nan is not a number; download the model again"),
     (TRANSFORMER, "cross_attn_norm", [], r"WanTransformer3DModel has cross_attn_norm=\[\], expected a value such as"),
     (TRANSFORMER, "qk_norm", 5, "WanTransformer3DModel has qk_norm=5, expected a value such as"),
     (TRANSFORMER, "_class_name", [], r"describes a None, expected WanTransformer3DModel"),

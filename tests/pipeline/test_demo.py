@@ -38,7 +38,13 @@ def video(prompt: str, reuse: float = 0.0, steps: int | None = None) -> torch.Te
     return torch.cat(list(pipeline.generate(prompt, settings)), dim=1)
 
 
-@pytest.mark.parametrize(("prompt", "wanted"), FIXED, ids=[prompt for prompt, _ in FIXED])
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        pytest.param(*case, id=case[0], marks=[] if number < 2 else [pytest.mark.slow])
+        for number, case in enumerate(FIXED)
+    ],
+)
 def test_the_video_shows_what_was_asked_for(prompt: str, wanted: Attributes) -> None:
     seen = see(video(prompt)[0].numpy())
     assert seen.agrees(wanted) == dict.fromkeys(seen.agrees(wanted), True)

@@ -1,4 +1,4 @@
-"""The demo model that begins with a picture: it keeps the picture, and does with it what the prompt says."""
+"""The demo model that begins with an image: it keeps the image, and does with it what the prompt says."""
 
 import functools
 
@@ -37,7 +37,7 @@ def continued(number: int, mesh: str = "single", steps: int | None = None) -> np
     return torch.cat(list(pipeline.generate(task.prompt, settings, [task.picture])), dim=1)[0].numpy()
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 49])
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 49])
 def test_the_picture_is_kept_and_does_what_the_prompt_says(number: int) -> None:
     task, video = tasks()[number], continued(number)
     assert kept(task.picture, video) >= KEPT
@@ -56,6 +56,7 @@ def test_one_picture_obeys_two_prompts() -> None:
         assert see(torch.cat(list(parts), dim=1)[0].numpy()).motion == motion
 
 
+@pytest.mark.slow  # such models over meshes: tests/families/test_wan.py, against diffusers
 def test_a_mesh_gives_the_same_video() -> None:
     alone, shared = (torch.from_numpy(continued(0, mesh, steps=2)) for mesh in ("single", "dp=2,tp=4"))
     assert psnr(shared, alone) >= SAME, "133 are found"

@@ -17,6 +17,7 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline import media, video_formats
+from tests.closeness import psnr
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = GenerationSettings(height=48, width=64, num_frames=9)
@@ -29,11 +30,6 @@ def moving_square(frames=9, height=48, width=64):
     for frame in range(frames):
         video[frame, 10:30, 4 * frame : 4 * frame + 16] = torch.tensor([0.9, 0.1, 0.1])
     return video
-
-
-def psnr(found, frames):
-    error = np.mean((np.asarray(found, np.float64) / 255 - frames.numpy()) ** 2)
-    return -10 * np.log10(max(error, 1e-12))
 
 
 def write(output, frames, fps=12, metadata=METADATA):
@@ -67,7 +63,7 @@ def test_mp4(tmp_path):
     write(path, moving_square())
     found = read_mp4(path)
     assert found.shape == (9, 48, 64, 3)
-    assert psnr(found, moving_square()) > 33
+    assert psnr(found / 255, moving_square()) > 33
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         assert (stream.codec.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
@@ -86,7 +82,7 @@ def test_mp4_of_odd_size_repeats_the_last_row_and_column(tmp_path):
     write(tmp_path / "x.mp4", frames)
     found = read_mp4(tmp_path / "x.mp4")
     assert found.shape == (5, 34, 46, 3)
-    assert psnr(found[:, :33, :45], frames) > 30
+    assert psnr(found[:, :33, :45] / 255, frames) > 30
     assert abs(found[:, 33].astype(int) - found[:, 32]).max() < 12
 
 
@@ -94,7 +90,7 @@ def test_gif(tmp_path):
     write(tmp_path / "x.gif", moving_square(), fps=16)
     found, durations, loop = read_gif(tmp_path / "x.gif")
     assert found.shape == (9, 48, 64, 3)
-    assert psnr(found, moving_square()) > 45  # few colours: only rounding is lost
+    assert psnr(found / 255, moving_square()) > 45  # few colours: only rounding is lost
     assert loop == 0
     assert set(durations) == {60, 70}
     assert sum(durations) == pytest.approx(9 * 1000 / 16, abs=10)
@@ -105,7 +101,7 @@ def test_gif_takes_new_colours_for_each_frame(tmp_path):
     frames = torch.stack([torch.rand(8, 8, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(12)])
     write(tmp_path / "x.gif", frames)
     found, _, _ = read_gif(tmp_path / "x.gif")
-    assert psnr(found, frames) > 45  # 64 pixels a frame, 768 colours in all: more than one palette holds
+    assert psnr(found / 255, frames) > 45  # 64 pixels a frame, 768 colours in all: more than one palette holds
 
 
 def test_gif_is_not_faster_than_browsers_allow(tmp_path):
@@ -292,7 +288,7 @@ REFUSED_OUTPUTS = {
     "directory": ("taken.mp4", "is a directory, expected a file; add a file name"),
     "no such place": ("a/b/x.mp4", "there is no .*/a; create it first"),
     "inside a file": ("file/x.mp4", "which is a file; choose another place"),
-    "one picture": ("x.png", "is one picture and the video has 9 frames; write .*x-%04d.png, or ask for num_frames=1"),
+    "one image": ("x.png", "is one image and the video has 9 frames; write .*x-%04d.png, or ask for num_frames=1"),
     "two numbers": ("x%d-%d.png", "two places"),
 }
 
@@ -360,7 +356,7 @@ def test_free_output(tmp_path):
 def test_metadata_of_other_peoples_files(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "x.png")
     assert media.read_metadata(tmp_path / "x.png") == {}
-    (tmp_path / "x.gif").write_text("no picture")
+    (tmp_path / "x.gif").write_text("no image")
     with pytest.raises(CheckpointError, match="x.gif cannot be read as gif"):
         media.read_metadata(tmp_path / "x.gif")
     assert media.find_metadata(tmp_path / "x.gif") == {}

@@ -68,7 +68,7 @@ def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: 
     return frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4", "sp=8"])
+@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4", pytest.param("sp=8", marks=pytest.mark.slow)])
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
     assert expected().std() > 0.05, "the reference shows something"
     assert psnr(video(opened(mesh)), expected()) >= SAME
@@ -286,7 +286,7 @@ def test_a_picture_that_does_not_fit_is_decoded_in_tiles() -> None:
 
     with pytest.raises(DeviceMemoryError):
         list(decode.decode_frames(never_fits, latents[..., :6], tiles=SMALL_TILES))
-    # A tile cannot see beyond its edge, and this VAE attends over the whole picture: close, not equal.
+    # A tile cannot see beyond its edge, and this VAE attends over the whole image: close, not equal.
     assert psnr(tiled, whole) >= 33
     assert_wrong_ones_differ(whole, 30, latents=torch.cat(list(pipeline.decode(latents.flip(4), settings)), dim=1))
 

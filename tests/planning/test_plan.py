@@ -97,7 +97,7 @@ def check_formulas(guess, facts, program):
 def test_formulas_for_other_slices(tpu, sizes, size):
     model, slice_ = find_model(WAN_14B), parse_slice(tpu)
     settings = parse_size(size, model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
     result = count(program, "partition")
     assert result.unexplained == ()
@@ -115,7 +115,7 @@ def test_formulas_for_other_slices(tpu, sizes, size):
 def test_the_tpu_compiler_agrees(sizes):
     model = find_model(WAN_14B)
     settings = parse_size("720P", model)
-    work = model.family.denoiser.workload(model.config, settings)
+    work = model.workload(settings)
     program = lower_step(model, settings, work, V6E_8, sizes)
     compiled, partitioned = count(program, "compile"), count(program, "partition")
     assert compiled.unexplained == ()
@@ -128,7 +128,7 @@ def test_the_tpu_compiler_agrees(sizes):
 def test_what_does_not_fit_says_what_would(monkeypatch):
     monkeypatch.setattr(planning, "lower_step", lambda *_: pytest.fail("nothing is lowered only to rank"))
     model = find_model(WAN_14B)
-    work = model.family.denoiser.workload(model.config, parse_size("720P", model))
+    work = model.workload(parse_size("720P", model))
     slice_, sizes = planning._larger(work, parse_slice("v5e-1"))
     assert slice_.device_count == sizes.device_count > 1
     assert estimate(work, sizes, slice_).fits
@@ -148,7 +148,7 @@ def test_the_compiler_has_the_last_word_on_memory(wan_plan):
 
 def test_square_arrays():
     model = find_model(WAN_14B)
-    work = model.family.denoiser.workload(model.config, model.defaults)
+    work = model.workload(model.defaults)
     sizes = MeshSizes(dp=2, sp=4)
     harmless = {(1, 75600, 5120), (40, 18900, 128), (30720, 5120), (1, 10, 75776, 128), (13824, 5120), (75600, 2048)}
     assert square_arrays(harmless, work, sizes) == ()

@@ -116,6 +116,11 @@ def test_a_function_that_calls_itself_ends(found):
         ("x.view(x.sum(), 2)", True),
         ("x.view(*x.shape[:-1], 2)", False),
         ("x.cuda()", True),
+        ("x * len([1, 2, 3][: x.sum().item()])", True),
+        ("x[torch.unsqueeze(x > 0, 0)]", True),
+        ("x[(x > 0).tril()]", True),
+        ("x[torch.tensor([[x[0, 0] > 0]], dtype=torch.bool)]", True),
+        ("x * len([(yield x.item())])", True),
     ],
 )
 def test_expressions(found, body, is_trap):

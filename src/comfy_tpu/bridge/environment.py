@@ -22,7 +22,6 @@ from comfy_tpu.bridge.recipes import Reshape, Selection
 from comfy_tpu.errors import MissingOperatorError, TraceError, see
 
 torchax = load_torchax()
-share_memory(torchax.tensor)
 
 DeviceTensor: tuple[type, ...] = (torchax.tensor.Tensor,)
 """What torch tensors are while a model is traced; nothing of these types may outlive the trace. torchax's own `View`,
@@ -355,5 +354,6 @@ def environment() -> TraceEnvironment:
     global _environment
     with _lock:
         if _environment is None:
+            share_memory(torchax.tensor)
             _environment = TraceEnvironment()
         return _environment

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "latents", metavar="LATENTS", type=options.path("LATENTS"), help="what `comfy-tpu denoise` made"
     )
-    options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for a picture")
+    options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for an image")
     options.add_fps(parser)
     options.add_force(parser)
     options.add_report(parser)
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.pictures = header.loras, header.pictures
         settings = session.settings(header.settings)
-        own = arguments.latents.with_suffix(".png" if session.makes_pictures else ".mp4")
+        own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
         paths = media.check_output(arguments.output or own, settings)
         session.check_outputs(*paths)
         there = session.videos_are_there(paths, header.prompt, settings)

@@ -45,6 +45,7 @@ def enable_cache(config: CacheConfig) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _remove_paths_from_keys()
+    _handle_cache_warnings()
     return directory
 
 
@@ -137,11 +138,13 @@ def _is_damaged(entry: Path) -> bool:
     return False
 
 
-on_warning("Error reading persistent compilation cache entry for '(?P<program>[^']+)'.*", _replace_damaged_entry)
-on_warning(
-    r"Error writing persistent compilation cache entry for '(?P<program>[^']+)': \w+: (\[Errno \d+\] )?(?P<reason>.*)",
-    _report_failed_write,
-)
+def _handle_cache_warnings() -> None:
+    on_warning("Error reading persistent compilation cache entry for '(?P<program>[^']+)'.*", _replace_damaged_entry)
+    on_warning(
+        r"Error writing persistent compilation cache entry for '(?P<program>[^']+)': "
+        r"\w+: (\[Errno \d+\] )?(?P<reason>.*)",
+        _report_failed_write,
+    )
 
 
 @dataclasses.dataclass(eq=False)

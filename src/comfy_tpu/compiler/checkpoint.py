@@ -221,6 +221,8 @@ def _read_index(index: Path) -> dict[str, str]:
 def _read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in files:
+        if not file.is_file():  # the library would wait for the writer of a named pipe, deaf to signals
+            raise CheckpointError(f"{file} is not a file; download it again")
         with _explained(file), safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.offset_keys():
                 if name in tensors:

@@ -16,7 +16,7 @@ from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.arranging import ArrangedSource, Packed
 from comfy_tpu.compiler.cache import enable_cache
-from comfy_tpu.compiler.merging import MergedSource, WeightChanges, merging
+from comfy_tpu.compiler.merging import DeviceMerge, MergedSource, WeightChanges
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
@@ -135,7 +135,7 @@ class Component:
 
         A change has its columns in the checkpoint's order.
         """
-        enable_cache(self._cache)  # writing layers into their stacks compiles a little too
+        enable_cache(self._cache)  # writing layers into large stacks compiles a little, too
         if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None
         checkpoint = self._arranged(checkpoint)
@@ -143,7 +143,7 @@ class Component:
         if changes is None:
             return load_weights(checkpoint, self.slots, **options)
         try:
-            return load_weights(checkpoint, self.slots, change=merging(changes), **options)
+            return load_weights(checkpoint, self.slots, change=DeviceMerge(changes), **options)
         finally:
             changes.close()
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from comfy_tpu.compiler.weights import Changer, SourceAround, WeightSource, put
+from comfy_tpu.compiler.weights import SourceAround, WeightSource, put
 
 RANK_MIN = 16
 
@@ -82,13 +82,17 @@ class MergedSource(SourceAround):
         super().close()
 
 
-def merging(changes: WeightChanges) -> Changer:
-    """For `load_weights`: adds each tensor's change on its devices, before it goes into the stack of its layers."""
+class DeviceMerge:
+    """The changer of `load_weights` that adds each tensor's change on its devices, before its layer is stacked."""
 
-    def change(name: str, array: jax.Array) -> jax.Array:
-        return merge(array, changes.read(name)) if name in changes else array
+    def __init__(self, changes: WeightChanges) -> None:
+        self._changes = changes
 
-    return change
+    def __contains__(self, name: object) -> bool:
+        return name in self._changes
+
+    def __call__(self, name: str, array: jax.Array) -> jax.Array:
+        return merge(array, self._changes.read(name))
 
 
 def merge(array: jax.Array, change: WeightChange) -> jax.Array:

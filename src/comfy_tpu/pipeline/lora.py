@@ -24,9 +24,10 @@ from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
 logger = logging.getLogger(__name__)
 
 
-_CHANGE_MAX = 1e28
-"""Less than half of the last digit of the largest float32: added to any finite weight it leaves a finite one, so the
-merged weights need no check of their own on the devices. No trained LoRA comes near it."""
+_CHANGE_MAX = 1e12
+"""Far below what float32 can add, so the merged weights need no check of their own on the devices. A norm squares what
+comes out of them: from 1e19 on that is infinite, the norm's result 0, and a broken file gives a plausible video. No
+trained LoRA comes near it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class OpenLora:
         if not change.bound < _CHANGE_MAX:
             raise InvalidValueError(
                 f"lora={self.file.path} changes {name} by up to {change.bound:.2g} at strength {self.strength:g}, more "
-                "than float32 can add; use a smaller strength, or another file",
+                f"than {_CHANGE_MAX:g}, beyond which norms overflow; use a smaller strength, or another file",
                 field="lora",
             )
         return change
@@ -159,11 +160,11 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
         )
     _check_shapes(lora.path, matched.factors, files)
     # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
-    if matched.strangers > matched.known:
+    if matched.unmatched_keys > matched.known:
         raise InvalidValueError(
             f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known} of its "
-            f"{matched.known + matched.strangers} modules, and not for {listed(matched.unknown, 3)}; use a LoRA made "
-            f"for {files.family.name}",
+            f"{matched.known + matched.unmatched_keys} modules, and not for {listed(matched.unknown, 3)}; use a LoRA "
+            f"made for {files.family.name}",
             field="lora",
         )
     if matched.text_keys:

@@ -414,10 +414,13 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _check_counts(path: Path, content: Mapping[str, Any]) -> None:
-    """Libraries make lists as long as a configuration says before they build the first layer."""
+    """Libraries make lists as long as a configuration says before they build the first layer, and take NaN, which
+    Python's JSON has, for a number. Infinity may be meant: schedulers have lambda_min_clipped=-Infinity."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             _check_counts(path, value)
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"{path}: {name}=nan is not a number; download the model again")
         limit = _COUNT_MAX if _COUNT.search(name) else _WHOLE_MAX
         if isinstance(value, int) and abs(value) > limit:
             raise CheckpointError(

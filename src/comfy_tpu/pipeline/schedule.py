@@ -67,7 +67,7 @@ def _noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.
     if hasattr(scheduler, "sigmas"):
         levels: torch.Tensor = scheduler.sigmas[begin : begin + len(timesteps)]
         return levels
-    # DDIM and its kind keep what is left of the picture's variance, by the timestep.
+    # DDIM and its kind keep what is left of the image's variance, by the timestep.
     left: torch.Tensor = scheduler.alphas_cumprod[timesteps.long()]
     return (1 - left).sqrt()
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -46,13 +48,17 @@ class _Call:
 class _Weight:
     """A weight of the skeleton, of one layer where blocks are stacked."""
 
-    module: str
+    name: str
     stack: str
     """The path of its list of blocks; empty outside of them."""
     layers: int
     kind: RuleKind
     shape: tuple[int, ...]
     itemsize: int
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
 
     @property
     def is_matrix(self) -> bool:
@@ -63,44 +69,88 @@ class _Weight:
         return self.layers * math.prod(self.shape) * self.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A family with a configuration; equal where the code and the configuration are."""
+
+    name: str
+    predict: Any
+    config: str
+    latent_channels: int
+    family: ModelFamily = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """What the size of a request does not change."""
+
+    stacks: tuple[Stack, ...]
+    outer: tuple[Matrix, ...]
+    small_bytes: int
+    heads: int
+    hidden: int
+    output_features: int
+    has_keys: bool
+    other_text_tokens: int
+    """Tokens beside the prompt's that go through the blocks with it: words in quotes, a first frame."""
+
+
 def count_step(family: ModelFamily, config: Config, settings: GenerationSettings, latent_channels: int) -> Workload:
-    """The workload of one step of the family's transformer with this configuration."""
+    """The workload of one step of the family's transformer with this configuration. Traces each model once."""
+    text = json.dumps(dict(config), sort_keys=True, default=str)
+    found = _structure(_Model(family.name, family.denoiser.predict, text, latent_channels, family))
+    latents = latent_shape(family, latent_channels, settings)
+    return Workload(
+        batch=batch_rows(family, settings),
+        tokens=math.prod(latents[1:]) // found.output_features,
+        text_tokens=settings.max_sequence_length + found.other_text_tokens,
+        text="keys" if found.has_keys else "joint",
+        heads=found.heads,
+        head_dim=found.hidden // found.heads,
+        ffn=max(_ffn(stack, found.hidden) for stack in found.stacks),
+        stacks=found.stacks,
+        outer=found.outer,
+        small_bytes=found.small_bytes,
+        output_features=found.output_features,
+        latent_bytes=math.prod(latents) * 4,
+        models=family.card.transformer_count,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _structure(model: _Model) -> _Structure:
+    family, config = model.family, json.loads(model.config)
+    settings = family.card.defaults
     placement = abstract_placement(MeshSizes(), platform="cpu", chip="")
     component = Component(family.transformer, config, placement, dtype=torch.bfloat16)
-    batch, latents = batch_rows(family, settings), latent_shape(family, latent_channels, settings)
-    calls, has_keys = _trace(family, config, settings, component, batch, latents)
+    latents = latent_shape(family, model.latent_channels, settings)
+    calls, used, has_keys = _trace(family, config, settings, component, latents)
     weights = list(_weights(component))
     # A list of blocks that no device divides is not the transformer's: it refines the text, and counts as the rest.
-    divided = {weight.stack for weight in weights if weight.stack and weight.kind in ("column", "row")}
+    divided = dict.fromkeys(each.stack for each in weights if each.stack and each.kind in ("column", "row"))
     last = max(calls.values(), key=lambda call: call.order)
     tokens = math.prod(latents[1:]) // last.outputs
     stacked_rows = {calls[each.module].rows for each in weights if each.stack in divided and each.module in calls}
-    prompt = family.text.embedding_shapes(config, settings)["text"]
-    text_tokens = prompt[0] if has_keys else _joint_text_tokens(stacked_rows, tokens)
+    text_tokens = settings.max_sequence_length if has_keys else _joint_text_tokens(stacked_rows, tokens)
     sizes: dict[int, Rows] = {1: "samples", tokens + text_tokens: "both", text_tokens: "text", tokens: "tokens"}
 
     def matrices(stack: str) -> tuple[Matrix, ...]:
         inside = [each for each in weights if each.is_matrix and (each.stack if each.stack in divided else "") == stack]
-        return tuple(_matrix(each, calls, sizes, per_layer=bool(stack)) for each in inside)
+        return tuple(
+            _matrix(each, calls[each.module] if each.name in used else None, sizes, per_layer=bool(stack))
+            for each in inside
+        )
 
-    paths = dict.fromkeys(each.stack for each in weights if each.stack in divided)
-    stacks = tuple(_stack(path, matrices(path), weights, calls) for path in paths)
-    heads = component.heads
-    hidden = next(matrix.shape[1] for stack in stacks for matrix in _columns(stack))
-    return Workload(
-        batch=batch,
-        tokens=tokens,
-        text_tokens=text_tokens,
-        text="keys" if has_keys else "joint",
-        heads=heads,
-        head_dim=hidden // heads,
-        ffn=max(_ffn(stack, hidden) for stack in stacks),
+    stacks = tuple(_stack(path, matrices(path), weights, calls) for path in divided)
+    return _Structure(
         stacks=stacks,
         outer=matrices(""),
         small_bytes=sum(each.nbytes for each in weights if not each.is_matrix),
+        heads=component.heads,
+        hidden=next(matrix.shape[1] for stack in stacks for matrix in _columns(stack)),
         output_features=last.outputs,
-        latent_bytes=math.prod(latents) * 4,
-        models=family.card.transformer_count,
+        has_keys=has_keys,
+        other_text_tokens=text_tokens - settings.max_sequence_length,
     )
 
 
@@ -109,18 +159,20 @@ def _trace(
     config: Config,
     settings: GenerationSettings,
     component: Component,
-    batch: int,
     latents: tuple[int, ...],
-) -> tuple[dict[str, _Call], bool]:
-    """The modules that a step calls; and whether keys of the prompt are prepared, or text goes through the blocks."""
+) -> tuple[dict[str, _Call], frozenset[str], bool]:
+    """The modules that a step calls, the weights that its outputs depend on, and whether keys of the prompt are
+    prepared; if not, the text goes through the blocks."""
     programs = StepPrograms(family.denoiser, component.program)
     weights = component.abstract_weights()
     embeddings = abstract_embeddings(family, config, settings)
     keys, inputs = split_prepared(programs.prepare(embeddings).shapes(weights, **embeddings))
     guided = is_guided(family, settings)
-    with _recorded_calls(component.module, batch) as calls:
-        programs.compute().shapes({**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided)
-    return calls, bool(keys)
+    with _recorded_calls(component.module, batch_rows(family, settings)) as calls:
+        used = programs.compute().used_weights(
+            {**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided
+        )
+    return calls, used, bool(keys)
 
 
 @contextlib.contextmanager
@@ -150,8 +202,7 @@ def _weights(component: Component) -> Iterator[_Weight]:
         path, found, _ = slot.name.partition(f".{INDEX}.")
         layers, shape = (slot.shape[0], slot.shape[1:]) if found else (1, slot.shape)
         kind = component.plan.entries[slot.name].rule.kind
-        module = slot.name.rpartition(".")[0]
-        yield _Weight(module, path if found else "", layers, kind, tuple(shape), slot.dtype.itemsize)
+        yield _Weight(slot.name, path if found else "", layers, kind, tuple(shape), slot.dtype.itemsize)
 
 
 def _columns(stack: Stack) -> list[Matrix]:
@@ -173,8 +224,8 @@ def _stack(path: str, matrices: tuple[Matrix, ...], weights: Collection[_Weight]
     return Stack(inside[0].layers, matrices, norms=len([each for each in split if each.module not in linear]))
 
 
-def _matrix(weight: _Weight, calls: Mapping[str, _Call], sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:
-    call = calls.get(weight.module)
+def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:
+    """`call` None: a step does without it."""
     return Matrix(
         weight.kind,
         weight.shape,

@@ -1,4 +1,4 @@
-"""A check of one model: its source is read, a small one is tried, and the two correct each other."""
+"""The check of one model: its source is read, a small one is tried, and the two correct each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.porting import checklists
 from comfy_tpu.porting.checklists import Item
-from comfy_tpu.porting.reading import Reader
-from comfy_tpu.porting.shrinking import full_skeleton, make_small
+from comfy_tpu.porting.small_models import full_skeleton, make_small_model
 from comfy_tpu.porting.source import method
 from comfy_tpu.porting.structure import rules_for, uneven_blocks, unknown_weights
 from comfy_tpu.porting.targets import Target
 from comfy_tpu.porting.traps import Finding
 from comfy_tpu.porting.trial import Trial, try_small
+from comfy_tpu.porting.visitor import SourceVisitor
 
 Verdict = Literal["will run", "may run", "will not run", "not tried"]
 """`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run, or it
@@ -25,13 +25,8 @@ gave nothing to compare."""
 
 DISPROVED_BY_A_TRACE = frozenset(
     (
-        "tensor-condition",
-        "tensor-assert",
-        "tensor-to-number",
-        "mask-indexing",
-        "data-dependent-shape",
-        "host-tensor-written",
-        "random-in-forward",
+        *("tensor-condition", "tensor-assert", "tensor-to-number", "mask-indexing", "data-dependent-shape"),
+        *("host-tensor-written", "random-in-forward"),
     )
 )
 """A trace that went through such a line shows that the value was known after all."""
@@ -47,21 +42,21 @@ class Check:
     after: tuple[Item, ...]
     trial: Trial | None = None
     config: Mapping[str, Any] | None = None
-    """Of the small model that was tried."""
+    """The configuration of the small model that was tried."""
 
     @property
     def blocked(self) -> bool:
-        """What is not known to run is not said to."""
+        """Whether the verdict makes the command fail."""
         return self.verdict in ("will not run", "not tried")
 
 
 def read_source(target: Target) -> list[Finding]:
-    """Nothing of the model's runs."""
-    reader = Reader()
+    """The findings in a model's source. Nothing of it runs."""
+    visitor = SourceVisitor()
     definition = target.definition
     decodes = method(definition, "decode") is not None and method(definition, "encode") is not None
-    reader.read_class(definition, ("decode",) if decodes else ("forward",))
-    return reader.findings
+    visitor.read_class(definition, ("decode",) if decodes else ("forward",))
+    return visitor.findings
 
 
 def check(
@@ -86,7 +81,7 @@ def check(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own, and many: what matters of them is among the findings
         try:
-            small = make_small(target, config=config, inputs=inputs)
+            small = make_small_model(target, config=config, inputs=inputs)
             tried = small.config
             trial = try_small(small, {each.file for each in findings})
             model = full_skeleton(target) or small.skeleton
@@ -123,13 +118,13 @@ def _counted(stopping: list[Finding]) -> str:
 
 
 def corrected(findings: list[Finding], trial: Trial) -> list[Finding]:
-    """What was read, after what was tried: without what a trace disproved, and with what reading could not see."""
+    """The findings of the reader without those that the trial disproved, and with those that only a trial sees."""
     kept = []
     for each in findings:
         reached = each.trap == "gpu-only-import" or (each.file, each.line) in trial.reached
         if trial.traced and reached and each.trap in DISPROVED_BY_A_TRACE:
             continue
-        unknown = not trial.whole and not reached
+        unknown = not trial.is_complete and not reached
         kept.append(dataclasses.replace(each, reached=None if unknown else reached))
     known = {(each.file, each.line) for each in kept}
     traps = {each.trap for each in kept if each.reached}

@@ -1,4 +1,4 @@
-"""The migration guide's two checklists: what to know before a port, what to verify after it."""
+"""The two checklists of docs/porting.md: before a port, and after it."""
 
 from __future__ import annotations
 
@@ -21,43 +21,45 @@ class Item:
     note: str = ""
 
 
+_WITHOUT_TRAPS = {
+    "No GPU-only code (CUDA, flash attention, NCCL)": ("cuda", "distributed", "gpu-only-import"),
+    "No decision or number from the value of a tensor (if, assert, .item())": (
+        *("tensor-condition", "tensor-assert", "tensor-to-number"),
+    ),
+    "Tensors made in the forward are made on the device, with known shapes": (
+        *("host-tensor-written", "data-dependent-shape", "random-in-forward", "python-random"),
+    ),
+    "No indexing by boolean masks": ("mask-indexing",),
+}
+"""Items that pass without findings of these traps."""
+
+
 def before(findings: Iterable[Finding], trial: Trial | None, *, has_family: bool) -> list[Item]:
+    """The checklist before a port."""
     found = list(findings)
-    return [
-        _free("No GPU-only code (CUDA, flash attention, NCCL)", found, "cuda", "distributed", "gpu-only-import"),
-        _free(
-            "No decision or number from the value of a tensor (if, assert, .item())",
-            found,
-            *("tensor-condition", "tensor-assert", "tensor-to-number"),
-        ),
-        _free(
-            "Tensors made in the forward are made on the device, with known shapes",
-            found,
-            *("host-tensor-written", "data-dependent-shape", "random-in-forward", "python-random"),
-        ),
-        _free("No indexing by boolean masks", found, "mask-indexing"),
-        _dtypes(found, trial),
-        _attention(found, trial),
-        _sharding(found, trial, has_family=has_family),
-    ]
+    counted = [_free(text, found, *traps) for text, traps in _WITHOUT_TRAPS.items()]
+    return [*counted, _dtypes(found, trial), _attention(found, trial), _sharding(found, trial, has_family=has_family)]
 
 
 def after(trial: Trial | None, threads_left: Iterable[str] = ()) -> list[Item]:
-    left = list(threads_left)
-    ended = Item("The program ends by itself", "not applicable", "not tried")
-    dtype = Item("The result is bfloat16", "not applicable", "not tried")
-    memory = Item("Several steps leave nothing behind on the device", "not applicable", "not tried")
-    if trial is not None and trial.refusal is None:
-        note = f"still running: {', '.join(left)}" if left else ""
-        ended = Item(ended.text, "fail" if left else "pass", note)
-    if trial is not None and trial.low_precision is not None:
-        narrow = trial.low_precision == "bfloat16"
-        dtype = Item(dtype.text, "pass" if narrow else "fail", "" if narrow else f"it is {trial.low_precision}")
-    if trial is not None and trial.arrays_left is not None:
-        note = "at full size, ask comfy-tpu plan" if trial.arrays_left <= 0 else f"{trial.arrays_left} arrays more"
-        memory = Item(memory.text, "pass" if trial.arrays_left <= 0 else "fail", note)
-    speed = Item("It is as fast as expected", "not applicable", "needs the device: comfy-tpu bench")
-    return [ended, dtype, memory, speed]
+    """The checklist after a port; `threads_left` are the names of threads that still run."""
+    left, trial = list(threads_left), trial or Trial(refusal="not tried")
+    ended = None if trial.refusal is not None else not left
+    narrow = None if trial.low_precision is None else trial.low_precision == "bfloat16"
+    clean = None if trial.arrays_left is None else trial.arrays_left <= 0
+    arrays = "at full size, ask comfy-tpu plan" if clean else f"{trial.arrays_left} arrays more"
+    return [
+        _tried("The program ends by itself", ended, f"still running: {', '.join(left)}" if left else ""),
+        _tried("The result is bfloat16", narrow, "" if narrow else f"it is {trial.low_precision}"),
+        _tried("Several steps leave nothing behind on the device", clean, arrays),
+        Item("It is as fast as expected", "not applicable", "needs the device: comfy-tpu bench"),
+    ]
+
+
+def _tried(text: str, is_passed: bool | None, note: str) -> Item:
+    if is_passed is None:
+        return Item(text, "not applicable", "not tried")
+    return Item(text, "pass" if is_passed else "fail", note)
 
 
 def _free(text: str, findings: list[Finding], *traps: str) -> Item:

@@ -1,4 +1,4 @@
-"""Small inputs for a model: as they are asked for, or guessed from the names and annotations of its arguments."""
+"""Small inputs for a model: as the user describes them, or guessed from the names and annotations of its arguments."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import torch
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 
 TOKENS = 7
-"""Of text. A number that nothing else has."""
+"""The length of a text: a number that no other size is."""
 SIDE = 8
 FRAMES = 3
 
 Inputs = dict[str, Any]
+Config = Mapping[str, Any]
+Guess = Callable[[torch.nn.Module, Config], Any]
 
 
 def given_inputs(described: Mapping[str, Any]) -> Inputs:
-    """From JSON: a list of numbers is the shape of a tensor, an object says more of one, all else is itself."""
+    """Inputs from JSON: a list of numbers is a tensor's shape, an object has a dtype or a value, all else is itself."""
     return {name: _given(name, value) for name, value in described.items()}
 
 
@@ -84,9 +86,10 @@ def guessed_inputs(model: torch.nn.Module, method: str) -> Inputs:
             values[name] = False
             continue
         required = parameter.default is parameter.empty
-        guess = _GUESSES.get(name)
-        value = None if guess is None else guess(model, config, str(parameter.annotation))
-        if value is not None and (required or name in _WANTED):
+        value = _GUESSES[name](model, config) if name in _GUESSES else None
+        if name in ("timestep", "timesteps"):
+            value = _timestep(str(parameter.annotation))
+        if value is not None and (required or name not in _OPTIONAL):
             values[name] = value
         elif required:
             raise UnsupportedError(
@@ -97,7 +100,7 @@ def guessed_inputs(model: torch.nn.Module, method: str) -> Inputs:
 
 
 def _rank(model: torch.nn.Module) -> int:
-    """How many dimensions lie behind the channels."""
+    """The number of dimensions behind the channels."""
     for rank in (3, 2, 1):
         if f"{rank}D" in type(model).__name__:
             return rank
@@ -112,7 +115,11 @@ def _spatial(model: torch.nn.Module, channels: int, side: int = SIDE) -> torch.T
     return tensor((1, sizes[0], channels) if _rank(model) == 0 else (1, channels, *sizes))
 
 
-def _sample(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
+def _first(config: Config, *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _sample(model: torch.nn.Module, config: Config) -> torch.Tensor | None:
     channels = config.get("in_channels")
     if channels is None:
         return None
@@ -124,13 +131,9 @@ def _sample(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) 
     return _spatial(model, channels)
 
 
-def _latent(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
+def _latent(model: torch.nn.Module, config: Config) -> torch.Tensor | None:
     channels = _first(config, "latent_channels", "z_dim", "decoder_input_channels")
     return None if channels is None else _spatial(model, channels, 4)
-
-
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 _TEXT_WIDTHS = (
@@ -139,65 +142,45 @@ _TEXT_WIDTHS = (
 )
 
 
-def _text(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
+def _text(model: torch.nn.Module, config: Config) -> torch.Tensor | None:
     width = _first(config, *_TEXT_WIDTHS)
     return tensor((1, TOKENS, width)) if isinstance(width, int) else None
 
 
-def _timestep(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor:
+def _timestep(annotation: str) -> torch.Tensor:
     # 1 is a step of a thousand, and the end of 0 to 1 for a model that multiplies by a thousand itself, whatever it is
     # annotated with. 500 there is the sine of 500,000, where float32 is 0.03 apart: AuraFlow was 3e-4 from PyTorch.
     return torch.tensor([1]) if "Long" in annotation else torch.tensor([0.5])
 
 
-def _pooled(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
-    width = _first(config, "pooled_projection_dim")
+def _pooled(model: torch.nn.Module, config: Config) -> torch.Tensor | None:
+    width = config.get("pooled_projection_dim")
     return None if width is None else tensor((1, width))
 
 
-def _guidance(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
-    return torch.tensor([4.0]) if config.get("guidance_embeds") else None
-
-
-def _labels(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor | None:
-    return torch.tensor([3]) if "num_embeds_ada_norm" in config else None
-
-
-def _text_mask(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor:
-    return torch.ones(1, TOKENS, dtype=torch.int64)
-
-
-def _ids(count: int) -> Callable[..., torch.Tensor]:
-    def ids(model: torch.nn.Module, config: Mapping[str, Any], annotation: str) -> torch.Tensor:
+def _ids(count: int) -> Guess:
+    def guess(model: torch.nn.Module, config: Config) -> torch.Tensor:
         axes = len(_first(config, "axes_dims_rope", "axes_dim_rope") or (1, 1, 1))
         return torch.stack([torch.arange(count).remainder(4 + axis) for axis in range(axes)], dim=-1).float()
 
-    return ids
+    return guess
 
 
-def _fixed(value: Any) -> Callable[..., Any]:
-    return lambda model, config, annotation: value
-
-
-_GUESSES: dict[str, Callable[..., Any]] = {
-    "hidden_states": _sample,
-    "sample": _sample,
-    "x": _latent,
-    "z": _latent,
-    "h": _latent,
+_GUESSES: dict[str, Guess] = {
+    **dict.fromkeys(("hidden_states", "sample"), _sample),
+    **dict.fromkeys(("x", "z", "h"), _latent),
     "encoder_hidden_states": _text,
-    "timestep": _timestep,
-    "timesteps": _timestep,
-    "encoder_attention_mask": _text_mask,
-    "encoder_hidden_states_mask": _text_mask,
     "pooled_projections": _pooled,
-    "guidance": _guidance,
-    "class_labels": _labels,
+    "guidance": lambda model, config: torch.tensor([4.0]) if config.get("guidance_embeds") else None,
+    "class_labels": lambda model, config: torch.tensor([3]) if "num_embeds_ada_norm" in config else None,
     "img_ids": _ids(16),
     "txt_ids": _ids(TOKENS),
-    "num_frames": _fixed(2),
-    "height": _fixed(4),
-    "width": _fixed(4),
-    "img_shapes": _fixed([(1, 4, 4)]),
+    "num_frames": lambda model, config: 2,
+    "height": lambda model, config: 4,
+    "width": lambda model, config: 4,
+    "img_shapes": lambda model, config: [(1, 4, 4)],
+    "encoder_attention_mask": lambda model, config: torch.ones(1, TOKENS, dtype=torch.int64),
+    "encoder_hidden_states_mask": lambda model, config: torch.ones(1, TOKENS, dtype=torch.int64),
 }
-_WANTED = frozenset(_GUESSES) - {"encoder_hidden_states_mask", "encoder_attention_mask"}
+_OPTIONAL = ("encoder_hidden_states_mask", "encoder_attention_mask")
+"""Guessed only where they must be given."""

@@ -1,4 +1,4 @@
-"""The operators of a model, and who makes JAX of each."""
+"""The operators of a model, and who implements each in JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.porting.shrinking import make_small
+from comfy_tpu.porting.small_models import make_small_model
 from comfy_tpu.porting.targets import Target
 from comfy_tpu.porting.trial import Trial, try_operators
 
@@ -20,16 +20,16 @@ class Operator:
     name: str
     by: By
     how: str
-    """`lowering`, `decomposition`, `override`, `view`; for a missing one the line that asks for it."""
+    """`lowering`, `decomposition`, `override`, `view`; for a missing one the line that calls it."""
 
 
 def operators_of(
     target: Target, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None
 ) -> tuple[list[Operator], str | None]:
-    """With the place and the reason where the list ends early."""
+    """The operators, and the place and reason where the list ends early."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trial = try_operators(make_small(target, config=config, inputs=inputs))
+        trial = try_operators(make_small_model(target, config=config, inputs=inputs))
     if trial.refusal is not None:
         raise UnsupportedError(trial.refusal)
     return operators_in(trial), trial.operators_end

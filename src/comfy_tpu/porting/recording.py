@@ -1,4 +1,4 @@
-"""What a model does while it runs: operators it asks for, lines it reaches, masks of attention, changes of dtype."""
+"""Records of a running model: operators called, lines reached, masks of attention, changes of dtype."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ Place = tuple[str, int, str]
 
 @dataclasses.dataclass
 class Record:
+    """What a trace dispatched."""
+
     rows: set[Row] = dataclasses.field(default_factory=set)
     missing: dict[str, Place | None] = dataclasses.field(default_factory=dict)
-    """The operators that nobody implements, each with the first line that asked for it."""
+    """Operators that nobody implements, each with the first line that called it."""
     widened: dict[int, tuple[Any, Place]] = dataclasses.field(default_factory=dict)
     """Tensors in float32 by their id, each with the line where its values left bfloat16."""
     traced: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -36,13 +38,13 @@ class Record:
 
 
 @contextlib.contextmanager
-def dispatched(earlier: Record | None = None) -> Iterator[Record]:
-    """Of every trace in the block. A missing operator does not end it: its results have the right shapes, no more."""
+def recorded_dispatch(earlier: Record | None = None) -> Iterator[Record]:
+    """Records every trace in the block. A missing operator does not end a trace: its results are zeros."""
     record = Record()
     past = {} if earlier is None else earlier.traced
     dispatch = TraceEnvironment.dispatch
 
-    def noting(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def record_dispatch(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         leaves = tree_leaves((args, kwargs))
         place = calling_place() if any(id(leaf) in past for leaf in leaves) else None
         if place is not None and place not in record.kept:
@@ -53,17 +55,17 @@ def dispatched(earlier: Record | None = None) -> Iterator[Record]:
             if not isinstance(func, torch._ops.OpOverload):
                 raise  # torch tries the operators that it is made of
             record.missing.setdefault(str(func), calling_place())
-            return _of_right_shape(self, func, args, kwargs or {})
+            return _zero_results(self, func, args, kwargs or {})
         row = row_of(func)
         on_device = {id(leaf): leaf for leaf in (*leaves, *tree_leaves(result)) if isinstance(leaf, DeviceTensor)}
         # What a model computes on the host while it is traced comes this way too, and stays torch's.
         if row and on_device:
             record.rows.add(row)
         record.traced |= on_device
-        _note_widening(record, leaves, result)
+        _record_widening(record, leaves, result)
         return result
 
-    with replaced(TraceEnvironment, "dispatch", noting):
+    with replaced(TraceEnvironment, "dispatch", record_dispatch):
         yield record
 
 
@@ -80,7 +82,7 @@ def values_in_text() -> Iterator[None]:
         yield
 
 
-def _of_right_shape(environment: TraceEnvironment, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _zero_results(environment: TraceEnvironment, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -90,7 +92,7 @@ def _of_right_shape(environment: TraceEnvironment, func: Any, args: Any, kwargs:
     return environment.as_torch(environment.t2j_copy(made))
 
 
-def _note_widening(record: Record, leaves: list[Any], result: Any) -> None:
+def _record_widening(record: Record, leaves: list[Any], result: Any) -> None:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     origin = next((record.widened[id(leaf)][1] for leaf in tensors if id(leaf) in record.widened), None)
     if origin is None and not any(leaf.dtype is torch.bfloat16 for leaf in tensors):
@@ -103,14 +105,14 @@ def _note_widening(record: Record, leaves: list[Any], result: Any) -> None:
 
 
 class EagerRun(TorchFunctionMode):
-    """What a run in PyTorch shows, line by line."""
+    """Places that a run in PyTorch shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.square: list[Place] = []
-        """Attention with a mask that has a row for every query."""
+        """Calls of attention with a mask that has a row for every query."""
         self.kept: list[Place] = []
-        """The use of a tensor that a trace left behind."""
+        """Uses of a tensor that a trace left behind."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -137,7 +139,7 @@ def _rows_are_equal(mask: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def lines_reached(files: Set[str]) -> Iterator[set[tuple[str, int]]]:
-    """Of these files, while the block runs."""
+    """The lines of these files that run in the block."""
     reached: set[tuple[str, int]] = set()
 
     def within(frame: types.FrameType, event: str, argument: Any) -> Any:

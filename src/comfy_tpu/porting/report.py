@@ -1,4 +1,4 @@
-"""Checks as text and as JSON.
+"""Reports of checks, as text and as JSON.
 
 The JSON has one object for every model that was checked. Its keys stay; new ones may be added:
 

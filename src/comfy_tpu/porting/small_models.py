@@ -1,142 +1,206 @@
-"""Sizes and inputs of diffusers' models where names do not tell: layouts of their own, sizes that belong together."""
+"""Small models for the trial: the same structure with two layers and two heads, built from a class or its config."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from comfy_tpu.bridge import build_skeleton, weight_shapes
+from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.json_input import read_json
+from comfy_tpu.porting.inputs import Inputs, given_inputs, guessed_inputs
+from comfy_tpu.porting.targets import ANY_ERROR, Target
+from comfy_tpu.quiet import quiet
+
+PARAMETERS_MAX = 150_000_000
+HEADS = 2
+LAYERS = 2
+WIDTH = 32
+"""Of what comes in from outside: text, mostly."""
+
+_PATTERNS = {
+    "layers": r"(num|n)_.*layers|depth|(num_)?layers|num_blocks|approximator_layers",
+    "repeats": r".*layers_per_block|num_res_blocks|layers_per_block_.*",
+    "head_dim": r"attention_head_dim|cross_attention_head_dim|head_dim",
+    "heads": r"num_attention_heads|num_heads|n_heads|num_cross_attention_heads",
+    "kv_heads": r"num_kv_heads|n_kv_heads|num_key_value_heads|num_key_value_attention_heads",
+    "text_width": r"text_embed_dim|text_dim|joint_attention_dim|caption_channels|cap_feat_dim|pooled_projection_dim|"
+    r"cross_attention_input_dim|text_states_dim|context_dim|global_states_input_dim|text_emb_dim",
+    "feed_forward": r"ffn_dim",
+    "block_channels": r".*block_out_channels",
+    "channels": r"(in|out)_channels",
+    "rope_axes": r"axes_dims?_rope|rope_axes_dim",
+    "base_width": r"(decoder_)?base_dim",
+    "sample": r"sample_(height|width|size)",
+}
+"""What the keys of a configuration count, by their names."""
+
+
+@functools.cache
+def known_small_models() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Config and inputs, as --config and --inputs have them, of diffusers' models whose names do not tell enough.
+
+    Those have layouts of their own, or sizes that belong together; without inputs there, they are guessed.
+    """
+    table: Mapping[str, Mapping[str, Mapping[str, Any]]] = read_json(Path(__file__).with_name("small_models.json"))
+    return table
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class SmallModel:
+    model: torch.nn.Module
+    """With weights, on the host, in eval mode."""
+    skeleton: torch.nn.Module
+    method: str
+    inputs: Inputs
     config: Mapping[str, Any]
-    inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """As `--inputs` has them; none: they can be guessed."""
 
 
-_TIME = {"value": [500], "dtype": "int64"}
-_MASK = {"shape": [1, 7], "dtype": "bool"}
+def entry_point(cls: type) -> str:
+    """What of a model runs on the device: an autoencoder's decoder, and everything of all others."""
+    return "decode" if hasattr(cls, "decode") and hasattr(cls, "encode") else "forward"
 
-SMALL_MODELS: dict[str, Known] = {
-    "CogVideoXTransformer3DModel": Known(
-        {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 32, "time_embed_dim": 16, "sample_width": 8}
-        | {"sample_height": 8, "sample_frames": 9, "max_text_seq_length": 7},
-        {"hidden_states": [1, 3, 16, 8, 8], "encoder_hidden_states": [1, 7, 32], "timestep": _TIME},
-    ),
-    "MochiTransformer3DModel": Known(
-        {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "pooled_projection_dim": 32}
-        | {"text_embed_dim": 32, "time_embed_dim": 16, "max_sequence_length": 7},
-        {"hidden_states": [1, 12, 2, 8, 8], "encoder_hidden_states": [1, 7, 32], "timestep": _TIME}
-        | {"encoder_attention_mask": _MASK},
-    ),
-    "CogView4Transformer2DModel": Known(
-        {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 32, "time_embed_dim": 16, "condition_dim": 8}
-        | {"rope_axes_dim": [8, 8], "sample_size": 8},
-        {"hidden_states": [1, 16, 8, 8], "encoder_hidden_states": [1, 7, 32], "timestep": _TIME}
-        | {"original_size": [1, 2], "target_size": [1, 2], "crop_coords": [1, 2]},
-    ),
-    "SanaTransformer2DModel": Known(
-        {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "num_cross_attention_heads": 2}
-        | {"cross_attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 32, "sample_size": 8},
-    ),
-    "AllegroTransformer3DModel": Known(
-        {"num_attention_heads": 2, "num_layers": 2, "cross_attention_dim": 192, "caption_channels": 32}
-        | {"sample_height": 8, "sample_width": 8, "sample_frames": 4},
-        {"hidden_states": [1, 4, 4, 8, 8], "encoder_hidden_states": [1, 1, 7, 32], "timestep": _TIME}
-        | {"attention_mask": [1, 4, 8, 8], "encoder_attention_mask": [1, 1, 7]},
-    ),
-    "CosmosTransformer3DModel": Known(
-        {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 32, "adaln_lora_dim": 8, "max_size": [4, 16, 16]},
-        {"hidden_states": [1, 16, 2, 8, 8], "timestep": [1], "encoder_hidden_states": [1, 7, 32]}
-        | {"fps": 16, "padding_mask": [1, 1, 8, 8]},
-    ),
-    "Lumina2Transformer2DModel": Known(
-        {"hidden_size": 96, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1}
-        | {"axes_dim_rope": [16, 16, 16], "axes_lens": [32, 32, 32], "cap_feat_dim": 32, "sample_size": 8},
-        {"hidden_states": [1, 16, 8, 8], "timestep": [1], "encoder_hidden_states": [1, 7, 32]}
-        | {"encoder_attention_mask": _MASK},
-    ),
-    "ZImageTransformer2DModel": Known(
-        {"dim": 96, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32}
-        | {"axes_dims": [16, 16, 16], "axes_lens": [64, 32, 32]},
-        {"x": [{"shape": [16, 1, 8, 8]}], "t": [1], "cap_feats": [{"shape": [7, 32]}]},
-    ),
-    "StableAudioDiTModel": Known(
-        {"num_layers": 2, "attention_head_dim": 64, "num_attention_heads": 2, "num_key_value_attention_heads": 1}
-        | {"sample_size": 16, "in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "time_proj_dim": 16}
-        | {"global_states_input_dim": 32, "cross_attention_input_dim": 32},
-        {"hidden_states": [1, 8, 16], "timestep": [1], "encoder_hidden_states": [1, 7, 32]}
-        | {"global_hidden_states": [1, 1, 32]},
-    ),
-    "LatteTransformer3DModel": Known(
-        {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 8, "patch_size": 2}
-        | {"num_layers": 2, "cross_attention_dim": 32, "caption_channels": 32, "sample_size": 8, "video_length": 2}
-        | {"num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single", "norm_elementwise_affine": False},
-        {"hidden_states": [1, 4, 2, 8, 8], "timestep": _TIME, "encoder_hidden_states": [1, 7, 32]},
-    ),
-    "PixArtTransformer2DModel": Known(
-        {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "cross_attention_dim": 32}
-        | {"caption_channels": 32, "sample_size": 8, "use_additional_conditions": False},
-        {"hidden_states": [1, 4, 8, 8], "encoder_hidden_states": [1, 7, 32], "timestep": _TIME},
-    ),
-    "HunyuanDiT2DModel": Known(
-        {"num_attention_heads": 2, "attention_head_dim": 16, "hidden_size": 32, "in_channels": 4, "patch_size": 2}
-        | {"num_layers": 4, "sample_size": 8, "cross_attention_dim": 32, "cross_attention_dim_t5": 16}
-        | {"pooled_projection_dim": 16, "text_len": 7, "text_len_t5": 5, "activation_fn": "gelu-approximate"},
-        {"hidden_states": [1, 4, 8, 8], "timestep": [1], "encoder_hidden_states": [1, 7, 32]}
-        | {"text_embedding_mask": [1, 7], "encoder_hidden_states_t5": [1, 5, 16], "text_embedding_mask_t5": [1, 5]}
-        | {"image_meta_size": [1, 6], "style": {"shape": [1], "dtype": "int64"}}
-        | {"image_rotary_emb": [{"shape": [16, 16]}, {"shape": [16, 16]}]},
-    ),
-    "HunyuanVideo15Transformer3DModel": Known(
-        {"in_channels": 8, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
-        | {"num_refiner_layers": 1, "text_embed_dim": 32, "text_embed_2_dim": 16, "image_embed_dim": 16}
-        | {"rope_axes_dim": [4, 6, 6], "target_size": 16},
-        {"hidden_states": [1, 8, 2, 8, 8], "timestep": [1], "encoder_hidden_states": [1, 7, 32]}
-        | {"encoder_attention_mask": _MASK, "encoder_hidden_states_2": [1, 5, 16]}
-        | {"encoder_attention_mask_2": {"shape": [1, 5], "dtype": "bool"}, "image_embeds": [1, 4, 16]},
-    ),
-    "UNet2DConditionModel": Known(
-        {"block_out_channels": [32, 64], "layers_per_block": 1, "cross_attention_dim": 32, "sample_size": 8}
-        | {"down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "attention_head_dim": 8}
-        | {"up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"]},
-        {"sample": [1, 4, 8, 8], "timestep": _TIME, "encoder_hidden_states": [1, 7, 32]},
-    ),
-    "UNet2DModel": Known(
-        {"block_out_channels": [32, 64], "layers_per_block": 1, "sample_size": 8}
-        | {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]},
-        {"sample": [1, 3, 8, 8], "timestep": _TIME},
-    ),
-    "PriorTransformer": Known(
-        {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "embedding_dim": 32, "num_embeddings": 7},
-        {"hidden_states": [1, 32], "timestep": _TIME, "proj_embedding": [1, 32], "encoder_hidden_states": [1, 7, 32]},
-    ),
-    "AutoencoderKLTemporalDecoder": Known({}, {"z": [2, 4, 8, 8], "num_frames": 2}),
-    "AutoencoderKLMochi": Known(
-        {"encoder_block_out_channels": [32, 32, 32, 32], "decoder_block_out_channels": [32, 32, 32, 32]}
-        | {"layers_per_block": [1, 1, 1, 1, 1]},
-    ),
-    "AutoencoderKLCosmos": Known(
-        {"encoder_block_out_channels": [32, 32, 32, 32], "decode_block_out_channels": [32, 32, 32, 32]}
-        | {"num_layers": 1, "resolution": 64, "attention_resolutions": [8]},
-    ),
-    "AutoencoderDC": Known(
-        {"encoder_block_out_channels": [32, 32], "decoder_block_out_channels": [32, 32], "latent_channels": 8}
-        | {"encoder_layers_per_block": [1, 1], "decoder_layers_per_block": [1, 1]}
-        | {"encoder_block_types": ["ResBlock", "EfficientViTBlock"]}
-        | {"decoder_block_types": ["ResBlock", "EfficientViTBlock"]}
-        | {"encoder_qkv_multiscales": [[], [5]], "decoder_qkv_multiscales": [[], [5]], "attention_head_dim": 8},
-    ),
-    "AutoencoderOobleck": Known(
-        {"encoder_hidden_size": 16, "decoder_channels": 16, "decoder_input_channels": 8, "downsampling_ratios": [2, 4]}
-        | {"channel_multiples": [1, 2]},
-    ),
-    "HiDreamImageTransformer2DModel": Known(
-        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1}
-        | {"attention_head_dim": 8, "num_attention_heads": 4, "caption_channels": [32, 16], "text_emb_dim": 64}
-        | {"axes_dims_rope": [4, 2, 2], "max_resolution": [32, 32], "llama_layers": [0, 1]},
-        {"hidden_states": [2, 4, 32, 32], "timesteps": {"value": [500, 500], "dtype": "int64"}}
-        | {"encoder_hidden_states_t5": [2, 8, 32], "encoder_hidden_states_llama3": [2, 2, 8, 16]}
-        | {"pooled_embeds": [2, 64]},
-    ),
+
+def make_small_model(
+    target: Target, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None
+) -> SmallModel:
+    """`config` and `inputs` as the user gave them: then nothing is guessed."""
+    cls = target.load()
+    method = entry_point(cls)
+    known = known_small_models().get(target.name, {}) if target.is_diffusers else {}
+    described = inputs if inputs is not None else known.get("inputs")
+    errors: list[str] = []
+    for candidate in [dict(config)] if config is not None else _configs(cls, target, known.get("config")):
+        try:
+            model = _build(cls, candidate)
+            values = given_inputs(described) if described is not None else guessed_inputs(model, method)
+            if "return_dict" in inspect.signature(getattr(model, method)).parameters:
+                values["return_dict"] = False
+            _check_names(model, method, values)
+            if config is None and inputs is None and target.is_diffusers:
+                with torch.no_grad(), quiet():
+                    getattr(model, method)(**values)
+        except (UnsupportedError, InvalidValueError):
+            raise
+        except ANY_ERROR as error:
+            errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            if config is not None or not target.is_diffusers:
+                raise UnsupportedError(
+                    f"{target.name} cannot be built ({errors[0]}); give --config and --inputs that it accepts"
+                ) from error
+            continue
+        return SmallModel(model, build_skeleton(functools.partial(cls, **candidate)), method, values, candidate)
+    raise UnsupportedError(
+        f"no small {target.name} could be made and run ({errors[0]}); give --config and --inputs that PyTorch accepts"
+    )
+
+
+def _check_names(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
+    names = inspect.signature(getattr(model, method)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
+        return
+    unknown = sorted(set(inputs) - set(names))
+    if unknown:
+        raise InvalidValueError(
+            f"inputs names {unknown[0]!r}, which {method} does not take; it takes {', '.join(names)}", field="inputs"
+        )
+
+
+def full_skeleton(target: Target) -> torch.nn.Module | None:
+    """At the size that the config or the defaults say, without weights; None where that cannot be built."""
+    cls = target.load()
+    known = set(inspect.signature(cls).parameters)
+    try:
+        with quiet():
+            return build_skeleton(lambda: cls(**{key: value for key, value in target.config.items() if key in known}))
+    except Exception:  # noqa: BLE001 a class without defaults
+        return None
+
+
+def _configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """From the smallest on."""
+    parameters = inspect.signature(cls).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    given = {name: value for name, value in target.config.items() if name in parameters}
+    full = {**defaults, **given}
+    missing = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and name not in (*full, *(known or {}))
+    ]
+    if missing:
+        raise UnsupportedError(
+            f"{target.name} cannot be built without {', '.join(missing)}; give them: "
+            f"""--config '{{"{missing[0]}": 32}}'"""
+        )
+    if known is not None:
+        yield {**given, **known}
+    if target.is_diffusers:
+        yield {**given, **_shrunk(full, every=True)}
+        yield {**given, **_shrunk(full, every=False)}
+    yield given
+
+
+def _shrunk(config: Mapping[str, Any], *, every: bool) -> dict[str, Any]:
+    """The keys that change. `every`: widths too, not only how often something is repeated."""
+    kinds = {name: config_kind(name) for name in config}
+    heads = next((value for name, value in config.items() if kinds[name] == "heads" and isinstance(value, int)), None)
+    head_dim = config.get("attention_head_dim")
+    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else None
+    small: dict[str, Any] = {}
+    for name, value in config.items():
+        kind = kinds[name]
+        if kind == "repeats" and value:
+            small[name] = 1 if isinstance(value, int) else type(value)(1 for _ in value)
+        elif kind == "block_channels" and every and isinstance(value, (tuple, list)):
+            small[name] = type(value)(min(channels, WIDTH) for channels in value)
+        elif not isinstance(value, int):
+            continue
+        elif kind in ("layers", "heads"):
+            small[name] = min(value, LAYERS if kind == "layers" else HEADS)
+        elif kind == "kv_heads":
+            small[name] = HEADS if value == heads else 1
+        elif every and value == width and isinstance(head_dim, int):
+            small[name] = HEADS * head_dim
+        elif every and kind in _SMALL_SIZES:
+            small[name] = _SMALL_SIZES[kind](value)
+    return small
+
+
+_SMALL_SIZES: Mapping[str, Callable[[int], int]] = {
+    "text_width": lambda size: WIDTH,
+    "feed_forward": lambda size: 2 * WIDTH,
+    "base_width": lambda size: min(size, WIDTH),
+    "sample": lambda size: min(size, 16),
 }
+
+
+def config_kind(name: str) -> str:
+    """What a key of a configuration counts; empty where its name does not tell."""
+    return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), "")
+
+
+def _build(cls: type, config: Mapping[str, Any]) -> torch.nn.Module:
+    factory = functools.partial(cls, **config)
+    with quiet():
+        size = sum(weight.numel() for weight in weight_shapes(build_skeleton(factory)).values())
+        if size > PARAMETERS_MAX:
+            raise ValueError(f"{size / 1e6:.0f} million weights are too many to try")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = factory().eval()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if weight.is_floating_point():
+                        # Layers that begin as zeros would hide whatever is wrong before them.
+                        weight.add_(torch.randn(weight.shape) * 0.02)
+    return model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""A model's own source: modules of one package, parsed and never imported, and what names in them stand for."""
+"""A model's source: modules of one package, parsed and never imported, and the definitions that names refer to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Definition:
-    """A class or a function, and the module that it stands in."""
+    """A class or function with its module."""
 
     module: Module
     node: ast.ClassDef | Function
@@ -41,10 +41,10 @@ class Module:
         self.lines = content.decode(errors="replace").splitlines()
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, str] = {}
-        """What a local name stands for, with dots: torch.nn.functional."""
+        """Dotted names by local name: {"F": "torch.nn.functional"}."""
         self.stars: list[str] = []
-        """The modules that `from module import *` names."""
-        for statement in _at_top(self.tree.body):
+        """Modules of `from module import *`."""
+        for statement in _top_level(self.tree.body):
             if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.definitions.setdefault(statement.name, Definition(self, statement))
             else:
@@ -63,15 +63,15 @@ class Module:
         return ".".join(parts[:-level])
 
 
-def _at_top(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Also in an `if` or a `try`: where a library may be missing."""
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, and those in an `if` or a `try`, where a library may be missing."""
     for statement in body:
         yield statement
         if isinstance(statement, (ast.If, ast.Try)):
-            yield from _at_top(statement.body)
-            yield from _at_top(statement.orelse)
+            yield from _top_level(statement.body)
+            yield from _top_level(statement.orelse)
             for handler in getattr(statement, "handlers", ()):
-                yield from _at_top(handler.body)
+                yield from _top_level(handler.body)
 
 
 def imported_names(statement: ast.stmt, module: Module) -> dict[str, str]:
@@ -90,7 +90,7 @@ def imported_names(statement: ast.stmt, module: Module) -> dict[str, str]:
 
 
 class Package:
-    """`root` holds the modules called `name`; with no name, its files are modules of their own."""
+    """The modules under `root`, called `name.…`; without a name, every file there is a module of its own."""
 
     def __init__(self, root: Path, name: str = "") -> None:
         self.root = root
@@ -105,26 +105,18 @@ class Package:
         return self._modules[path]
 
     def find(self, dotted: str) -> Definition | Module | None:
-        """What `package.module.Name` is, if it is this package's."""
+        """The module or definition called `package.module.Name`; None for another package's."""
         parts = dotted.split(".")
         if self.name:
             if parts[0] != self.name:
                 return None
             parts = parts[1:]
         path = self.root
-        for index, part in enumerate(parts):
-            if (path / part).is_dir():
-                path = path / part
-                continue
-            file = path / f"{part}.py"
-            if not file.is_file():
-                file = path / "__init__.py"
-                index -= 1
-            if not file.is_file():
-                return None
-            return self._within(self.module(file), parts[index + 1 :])
-        initial = path / "__init__.py"
-        return self.module(initial) if initial.is_file() else None
+        while parts and (path / parts[0]).is_dir():
+            path /= parts.pop(0)
+        is_file = bool(parts) and (path / f"{parts[0]}.py").is_file()
+        file = path / (f"{parts.pop(0)}.py" if is_file else "__init__.py")
+        return self._within(self.module(file), parts) if file.is_file() else None
 
     def _within(self, module: Module, names: list[str]) -> Definition | Module | None:
         if not names:
@@ -143,7 +135,7 @@ class Package:
             module.stars = stars
 
     def classes(self, name: str) -> list[Definition]:
-        """Every class of this name in the package; the files are read only where the name occurs."""
+        """Every class of this name in the package; only files with the name are parsed."""
         found = []
         for path in sorted(self.root.rglob("*.py")):
             if f"class {name}" in path.read_text(encoding="utf-8", errors="replace"):
@@ -154,7 +146,7 @@ class Package:
 
 
 def dotted_name(expression: ast.expr, imports: dict[str, str]) -> str | None:
-    """`F.relu` as torch.nn.functional.relu; a name that was not imported stands for itself."""
+    """`F.relu` as torch.nn.functional.relu; a name that is not imported stays as it is."""
     names: list[str] = []
     while isinstance(expression, ast.Attribute):
         names.append(expression.attr)
@@ -165,7 +157,7 @@ def dotted_name(expression: ast.expr, imports: dict[str, str]) -> str | None:
 
 
 def definition_of(name: str, module: Module, imports: dict[str, str]) -> Definition | None:
-    """Of a name, with or without dots, as a module uses it: in this module or in another of its package."""
+    """The class or function that a name refers to in a module: one of this module or of its package."""
     if name in module.definitions:
         return module.definitions[name]
     head, _, rest = name.partition(".")
@@ -175,7 +167,7 @@ def definition_of(name: str, module: Module, imports: dict[str, str]) -> Definit
 
 
 def bases(definition: Definition) -> list[Definition]:
-    """Of a class, as far as they are the package's, nearest first, itself included."""
+    """A class and its bases in the same package, nearest first."""
     found = [definition]
     assert isinstance(definition.node, ast.ClassDef)
     for base in definition.node.bases:
@@ -195,7 +187,7 @@ def method(definition: Definition, name: str) -> Definition | None:
 
 
 def is_module_class(definition: Definition) -> bool:
-    """Whether a class is an nn.Module, as far as its bases say."""
+    """Whether the bases of a class say that it is an nn.Module."""
     for each in bases(definition):
         assert isinstance(each.node, ast.ClassDef)
         for base in each.node.bases:

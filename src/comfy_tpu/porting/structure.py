@@ -1,4 +1,4 @@
-"""What a model is made of, at its full size and without weights: lists of blocks to scan, weights to split."""
+"""The structure of a model at its full size, without weights: lists of blocks to scan, weights to shard."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _COLUMN = (
 )
 _ROW = ("to_out.0", "to_out", "to_add_out", "o_proj", "net.2", "fc2", "down_proj", "w2", "linear_out", "linear_2")
 CONVENTIONAL = (*(column(f"*.{name}.weight") for name in _COLUMN), *(row(f"*.{name}.weight") for name in _ROW))
-"""What the layers are called that every family splits in the same way."""
+"""Rules by the usual names of layers, which every family shards in the same way."""
 
 
 def uneven_blocks(model: torch.nn.Module) -> list[Finding]:
-    """Lists of blocks that are nearly equal. Where all differ, as a decoder's do, a scan was never meant."""
+    """Findings for lists in which most blocks are equal. Where all differ, as in a decoder, no scan was meant."""
     found = []
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) < BLOCKS_MIN:
@@ -52,7 +52,7 @@ def uneven_blocks(model: torch.nn.Module) -> list[Finding]:
             odd = next(index for index in range(len(blocks)) if index not in common)
             difference = block_difference(blocks[common[0]], blocks[odd], LayerStack.varying)
             owner, _, name = path.rpartition(".")
-            file, line, code = _place_of(model.get_submodule(owner), name)
+            file, line, code = _assignment(model.get_submodule(owner), name)
             reason = (
                 f"{path}[{odd}] differs from {path}[{common[0]}] in {difference}, so the {len(blocks)} blocks cannot "
                 "run as one scanned layer: tracing and compiling take as many times longer"
@@ -61,8 +61,8 @@ def uneven_blocks(model: torch.nn.Module) -> list[Finding]:
     return found
 
 
-def _place_of(owner: torch.nn.Module, attribute: str) -> tuple[str, int, str]:
-    """The line that gives a module this attribute."""
+def _assignment(owner: torch.nn.Module, attribute: str) -> tuple[str, int, str]:
+    """File, line and code of the assignment of a module's attribute."""
     for cls in type(owner).__mro__:
         try:
             lines, first = inspect.getsourcelines(cls)
@@ -79,13 +79,13 @@ def _place_of(owner: torch.nn.Module, attribute: str) -> tuple[str, int, str]:
 
 
 def rules_for(name: str) -> list[Sequence[Rule]]:
-    """Of every family that has a component of this class."""
+    """The sharding rules of every family with a component of this class."""
     components = {id(each): each for family in load_families() for each in family.components if name in each.classes}
     return [component.rules for component in components.values()]
 
 
 def unknown_weights(model: torch.nn.Module, place: tuple[str, int]) -> list[Finding]:
-    """Large weights that no rule is for: the family's rules, or those by the usual names where there is no family."""
+    """The finding for large weights without a rule: of the families, or of the usual names where no family has it."""
     choices = rules_for(type(model).__name__) or [CONVENTIONAL]
     sizes = min((_unmatched(model, rules) for rules in choices), key=collections.Counter.total)
     if not sizes:

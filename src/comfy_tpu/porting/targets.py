@@ -1,4 +1,4 @@
-"""What there is to check: a class of diffusers, a model directory, a Python file, or a class of a module."""
+"""Targets of a check: a class of diffusers, a model directory, a Python file, or a class of a module."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.source import Definition, Function, Package, definition_of, is_module_class, method
 
 ANY_ERROR = (Exception, SystemExit)
-"""Of a model's code: one that ends the program ends only what was done with it."""
+"""Errors of a model's code, with the one that ends a program: it ends only the step that ran the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A class of a model. `config` is what it is built with."""
+    """A model class, with the configuration to build it with."""
 
     name: str
     definition: Definition
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def is_of_diffusers(self) -> bool:
+    def is_diffusers(self) -> bool:
         return self.definition.module.package.name == "diffusers"
 
     def load(self) -> type:
-        """The class itself: from here on the model's code runs."""
+        """The class. Imports its module: the model's code runs from here on."""
         module = self.definition.module
         try:
             loaded = importlib.import_module(module.name) if module.package.name else _import_file(module.path)
@@ -67,23 +67,23 @@ def _import_file(path: Path) -> Any:
 
 
 def find_targets(text: str) -> list[Target]:
-    """One, or those of a model directory. Nothing is imported."""
+    """The target that a text names, or those of a model directory. Nothing is imported."""
     path = Path(text)
     if path.is_dir():
-        return _of_directory(path)
+        return _directory_targets(path)
     file, _, name = text.rpartition(":")
     if not file or not Path(file).is_file():
         file, name = (text, "") if path.is_file() else (file, name)
     if file and (Path(file).is_file() or file.endswith(".py")):
-        return [_of_file(Path(file), name)]
+        return [_file_target(Path(file), name)]
     if file:
-        return [_of_module(file, name)]
+        return [_module_target(file, name)]
     if text.endswith(".py") or "/" in text:
         raise InvalidValueError(f"there is no {text}; give a Python file, a model directory or the name of a class")
-    return [_of_diffusers(text)]
+    return [_diffusers_target(text)]
 
 
-def _of_file(path: Path, name: str) -> Target:
+def _file_target(path: Path, name: str) -> Target:
     if not path.is_file():
         raise InvalidValueError(f"there is no {path}; give a Python file, a model directory or the name of a class")
     module = Package(path.resolve().parent).module(path.resolve())
@@ -98,7 +98,7 @@ def _of_file(path: Path, name: str) -> Target:
         if name not in classes:
             raise InvalidValueError(f"{path} has no model class {name}; it has {listed(classes)}")
         return Target(name, classes[name])
-    roots = [each for each in classes if not _is_used(each, classes)]
+    roots = [each for each in classes if not _is_submodule(each, classes)]
     if len(roots) != 1:
         raise InvalidValueError(
             f"{path} has {len(roots)} models that are no part of another ({listed(roots or classes)}); say which: "
@@ -107,7 +107,7 @@ def _of_file(path: Path, name: str) -> Target:
     return Target(roots[0], classes[roots[0]])
 
 
-def _is_used(name: str, classes: Mapping[str, Definition]) -> bool:
+def _is_submodule(name: str, classes: Mapping[str, Definition]) -> bool:
     return any(
         isinstance(node, ast.Name) and node.id == name
         for other, definition in classes.items()
@@ -116,7 +116,7 @@ def _is_used(name: str, classes: Mapping[str, Definition]) -> bool:
     )
 
 
-def _package(name: str) -> Package:
+def find_package(name: str) -> Package:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -129,34 +129,34 @@ def _package(name: str) -> Package:
     return Package(origin.parent, name)
 
 
-def _of_module(dotted: str, name: str) -> Target:
-    package = _package(dotted.partition(".")[0])
+def _module_target(dotted: str, name: str) -> Target:
+    package = find_package(dotted.partition(".")[0])
     found = package.find(f"{dotted}.{name}")
     if not isinstance(found, Definition) or not found.is_class:
         raise InvalidValueError(f"{dotted} has no class {name}; give module:Class, or a Python file")
     return Target(name, found)
 
 
-def _of_diffusers(name: str) -> Target:
-    found = _package("diffusers").classes(name)
+def _diffusers_target(name: str) -> Target:
+    found = find_package("diffusers").classes(name)
     if not found:
         raise InvalidValueError(
             f"diffusers has no class {name}; give one of its models (FluxTransformer2DModel), a model directory, "
             "model.py:Class or module:Class"
         )
     if not is_module_class(found[0]):
-        raise InvalidValueError(_no_model(name, found[0]))
+        raise InvalidValueError(_not_a_model(name, found[0]))
     return Target(name, found[0])
 
 
-def _no_model(name: str, definition: Definition) -> str:
+def _not_a_model(name: str, definition: Definition) -> str:
     if not name.endswith("Pipeline"):
         return f"{name} of diffusers is not a model, which is a class that extends nn.Module; give one"
-    parts = listed(_parts(definition)) or "its transformer and its vae"
+    parts = listed(_pipeline_models(definition)) or "its transformer and its vae"
     return f"{name} is a pipeline, not a model; check its parts ({parts}), or use comfy-tpu port new NAME --from {name}"
 
 
-def _parts(pipeline: Definition) -> list[str]:
+def _pipeline_models(pipeline: Definition) -> list[str]:
     """The models of diffusers that a pipeline is made of, by the annotations of its __init__."""
     made = method(pipeline, "__init__")
     if made is None or not isinstance(made.node, Function):
@@ -170,38 +170,41 @@ def _parts(pipeline: Definition) -> list[str]:
     return found
 
 
-def _of_directory(path: Path) -> list[Target]:
+def _directory_targets(path: Path) -> list[Target]:
     config = path / "config.json"
     if config.is_file():
-        return [_of_config(config)]
+        return [_config_target(config)]
     index = path / "model_index.json"
     if not index.is_file():
         raise InvalidValueError(f"{path} has neither model_index.json nor config.json; give a model of diffusers")
     targets = []
-    for component, origin in _read(index).items():
+    for component, origin in read_object(index).items():
         if isinstance(origin, list) and origin[:1] == ["diffusers"] and (path / component / "config.json").is_file():
-            targets.append(_of_config(path / component / "config.json"))
+            targets.append(_config_target(path / component / "config.json"))
     if not targets:
         raise InvalidValueError(f"{index} names no model of diffusers with a config.json; is the download complete?")
     return targets
 
 
-def _of_config(path: Path) -> Target:
-    config = _read(path)
+def _config_target(path: Path) -> Target:
+    config = read_object(path)
     name = config.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path} does not say _class_name; give a model of diffusers")
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
-        target = _of_diffusers(name)
+        target = _diffusers_target(name)
     except InvalidValueError as error:
         raise InvalidValueError(f"{path} says _class_name {name!r}: {error}") from None
     return dataclasses.replace(target, config=given)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file of a model directory."""
     try:
         content = read_json(path)
+    except FileNotFoundError:
+        raise InvalidValueError(f"there is no {path}; give a model directory in diffusers' layout") from None
     except (OSError, ValueError) as error:
         raise InvalidValueError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):

@@ -1,203 +1,212 @@
-"""Reading calls of torch's functions and of tensors' methods."""
+"""What calls of torch's functions and of tensors' methods return, and the traps in them."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping
 
-from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, computed, known
+from comfy_tpu.porting.calls import Call
+from comfy_tpu.porting.values import TRACED, UNKNOWN, Place, Value, combine, known_truth
 from comfy_tpu.porting.vocabulary import (
-    AS_NUMBERS,
-    COMPARING,
-    COMPLEX,
-    COMPLEX_METHODS,
-    DECIDING,
-    DESCRIBING_FUNCTIONS,
-    DESCRIBING_METHODS,
-    MAKING,
-    MAKING_LIKE,
+    BOOL_RESULTS,
+    COMPARISONS,
+    COMPLEX_RESULTS,
+    DATA_DEPENDENT,
+    DESCRIBING,
+    FACTORIES,
+    FACTORIES_OF_SIZES,
+    MASK_PRESERVING,
+    METHODS_OF_SIZES,
+    MULTIPLE_RESULTS,
+    NEW_METHODS,
     OTHER_DEVICES,
-    RANDOM,
-    RANDOM_INITIAL,
+    RANDOM_FUNCTIONS,
     RANDOM_METHODS,
-    SEVERAL,
-    SHAPED_BY_DATA,
-    SIZED,
+    REDUCTIONS_WITH_INDICES,
+    TO_NUMBER_METHODS,
 )
 
 
-class TorchCallReading:
-    """The part of reading a function that knows torch."""
+def call_torch(name: str, call: Call) -> Value:
+    """The result of `torch.<name>(...)`."""
+    if name == "_assert":
+        if call.first.is_traced:
+            call.report("tensor-assert")
+        return UNKNOWN
+    if name == "is_tensor":
+        return known_truth(True) if call.first.is_tensor else UNKNOWN
+    short = name.split(".")[-1]
+    if short in DESCRIBING or short[:1].isupper():
+        return UNKNOWN
+    if name in RANDOM_FUNCTIONS:
+        call.report("random-in-forward")
+        return _made(call)
+    if name in FACTORIES:
+        _check_square(call)
+        if name in FACTORIES_OF_SIZES and any(value.is_traced for value in call.arguments):
+            call.report("tensor-to-number", "the size of a tensor is the value of another, and must be known")
+        return _made(call)
+    if name.startswith("fft.") and combine(*call.values).is_traced:
+        call.report("complex")
+    training = call.keywords.get("training", (*call.arguments[2:3], UNKNOWN)[0])
+    if name == "nn.functional.dropout" and call.first.is_traced and training.truth:
+        call.report("random-in-forward")
+    return _operation(short, call)
 
-    building: bool
 
-    def report(self, trap: str, node: ast.AST, reason: str | None = None) -> None:
-        raise NotImplementedError
+def call_tensor_method(name: str, owner: Value, call: Call) -> Value:
+    """The result of `owner.<name>(...)`, where the owner is a tensor."""
+    if name == "cuda":
+        call.report("cuda", ".cuda() is called, which fails where there is no NVIDIA GPU")
+        return TRACED
+    if name in DESCRIBING and not (name == "type" and call.arguments):
+        return UNKNOWN
+    if name in TO_NUMBER_METHODS:
+        if owner.is_traced:
+            call.report("tensor-to-number")
+        return UNKNOWN
+    if name in RANDOM_METHODS:
+        call.report("random-in-forward")
+    is_written = name.endswith("_") and not name.endswith("__")
+    if owner.is_host:
+        if name in ("to", "type_as"):
+            return _moved(owner, call)
+        if not combine(*call.values).is_traced:
+            return dataclasses.replace(owner, is_mask=name in COMPARISONS or owner.is_mask)
+        if is_written:
+            call.report("host-tensor-written", host_write_reason(owner))
+    if is_written and owner.is_strided:
+        call.report("strided-write")
+    if name in NEW_METHODS or (name == "expand" and owner.is_mask):
+        _check_square(call)
+    # `*shape` is a shape as a rule, and the rule is easier to see than the shape.
+    sizes = (value for value, size in zip(call.arguments, call.node.args, strict=True) if _is_single(size))
+    if name in METHODS_OF_SIZES and any(value.is_traced for value in sizes):
+        call.report("tensor-to-number", "a shape is made of the value of a tensor, which must be known")
+    if name == "double":
+        call.report("float64")
+    return _operation(name, dataclasses.replace(call, arguments=[owner, *call.arguments]))  # with the same traps
 
-    def value(self, node: ast.expr | None) -> Value:
-        raise NotImplementedError
 
-    def host_written(self, node: ast.AST, value: Value) -> None:
-        raise NotImplementedError
+def _operation(name: str, call: Call) -> Value:
+    """The result of a function of tensors, or of a method with its owner as first argument."""
+    values = [*call.values, *(value.item for value in call.arguments if value.item is not None)]
+    result = combine(*values)
+    if result.is_traced:
+        _check_traced(name, call, values)
+    elif not result.is_tensor and name.endswith("_like"):
+        result = TRACED
+    if name in BOOL_RESULTS and result.is_traced:
+        return TRACED
+    if name in MULTIPLE_RESULTS or (
+        name in REDUCTIONS_WITH_INDICES and (len(call.arguments) > 1 or "dim" in call.keywords)
+    ):
+        return Value(item=result)
+    is_mask = result.is_tensor and name in COMPARISONS
+    if name in MASK_PRESERVING:
+        is_mask = call.first.is_mask
+    if name == "to":
+        texts = [ast.unparse(argument) for argument in call.node.args]
+        is_mask = "torch.bool" in texts or (is_mask and not any("dtype" in text for text in texts))
+    made_at = call.first.made_at if result.is_host else 0
+    return dataclasses.replace(result, is_mask=is_mask, made_at=made_at)
 
-    def torch_function(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> Value:
-        short = name.split(".")[-1]
-        values = [*arguments, *keywords.values(), *(value.items for value in arguments if value.items is not None)]
-        if name == "_assert":
-            if arguments and arguments[0].is_traced:
-                self.report("tensor-assert", node)
-            return UNKNOWN
-        if name == "is_tensor":
-            return known(True) if arguments and arguments[0].is_tensor else UNKNOWN
-        if f"torch.{name}" in DESCRIBING_FUNCTIONS or short[:1].isupper():
-            return UNKNOWN
-        if name in RANDOM or (name.startswith("nn.init.") and short in RANDOM_INITIAL):
-            self.report("random-in-forward", node)
-            return self._made(node, keywords, values)
-        if name in MAKING:
-            self._check_square(node)
-            if name in SIZED and any(value.is_traced for value in arguments):
-                self.report("tensor-to-number", node, "the size of a tensor is the value of another, and must be known")
-            return self._made(node, keywords, values)
-        result = computed(*values)
-        if not result.is_tensor and not name.startswith(("nn.functional.", "special.", "linalg.", "fft.")):
-            result = UNKNOWN if not name.endswith("_like") else TRACED
-        if result.is_traced:
-            self._check_data(node, short, arguments, keywords)
-            training = keywords.get("training", (*arguments[2:3], UNKNOWN)[0])
-            if name == "nn.functional.dropout" and training.truth:
-                self.report("random-in-forward", node)
-            if short in COMPLEX or name.startswith("fft.") or any(value.is_complex for value in values):
-                self.report("complex", node)
-            if keywords.get("out", UNKNOWN).place is Place.HOST:
-                self.host_written(node, keywords["out"])
-            if short in DECIDING:
-                return TRACED
-            self._check_float64(node, arguments, keywords)
-        if short in ("tril", "triu"):
-            return dataclasses.replace(result, is_mask=bool(arguments) and arguments[0].is_mask)
-        return self._result(short, result, several=short in SEVERAL, has_dim=len(arguments) > 1 or "dim" in keywords)
 
-    def tensor_method(
-        self, node: ast.Call, owner: Value, name: str, arguments: list[Value], keywords: Mapping[str, Value]
-    ) -> Value:
-        if name == "cuda":
-            self.report("cuda", node, ".cuda() is called, which fails where there is no NVIDIA GPU")
-            return TRACED
-        if name in DESCRIBING_METHODS and not (name == "type" and arguments):
-            return UNKNOWN
-        if name in AS_NUMBERS:
-            if owner.is_traced:
-                self.report("tensor-to-number", node)
-            return UNKNOWN
-        if name in RANDOM_METHODS:
-            self.report("random-in-forward", node)
-        result = computed(owner, *arguments, *keywords.values())
-        if owner.place is Place.HOST:
-            if name.endswith("_") and result.is_traced:
-                self.host_written(node, owner)
-            if name in ("to", "type_as"):
-                return self._moved(node, owner, arguments, keywords)
-            if not result.is_traced:
-                return dataclasses.replace(owner, is_mask=name in COMPARING or owner.is_mask)
-        if name.endswith("_") and not name.endswith("__") and owner.is_strided:
-            self.report("strided-write", node)
-        if name in MAKING_LIKE or (name == "expand" and owner.is_mask):
-            self._check_square(node)
-        # `*shape` is a shape as a rule, and the rule is easier to see than the shape.
-        sizes = [value for value, size in zip(arguments, node.args, strict=True) if not isinstance(size, ast.Starred)]
-        shaped = ("expand", "repeat", "view", "reshape", "new_zeros", "new_ones", "new_empty")
-        if name in shaped and any(value.is_traced for value in sizes):
-            self.report("tensor-to-number", node, "a shape is made of the value of a tensor, which must be known")
-        self._check_data(node, name, [owner, *arguments], keywords)
-        if name in COMPLEX_METHODS or any(value.is_complex for value in (*arguments, *keywords.values())):
-            self.report("complex", node)
-        if name in DECIDING:
-            return TRACED
-        self._check_float64(node, arguments, keywords, name)
-        if name == "to" and any(ast.unparse(argument) == "torch.bool" for argument in node.args):
-            return dataclasses.replace(result, is_mask=True)
-        if name in (
-            "to",
-            "unsqueeze",
-            "squeeze",
-            "view",
-            "reshape",
-            "expand",
-            "flatten",
-            "repeat",
-            "contiguous",
-            "clone",
-        ):
-            converted = name == "to" and any("dtype" in ast.unparse(argument) for argument in node.args)
-            return dataclasses.replace(result, is_mask=owner.is_mask and not converted)
-        return self._result(name, result, several=name in SEVERAL, has_dim=bool(arguments or "dim" in keywords))
+def _check_traced(name: str, call: Call, values: list[Value]) -> None:
+    is_index_search = name == "where" and len(call.values) == 1
+    if (name in DATA_DEPENDENT or is_index_search) and call.first.is_traced:
+        call.report("data-dependent-shape")
+    repeats = (*call.arguments[1:2], call.keywords.get("repeats", UNKNOWN))
+    if name == "repeat_interleave" and any(value.is_traced for value in repeats):
+        call.report("data-dependent-shape")
+    if name == "one_hot" and len(call.arguments) == 1 and "num_classes" not in call.keywords:
+        call.report("tensor-to-number", "one_hot without num_classes asks for the largest value of a tensor")
+    if name in COMPLEX_RESULTS or any(value.is_complex for value in values):
+        call.report("complex")
+    if any(value.is_float64 for value in call.values) and name not in BOOL_RESULTS:
+        call.report("float64")
+    out = call.keywords.get("out", UNKNOWN)
+    if out.is_host:
+        call.report("host-tensor-written", host_write_reason(out))
 
-    def _result(self, name: str, result: Value, *, several: bool, has_dim: bool) -> Value:
-        if several or (name in ("max", "min", "median", "mode") and has_dim):
-            return Value(items=result)
-        return dataclasses.replace(result, is_mask=name in COMPARING and result.is_tensor)
 
-    def _made(self, node: ast.Call, keywords: Mapping[str, Value], values: list[Value]) -> Value:
-        device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
-        is_bool = any(
-            keyword.arg == "dtype" and ast.unparse(keyword.value) == "torch.bool" for keyword in node.keywords
-        )
-        on_host = device is None or (isinstance(device, ast.Constant) and device.value in (None, "cpu"))
-        if isinstance(device, ast.Constant) and self.building and str(device.value).split(":")[0] in OTHER_DEVICES:
-            self.report("cuda", node, f"a tensor is made on {device.value!r} while the model is built")
-        if on_host and not any(value.is_traced for value in values):
-            return Value(Place.HOST, is_mask=is_bool, made_at=node.lineno)
-        if not on_host:
-            self._check_float64(node, [], keywords)
-        return dataclasses.replace(TRACED, is_mask=is_bool)
+def host_write_reason(tensor: Value) -> str:
+    return (
+        f"a tensor made on the host, for want of a device (line {tensor.made_at}), is written with values of the "
+        "program"
+    )
 
-    def _moved(self, node: ast.Call, owner: Value, arguments: list[Value], keywords: Mapping[str, Value]) -> Value:
-        text = " ".join(ast.unparse(each) for each in (*node.args, *(keyword.value for keyword in node.keywords)))
-        named_device = any(keyword.arg == "device" for keyword in node.keywords) and "cpu" not in text
-        if "device" in text or named_device or any(value.is_traced for value in arguments):
-            return dataclasses.replace(TRACED, is_mask=owner.is_mask)
-        return owner
 
-    def _check_data(self, node: ast.Call, name: str, arguments: list[Value], keywords: Mapping[str, Value]) -> None:
-        one_armed = name == "where" and len(arguments) == 1 and not keywords
-        repeats = (*arguments[1:2], *(value for key, value in keywords.items() if key == "repeats"))
-        repeated = name == "repeat_interleave" and any(value.is_traced for value in repeats)
-        if ((name in SHAPED_BY_DATA or one_armed) and arguments and arguments[0].is_traced) or repeated:
-            self.report("data-dependent-shape", node)
-        if name == "one_hot" and len(arguments) == 1 and "num_classes" not in keywords:
-            self.report("tensor-to-number", node, "one_hot without num_classes asks for the largest value of a tensor")
+def _made(call: Call) -> Value:
+    """The result of a factory: on the host unless its device or its values say otherwise."""
+    device, dtype = call.keyword_source("device"), call.keyword_source("dtype")
+    is_mask = dtype is not None and ast.unparse(dtype) == "torch.bool"
+    on_host = device is None or (isinstance(device, ast.Constant) and device.value in (None, "cpu"))
+    if isinstance(device, ast.Constant) and call.building and str(device.value).split(":")[0] in OTHER_DEVICES:
+        call.report("cuda", f"a tensor is made on {device.value!r} while the model is built")
+    if on_host and not any(value.contains_traced for value in call.values):
+        return Value(Place.HOST, is_mask=is_mask, made_at=call.node.lineno)
+    if not on_host and any(value.is_float64 for value in call.keywords.values()):
+        call.report("float64")
+    return dataclasses.replace(TRACED, is_mask=is_mask)
 
-    def _check_float64(
-        self, node: ast.Call, arguments: list[Value], keywords: Mapping[str, Value], name: str = ""
-    ) -> None:
-        if name == "double" or any(value.is_float64 for value in (*arguments, *keywords.values())):
-            self.report("float64", node)
 
-    def _check_square(self, node: ast.Call) -> None:
-        sizes = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
-        if sizes and isinstance(sizes[0], (ast.Tuple, ast.List)):
-            sizes = list(sizes[0].elts)
-        if (
-            len(sizes) >= 2
-            and not isinstance(sizes[-1], (ast.Constant, ast.UnaryOp))
-            and ast.dump(sizes[-1]) == ast.dump(sizes[-2])
-        ):
-            self.report("square-mask", node)
+def _moved(owner: Value, call: Call) -> Value:
+    """A host tensor after `to`: in the program if a device or a traced tensor is among the arguments."""
+    text = " ".join(ast.unparse(each) for each in (*call.node.args, *(each.value for each in call.node.keywords)))
+    has_device = call.keyword_source("device") is not None and "cpu" not in text
+    if "device" in text or has_device or any(value.is_traced for value in call.arguments):
+        return dataclasses.replace(TRACED, is_mask=owner.is_mask)
+    return owner
 
-    def check_outer_product(self, left: ast.expr, right: ast.expr, *, is_mask: bool) -> None:
-        """`m[:, None, :] * m[:, :, None]`: a row of keys by a column of queries."""
-        positions = [_new_dimension(side) for side in (left, right)]
-        if None not in positions and positions[0] != positions[1]:
-            sides = [_base(side) for side in (left, right)]
-            if all("mask" in side for side in sides) or (is_mask and sides[0] == sides[1]):
-                self.report("square-mask", left)
+
+def _is_single(argument: ast.expr) -> bool:
+    return not isinstance(argument, ast.Starred)
+
+
+def _check_square(call: Call) -> None:
+    """A shape that ends with the same size twice, `torch.ones(tokens, tokens)`, is that of a mask."""
+    sizes = [argument for argument in call.node.args if _is_single(argument)]
+    if sizes and isinstance(sizes[0], (ast.Tuple, ast.List)):
+        sizes = sizes[0].elts
+    if len(sizes) < 2 or isinstance(sizes[-1], (ast.Constant, ast.UnaryOp)):
+        return
+    if ast.dump(sizes[-1]) == ast.dump(sizes[-2]):
+        call.report("square-mask")
+
+
+def is_outer_product(left: ast.expr, right: ast.expr, *, are_masks: bool) -> bool:
+    """Whether a row of keys meets a column of queries: `m[:, None, :] * m[:, :, None]`."""
+    axes = [_new_axis(side) for side in (left, right)]
+    if None in axes or axes[0] == axes[1]:
+        return False
+    roots = [_root_name(side) for side in (left, right)]
+    return all("mask" in root for root in roots) or (are_masks and roots[0] == roots[1])
+
+
+def _new_axis(node: ast.expr) -> int | None:
+    """Where an expression inserts an axis: by `None` in an index, or by `unsqueeze`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        parts = enumerate(node.slice.elts)
+        return max((i for i, part in parts if isinstance(part, ast.Constant) and part.value is None), default=None)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze":
+        try:
+            return int(ast.literal_eval(node.args[0]))
+        except (IndexError, ValueError, TypeError):
+            return None
+    return None
+
+
+def _root_name(node: ast.expr) -> str:
+    while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return ast.unparse(node)
 
 
 def is_strided(index: ast.expr) -> bool:
+    """Whether an index has a step other than one."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    steps = [_step(part) for part in parts]
+    steps = (_step(part) for part in parts)
     return any(step is not None and not (isinstance(step, ast.Constant) and step.value in (None, 1)) for step in steps)
 
 
@@ -207,25 +216,3 @@ def _step(part: ast.expr) -> ast.expr | None:
     if isinstance(part, ast.Call) and ast.unparse(part.func) == "slice" and len(part.args) == 3:
         return part.args[2]
     return None
-
-
-def _new_dimension(node: ast.expr) -> int | None:
-    """Where an expression puts a dimension of one."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-        positions = [
-            index for index, part in enumerate(node.slice.elts) if isinstance(part, ast.Constant) and part.value is None
-        ]
-        return positions[-1] if positions else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze":
-        argument = node.args[0] if node.args else None
-        if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
-            return argument.value
-        if isinstance(argument, ast.UnaryOp) and isinstance(argument.operand, ast.Constant):
-            return -int(argument.operand.value)  # type: ignore[arg-type]
-    return None
-
-
-def _base(node: ast.expr) -> str:
-    while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return ast.unparse(node)

@@ -1,4 +1,4 @@
-"""Trying a small model: two traces, PyTorch, the TPU's lowering, and a compiled program's numbers."""
+"""The trial of a small model: two traces, PyTorch, the TPU's lowering, and a compiled program's numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from comfy_tpu.bridge import TraceContext, call_module, to_device, to_host, weig
 from comfy_tpu.bridge.catalogue import Row
 from comfy_tpu.bridge.model_source import raising_place
 from comfy_tpu.errors import ComfyTpuError, section_of
-from comfy_tpu.porting.recording import EagerRun, Place, Record, dispatched, lines_reached, values_in_text
-from comfy_tpu.porting.shrinking import SmallModel
+from comfy_tpu.porting.recording import EagerRun, Place, Record, lines_reached, recorded_dispatch, values_in_text
+from comfy_tpu.porting.small_models import SmallModel
 from comfy_tpu.porting.targets import ANY_ERROR
 from comfy_tpu.porting.traps import TRAPS, Finding, finding
 from comfy_tpu.quiet import quiet
@@ -30,25 +30,25 @@ the sine of 500,000 in float32."""
 
 @dataclasses.dataclass
 class Trial:
-    """What came of it; None is for a step that was not come to."""
+    """The results of a trial; None for a step that was not reached."""
 
     traced: bool | None = None
     lowered: bool | None = None
     error: float | None = None
     arrays_left: int | None = None
-    """How many arrays more are on the device after the third run than after the first."""
+    """The number of arrays on the device after the third run, less those after the first."""
     low_precision: str | None = None
     """The dtype of the result in bfloat16, or of the first of its parts that is another."""
     rows: set[Row] = dataclasses.field(default_factory=set)
     missing: dict[str, Place | None] = dataclasses.field(default_factory=dict)
     operators_end: str | None = None
-    """Where and why the operators after some line are not known; None: all are."""
+    """The line, and the reason, where the list of operators ends early; None: it is complete."""
     findings: list[Finding] = dataclasses.field(default_factory=list)
     reached: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     refusal: str | None = None
-    """Why it says nothing, and what to give instead: PyTorch itself did not run it, or gave nothing to compare."""
-    whole: bool = True
-    """Whether one run came to its end, so that a line that is not in `reached` is one that was not come to."""
+    """Why nothing was tried, and what to give instead: PyTorch did not run it, or returned nothing to compare."""
+    is_complete: bool = True
+    """Whether a run ended normally, so that every line it executes is in `reached`."""
 
     @property
     def runs(self) -> bool:
@@ -56,7 +56,7 @@ class Trial:
 
 
 class _Call:
-    """A method of a small model as a function of weights and tensors; what is no tensor stays as it is."""
+    """A method of a small model as a function of weights and tensors, with its other arguments fixed."""
 
     def __init__(self, small: SmallModel) -> None:
         self._small = small
@@ -90,7 +90,7 @@ def to_shapes(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def try_small(small: SmallModel, files: Set[str]) -> Trial:
-    """`files` are those whose reached lines are wanted."""
+    """Runs every step as far as it goes; `files` are those whose reached lines are recorded."""
     trial = Trial()
     call = _Call(small)
     # Before PyTorch: what it leaves in a cache of the model has values, and would hide that a trace's has not.
@@ -106,17 +106,17 @@ def try_small(small: SmallModel, files: Set[str]) -> Trial:
     trial.traced = record is not None and not trial.missing
     if not trial.traced:
         return trial
-    trial.refusal = _incomparable(expected)
+    trial.refusal = _comparison_refusal(expected)
     if trial.refusal is not None:
         return trial
     if _lower(call, trial):
         _compare(call, expected, trial)
-    _narrow(call, trial)
+    _check_bfloat16(call, trial)
     return trial
 
 
 def try_operators(small: SmallModel) -> Trial:
-    """Only as far as the operators are known."""
+    """Runs the steps that list the operators."""
     trial = Trial()
     trial.traced = _trace(_Call(small), trial) is not None
     _eager(small, trial, frozenset())
@@ -131,31 +131,30 @@ def _eager(small: SmallModel, trial: Trial, files: Set[str]) -> list[torch.Tenso
             result = getattr(small.model, small.method)(**inputs)
         except ANY_ERROR as error:  # it is the model's
             if watch.kept:
-                trial.whole = False
-                _keep(trial, watch.kept)
+                trial.is_complete = False
+                _add_kept(trial, watch.kept)
                 return None
             place = raising_place(error)
             where = f" at {place[0]}:{place[1]}" if place else ""
             # What a trace says of it is this too, in other words.
             trial.findings, trial.rows, trial.missing, trial.operators_end = [], set(), {}, None
-            trial.whole = False
+            trial.is_complete = False
             trial.refusal = (
                 f"PyTorch itself does not run it here ({_first_line(error)}{where}); "
                 "give --config and --inputs that it accepts"
             )
             return None
-    for file, line, _ in watch.square:
-        trial.findings.append(finding("square-mask", file, line, _code(file, line)))
+    trial.findings += [_finding_at("square-mask", place) for place in watch.square]
     return _results(result)
 
 
 def _results(tree: Any) -> list[torch.Tensor]:
-    """Numbers too: a compiled program gives them back as tensors. JAX's order, which sorts the keys of a dict."""
+    """Tensors, and numbers as a compiled program returns them, in JAX's order: it sorts the keys of a dict."""
     kinds = (torch.Tensor, bool, int, float)
     return [torch.as_tensor(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, kinds)]
 
 
-def _incomparable(expected: list[torch.Tensor]) -> str | None:
+def _comparison_refusal(expected: list[torch.Tensor]) -> str | None:
     if not any(each.numel() for each in expected):
         return "it returns no tensor, so there is nothing to compare; give --inputs with which it returns one"
     if not all(bool(each.isfinite().all()) for each in expected):
@@ -164,53 +163,53 @@ def _incomparable(expected: list[torch.Tensor]) -> str | None:
 
 
 def _trace(call: _Call, trial: Trial) -> Record | None:
-    """None if it did not come to its end."""
+    """The record of a trace; None if an error ended it."""
     failed: BaseException | None = None
-    with dispatched() as record:
+    with recorded_dispatch() as record:
         try:
             jax.eval_shape(call, *call.abstract())
         except ANY_ERROR as error:  # it is the model's
             failed = error
     if failed is not None:
         _, section = section_of(failed)
-        _located(trial, section if section in TRAPS else "trace", failed, _first_line(failed))
+        _add_error(trial, section if section in TRAPS else "trace", failed, _first_line(failed))
         record = _operators_with_values(call, record, trial)
     trial.rows, trial.missing = record.rows, record.missing
     for name, place in record.missing.items():
-        file, line, _ = place or ("", 0, "")
         reason = f"neither torchax nor comfy-tpu implements {name}"
         fix = f"write it with others, or add `@operator(torch.ops.{name})` in comfy_tpu/bridge/operators/"
-        trial.findings.append(finding("missing-operator", file, line, _code(file, line), reason=reason, fix=fix))
+        trial.findings.append(_finding_at("missing-operator", place, reason, fix))
     return record if failed is None else None
 
 
 def _trace_again(call: _Call, first: Record, trial: Trial) -> bool:
-    """As for another size: whether a tensor that the first trace left behind is used. PyTorch would stumble over it."""
+    """Whether a second trace, as for another size, uses a tensor that the first one left behind."""
     returned = False
 
-    def watching(weights: Any, tensors: Any) -> Any:
+    def call_and_watch(weights: Any, tensors: Any) -> Any:
         nonlocal returned
         results = call(weights, tensors)
         past = {id(tensor.jax()) for tensor in first.traced.values()}
         returned = any(id(leaf) in past for leaf in jax.tree.leaves(results))
         return results
 
-    with dispatched(first) as record, contextlib.suppress(*ANY_ERROR):  # JAX notices some of them, in its own words
-        jax.eval_shape(watching, *call.abstract())
-    _keep(trial, record.kept)
+    # JAX raises errors of its own about some of these tensors.
+    with recorded_dispatch(first) as record, contextlib.suppress(*ANY_ERROR):
+        jax.eval_shape(call_and_watch, *call.abstract())
+    _add_kept(trial, record.kept)
     if returned and not record.kept:
         reason = "it returns a tensor that an earlier trace has made"
-        trial.findings.append(finding("kept-tensor", "", 0, reason=reason))
+        trial.findings.append(_finding_at("kept-tensor", None, reason))
     return returned or bool(record.kept)
 
 
-def _keep(trial: Trial, places: list[Place]) -> None:
-    trial.findings += [finding("kept-tensor", file, line, _code(file, line)) for file, line, _ in places]
+def _add_kept(trial: Trial, places: list[Place]) -> None:
+    trial.findings += [_finding_at("kept-tensor", place) for place in places]
 
 
 def _operators_with_values(call: _Call, before: Record, trial: Trial) -> Record:
-    """The operators of a model whose trace ends early: run one by one, on numbers, it goes on where a trace cannot."""
-    with _quickly_compiled(), values_in_text(), dispatched() as record:
+    """The operators of a model whose trace ends early: with values, operator by operator, it runs further."""
+    with _fast_compilation(), values_in_text(), recorded_dispatch() as record:
         try:
             call(to_device(call.weights), to_device(call.tensors))
         except ANY_ERROR as error:  # it is the model's
@@ -222,8 +221,8 @@ def _operators_with_values(call: _Call, before: Record, trial: Trial) -> Record:
 
 
 @contextlib.contextmanager
-def _quickly_compiled() -> Iterator[None]:
-    """Programs of one operator that run once. Lumina 2 has 400 of them: 14 s instead of 31 s on two cores."""
+def _fast_compilation() -> Iterator[None]:
+    """For programs of one operator that run once. Lumina 2 has 400 of them: 14 s instead of 31 s on two cores."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -237,7 +236,7 @@ def _lower(call: _Call, trial: Trial) -> bool:
         with quiet():
             jax.export.export(jax.jit(call), platforms=["tpu"])(*call.abstract())
     except Exception as error:  # noqa: BLE001 a lowering rule that does not exist raises anything
-        _located(trial, "lowering", error, f"it cannot be lowered for a TPU ({_first_line(error)})")
+        _add_error(trial, "lowering", error, f"it cannot be lowered for a TPU ({_first_line(error)})")
         trial.lowered = False
     else:
         trial.lowered = True
@@ -257,7 +256,7 @@ def _compare(call: _Call, expected: list[torch.Tensor], trial: Trial) -> None:
     if _shapes(actual) != _shapes(expected):
         trial.error = float("inf")
         reason = f"the compiled program returns shapes {_shapes(actual)}, PyTorch {_shapes(expected)}"
-        trial.findings.append(finding("parity", "", 0, reason=reason))
+        trial.findings.append(_finding_at("parity", None, reason))
         return
     trial.error = _largest_error(actual, expected)
     if trial.error > ERROR_MAX:
@@ -266,7 +265,7 @@ def _compare(call: _Call, expected: list[torch.Tensor], trial: Trial) -> None:
         if _shapes(alone) == _shapes(expected) and _largest_error(alone, expected) <= ERROR_MAX:
             # CogView4 was such a one, until writes of slices were written otherwise (bridge/recipes.py).
             reason += "; operator by operator it agrees, so the compiler for this machine's CPU is at fault"
-        trial.findings.append(finding("parity", "", 0, reason=reason))
+        trial.findings.append(_finding_at("parity", None, reason))
 
 
 def _shapes(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
@@ -284,11 +283,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _narrow(call: _Call, trial: Trial) -> None:
-    """The same in bfloat16, for the dtype of the result."""
+def _check_bfloat16(call: _Call, trial: Trial) -> None:
+    """Traces in bfloat16, for the dtype of the result."""
     places: list[Place] = []
 
-    def watching(weights: Any, tensors: Any) -> Any:
+    def call_and_watch(weights: Any, tensors: Any) -> Any:
         results = call(weights, tensors)
         places.extend(
             place
@@ -298,28 +297,25 @@ def _narrow(call: _Call, trial: Trial) -> None:
         )
         return results
 
-    with dispatched() as record:
+    with recorded_dispatch() as record:
         try:
-            shapes = jax.eval_shape(watching, *call.abstract(torch.bfloat16))
+            shapes = jax.eval_shape(call_and_watch, *call.abstract(torch.bfloat16))
         except ANY_ERROR as error:  # it is the model's
-            _located(trial, "dtype-drift", error, f"in bfloat16 it does not run ({_first_line(error)})")
+            _add_error(trial, "dtype-drift", error, f"in bfloat16 it does not run ({_first_line(error)})")
             trial.low_precision = "none"
             return
     floating = [leaf.dtype for leaf in jax.tree.leaves(shapes) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)]
     names = [str(dtype) for dtype in floating]
     trial.low_precision = next((name for name in names if name != "bfloat16"), names[0] if names else None)
     if trial.low_precision not in ("bfloat16", None):
-        file, line, _ = places[0] if places else ("", 0, "")
         reason = (
             f"with weights and inputs in bfloat16 the result is {trial.low_precision}; its values left bfloat16 here"
         )
-        trial.findings.append(finding("dtype-drift", file, line, _code(file, line), reason=reason))
+        trial.findings.append(_finding_at("dtype-drift", places[0] if places else None, reason))
 
 
-def _located(trial: Trial, trap: str, error: BaseException, reason: str) -> None:
-    file, line, _ = _place(error) or ("", 0, "")
-    found = finding(trap, file, line, _code(file, line), reason=reason)
-    trial.findings.append(dataclasses.replace(found, reached=True))
+def _add_error(trial: Trial, trap: str, error: BaseException, reason: str) -> None:
+    trial.findings.append(dataclasses.replace(_finding_at(trap, _place(error), reason), reached=True))
 
 
 def _place(error: BaseException) -> Place | None:
@@ -339,5 +335,6 @@ def _first_line(error: BaseException) -> str:
     return first if isinstance(error, ComfyTpuError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
-def _code(file: str, line: int) -> str:
-    return linecache.getline(file, line).strip() if file else ""
+def _finding_at(trap: str, place: Place | None, reason: str | None = None, fix: str | None = None) -> Finding:
+    file, line, _ = place or ("", 0, "")
+    return finding(trap, file, line, linecache.getline(file, line).strip() if file else "", reason=reason, fix=fix)

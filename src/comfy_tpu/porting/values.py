@@ -1,4 +1,4 @@
-"""What reading can know of a value without running anything: whether it is a tensor, where it is, and a little more."""
+"""What the static reader knows of a value: whether it is a tensor, where that is, and what a container holds."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from comfy_tpu.porting.source import Definition
 
 class Place(enum.IntEnum):
     UNKNOWN = 0
-    """No tensor, or nothing is known. Nothing is said about these."""
+    """No tensor, or nothing is known: never reported."""
     HOST = 1
-    """A tensor made without a device: its values are known while tracing."""
+    """A tensor made without a device; its values are known while tracing."""
     TRACED = 2
-    """A tensor of the program: its values are not."""
+    """A tensor of the program; its values are not known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
     place: Place = Place.UNKNOWN
     is_mask: bool = False
-    items: Value | None = None
-    """Of a tuple or a list: what its items are, all taken together."""
-    parts: tuple[Value, ...] | None = None
-    """The items one by one, where they are written down."""
-    named: tuple[tuple[str, Value], ...] | None = None
-    """Of a dict: the values of its keys, where these are written down."""
+    item: Value | None = None
+    """The join of all items of a tuple or list."""
+    elements: tuple[Value, ...] | None = None
+    """The items one by one, where the source lists them."""
+    entries: tuple[tuple[str, Value], ...] | None = None
+    """The values of a dict by key, where the source lists them."""
     instance: Definition | None = None
-    """The class that this is an object of."""
+    """The class of an object."""
     function: Definition | None = None
-    """A function that is defined where it is used."""
+    """A function defined inside another one."""
     truth: bool | None = None
-    """Where it is known at inference on a TPU: `self.training`, `torch.cuda.is_available()`."""
+    """The truth of a condition, where inference on a TPU decides it: `self.training` is false."""
     is_none: bool = False
     is_float64: bool = False
-    """A dtype."""
+    """For a dtype."""
     is_complex: bool = False
-    """A dtype, or a number that is written down."""
+    """For a dtype or a literal number."""
     is_strided: bool = False
-    """A view of every second element, or third."""
-    is_random: bool = False
-    """A generator of Python's or numpy's."""
+    """For a view of every second or third element."""
+    is_random_generator: bool = False
+    """For a generator of Python or numpy."""
     made_at: int = 0
     """The line that made a host tensor."""
 
@@ -52,73 +52,77 @@ class Value:
         return self.place is Place.TRACED
 
     @property
+    def is_host(self) -> bool:
+        return self.place is Place.HOST
+
+    @property
     def is_tensor(self) -> bool:
         return self.place is not Place.UNKNOWN
 
-    def holds_traced(self) -> bool:
-        return self.is_traced or (self.items is not None and self.items.holds_traced())
+    @property
+    def contains_traced(self) -> bool:
+        return self.is_traced or (self.item is not None and self.item.contains_traced)
 
     @property
-    def each(self) -> Value:
-        """What a loop over it gives: the items of a list, the rows of a tensor."""
-        if self.items is not None:
-            return self.items
+    def iterated(self) -> Value:
+        """The loop variable of a loop over this value: an item of a list, a row of a tensor."""
+        if self.item is not None:
+            return self.item
         return Value(self.place, is_mask=self.is_mask) if self.is_tensor else UNKNOWN
 
     def entry(self, key: ast.expr) -> Value:
-        """Of a dict."""
-        text = _text(key)
-        return UNKNOWN if text is None else dict(self.named or ()).get(text, UNKNOWN)
+        """The value of a dict at a literal key."""
+        return dict(self.entries or ()).get(literal_text(key) or "", UNKNOWN)
 
     def with_entry(self, key: ast.expr, value: Value) -> Value:
-        """The dict after a write; whatever it holds, once the key is not known."""
-        text = _text(key)
-        return UNKNOWN if text is None else Value(named=tuple({**dict(self.named or ()), text: value}.items()))
-
-
-def _text(key: ast.expr) -> str | None:
-    return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None
+        """The dict after a write; unknown after a write at a computed key."""
+        text = literal_text(key)
+        return UNKNOWN if text is None else Value(entries=tuple({**dict(self.entries or ()), text: value}.items()))
 
 
 UNKNOWN = Value()
 NONE = Value(truth=False, is_none=True)
 TRACED = Value(Place.TRACED)
-SEVERAL_TRACED = Value(items=TRACED)
+TRACED_SEQUENCE = Value(item=TRACED)
 
 
-def known(truth: bool) -> Value:
+def literal_text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def known_truth(truth: bool) -> Value:
     return Value(truth=truth)
 
 
-def constant(value: object) -> Value:
-    """Of something written down in the source."""
-    if value is None:
+def literal_value(literal: object) -> Value:
+    if literal is None:
         return NONE
-    if isinstance(value, complex):
+    if isinstance(literal, complex):
         return Value(is_complex=True)
-    return known(value) if isinstance(value, bool) else UNKNOWN
+    return known_truth(literal) if isinstance(literal, bool) else UNKNOWN
 
 
-def joined(one: Value, other: Value) -> Value:
-    """Of a value that is one or the other."""
+def join(one: Value, other: Value) -> Value:
+    """The value of an expression that is one or the other."""
     if one == other:
         return one
-    higher = one if one.place >= other.place else other
-    items = one.items or other.items
-    if one.items is not None and other.items is not None:
-        items = joined(one.items, other.items)
-    parts = None
-    if one.parts is not None and other.parts is not None and len(one.parts) == len(other.parts):
-        parts = tuple(joined(*pair) for pair in zip(one.parts, other.parts, strict=True))
-    named = None
-    if one.named is not None and other.named is not None and dict(one.named).keys() == dict(other.named).keys():
-        named = tuple((key, joined(value, dict(other.named)[key])) for key, value in one.named)
+    item = one.item or other.item
+    if one.item is not None and other.item is not None:
+        item = join(one.item, other.item)
+    elements = None
+    if one.elements is not None and other.elements is not None and len(one.elements) == len(other.elements):
+        elements = tuple(map(join, one.elements, other.elements))
+    entries = None
+    if one.entries is not None and other.entries is not None:
+        others = dict(other.entries)
+        if dict(one.entries).keys() == others.keys():
+            entries = tuple((key, join(value, others[key])) for key, value in one.entries)
     return dataclasses.replace(
-        higher,
+        one if one.place >= other.place else other,
         is_mask=one.is_mask and other.is_mask,
-        items=items,
-        parts=parts,
-        named=named,
+        item=item,
+        elements=elements,
+        entries=entries,
         instance=one.instance or other.instance,
         truth=None,
         is_none=one.is_none and other.is_none,
@@ -128,15 +132,14 @@ def joined(one: Value, other: Value) -> Value:
     )
 
 
-def several(parts: Sequence[Value]) -> Value:
-    """A tuple of these."""
-    whole = parts[0] if parts else UNKNOWN
-    for part in parts[1:]:
-        whole = joined(whole, part)
-    return Value(items=whole, parts=tuple(parts))
+def sequence(elements: Sequence[Value]) -> Value:
+    """A tuple or list of these."""
+    item = elements[0] if elements else UNKNOWN
+    for element in elements[1:]:
+        item = join(item, element)
+    return Value(item=item, elements=tuple(elements))
 
 
-def computed(*operands: Value) -> Value:
-    """Of an operation on these."""
-    place = max((operand.place for operand in operands), default=Place.UNKNOWN)
-    return Value(place) if place is not Place.UNKNOWN else UNKNOWN
+def combine(*operands: Value) -> Value:
+    """The result of an operation on these: a tensor if one of them is."""
+    return Value(max((operand.place for operand in operands), default=Place.UNKNOWN))

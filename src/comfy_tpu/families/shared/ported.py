@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import fnmatch
-import functools
-import json
-import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from comfy_tpu.bridge import build_skeleton, weight_shapes
-from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import SchedulerFactory
 from comfy_tpu.families.shared.building import refuse_unknown_keys
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
-from comfy_tpu.parallel.workload import Matrix, Rows, Stack, Workload
 
 
 def module_of(class_name: str, known: Config | None = None) -> Callable[[Config], torch.nn.Module]:
@@ -109,79 +102,3 @@ def unexplained(what: str) -> Any:
         f"{what}: diffusers' pipeline computes it in a way that `comfy-tpu port new` did not find; read that pipeline "
         "and write it here"
     )
-
-
-_LAYER = re.compile(r"\.\d+\.")
-
-
-def workload_of(
-    spec: ComponentSpec,
-    config: Config,
-    settings: GenerationSettings,
-    *,
-    patch: tuple[int, int, int],
-    spatial_scale: int,
-    temporal_scale: int,
-    text: Literal["keys", "joint"],
-    heads: int,
-    head_dim: int,
-    channels: int,
-    rows: Mapping[str, Rows],
-    guided: bool = True,
-) -> Workload:
-    """What a step costs, by the rules and the module's own weights.
-
-    `patch`: latents of a token, by frames, height and width. `rows`: globs of weights -> what they multiply, where that
-    is not the tokens of the video.
-    """
-    frames = (settings.num_frames - 1) // temporal_scale + 1
-    height, width = (side // spatial_scale for side in (settings.height, settings.width))
-    stacks, outer, small = _matrices(spec, json.dumps(dict(config), sort_keys=True, default=str))
-    given = tuple(rows.items())
-    placed = [(layers, tuple(_placed(matrix, name, given) for name, matrix in found)) for layers, found in stacks]
-    wide = [each.shape[0] for _, found in placed for each in found if each.kind == "column" and each.rows != "samples"]
-    return Workload(
-        batch=settings.num_videos * (2 if guided and settings.guidance_scale > 1 else 1),
-        tokens=max(frames // patch[0], 1) * (height // patch[1]) * (width // patch[2]),
-        text_tokens=settings.max_sequence_length,
-        text=text,
-        heads=heads,
-        head_dim=head_dim,
-        ffn=max(wide, default=4 * heads * head_dim),
-        stacks=tuple(Stack(layers, found) for layers, found in placed),
-        outer=tuple(_placed(matrix, name, given) for name, matrix in outer),
-        small_bytes=small,
-        output_features=channels * patch[0] * patch[1] * patch[2],
-        latent_bytes=settings.num_videos * channels * frames * height * width * 4,
-    )
-
-
-def _placed(matrix: Matrix, name: str, rows: tuple[tuple[str, Rows], ...]) -> Matrix:
-    chosen: Rows = next((kind for pattern, kind in rows if fnmatch.fnmatchcase(name, pattern)), matrix.rows)
-    return Matrix(matrix.kind, matrix.shape, rows=chosen)
-
-
-_Named = tuple[tuple[str, Matrix], ...]
-
-
-@functools.lru_cache(maxsize=16)
-def _matrices(spec: ComponentSpec, config: str) -> tuple[tuple[tuple[int, _Named], ...], _Named, int]:
-    """Of the stacks, each with its layers; of the rest; and the bytes of what is no matrix."""
-    weights = weight_shapes(build_skeleton(lambda: spec.build(json.loads(config))))
-    paths = [stack.path for stack in spec.stacks]
-    stacked: dict[str, dict[str, Matrix]] = {path: {} for path in paths}
-    layers: dict[str, set[str]] = {path: set() for path in paths}
-    outer, small = [], 0
-    for name, weight in weights.items():
-        path = next((each for each in paths if name.startswith(f"{each}.")), None)
-        kind = next(rule.kind for rule in spec.rules if fnmatch.fnmatchcase(name, rule.pattern))
-        if path is not None:
-            layers[path].add(name[len(path) + 1 :].split(".")[0])
-        if weight.ndim < 2:
-            small += 2 * weight.numel()
-        elif path is None:
-            outer.append((name, Matrix(kind, tuple(weight.shape))))
-        else:
-            stacked[path][_LAYER.sub(".*.", name, count=1)] = Matrix(kind, tuple(weight.shape))
-    found = tuple((len(layers[path]), tuple(stacked[path].items())) for path in paths)
-    return found, tuple(outer), small

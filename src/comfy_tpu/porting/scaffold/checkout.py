@@ -126,18 +126,22 @@ def tool(name: str) -> Path:
             return place / name
     found = shutil.which(name)
     if found is None:
-        raise UnsupportedError(f"{name} is not here, which brings what is written into shape; pip install -e .[dev]")
+        raise UnsupportedError(
+            f"{name} is not here, which brings what is written into shape; pip install -e .[dev]", field=name
+        )
     return Path(found)
 
 
-def brought_into_shape(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """The staged files as the project's own are: imports in their order, lines of their length.
+def formatted(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """The staged files without unused imports, with sorted ones, and formatted.
 
-    In their places: which imports are the project's own is a question of which files there are.
+    They are formatted in place: ruff looks at the directories around a file to know the project's own imports.
     """
     paths = [name for name in names if name.endswith(".py")]
-    for command in (["check", "--quiet", "--fix", "--select", "I"], ["format", "--quiet"]):
-        done = subprocess.run([tool("ruff"), *command, *paths], cwd=root, capture_output=True, text=True, check=False)
+    for command in ("check --quiet --fix --select F401", "check --quiet --fix --select I", "format --quiet"):
+        done = subprocess.run(
+            [tool("ruff"), *command.split(), *paths], cwd=root, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise UnsupportedError(f"what would be written is no Python that ruff can read: {done.stdout}{done.stderr}")
     return {name: (root / name).read_text(encoding="utf-8") for name in paths}

@@ -69,24 +69,19 @@ TIMESTEPS = (
     "timestep / 1000",
 )
 
-SIZES = (
-    "height",
-    "width",
-    "latents.shape[2]",
-    "height // 2",
-    "width // 2",
-)
+SIZES = ("height", "width", "latents.shape[2]", "height // 2", "width // 2")
 """Whole numbers that a transformer may be told; height and width are in latents."""
 
 ANSWERS = ("{}", "{}.chunk(2, dim=1)[0]", "-{}", "{}.chunk(2, dim=2)[0]")
 """What of a transformer's answer the scheduler steps by, before it is brought back from its layout."""
 
-CLEANED = {
-    "text": "",
-    "text.strip()": "",
-    "text.lower().strip()": "",
-    're.sub(r"\\s+", " ", html.unescape(html.unescape(ftfy.fix_text(text)))).strip()': "ftfy",
-}
+CLEANED = (
+    "text",
+    "text.strip()",
+    "text.lower().strip()",
+    're.sub(r"\\s+", " ", html.unescape(html.unescape(ftfy.fix_text(text)))).strip()',
+)
+"""What a pipeline may make of a prompt before it is tokenized."""
 
 STATISTICS = {
     '[0.0] * channels, [1 / config["scaling_factor"]] * channels': ("scaling_factor",),
@@ -109,48 +104,38 @@ Encode = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a text encoder may say of a prompt."""
+    """What a text encoder may make of a prompt."""
 
     written: str
+    """The expression for the family's file, with functions of families/text_encoders.py."""
     compute: Encode
     """The same on transformers' own module: (module, input_ids, attention_mask)."""
-    functions: tuple[str, ...]
-    """Of families/text_encoders.py."""
 
 
 def _masked(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return value * mask.unsqueeze(-1).to(value.dtype)
 
 
-def _readings(function: str) -> tuple[Reading, ...]:
+def _t5_readings(function: str) -> tuple[Reading, ...]:
     plain, masked = f"{function}(module, input_ids)", f"{function}(module, input_ids, attention_mask)"
     return (
-        Reading(plain, lambda m, ids, mask: m(ids)[0], (function,)),
-        Reading(masked, lambda m, ids, mask: m(ids, mask)[0], (function,)),
-        Reading(
-            f"without_filling({masked}, attention_mask)",
-            lambda m, ids, mask: _masked(m(ids, mask)[0], mask),
-            (function, "without_filling"),
-        ),
-        Reading(
-            f"without_filling({plain}, attention_mask)",
-            lambda m, ids, mask: _masked(m(ids)[0], mask),
-            (function, "without_filling"),
-        ),
-        Reading("attention_mask", lambda m, ids, mask: mask, ()),
+        Reading(plain, lambda m, ids, mask: m(ids)[0]),
+        Reading(masked, lambda m, ids, mask: m(ids, mask)[0]),
+        Reading(f"without_filling({masked}, attention_mask)", lambda m, ids, mask: _masked(m(ids, mask)[0], mask)),
+        Reading(f"without_filling({plain}, attention_mask)", lambda m, ids, mask: _masked(m(ids)[0], mask)),
+        Reading("attention_mask", lambda m, ids, mask: mask),
     )
 
 
 READINGS: Mapping[str, tuple[Reading, ...]] = {
-    "T5EncoderModel": _readings("encoded_t5"),
-    "UMT5EncoderModel": _readings("encoded_umt5"),
+    "T5EncoderModel": _t5_readings("encoded_t5"),
+    "UMT5EncoderModel": _t5_readings("encoded_umt5"),
     "CLIPTextModel": (
-        Reading("pooled_clip(module, input_ids)", lambda m, ids, mask: m(ids).pooler_output, ("pooled_clip",)),
-        Reading("module(input_ids).last_hidden_state", lambda m, ids, mask: m(ids).last_hidden_state, ()),
+        Reading("pooled_clip(module, input_ids)", lambda m, ids, mask: m(ids).pooler_output),
+        Reading("module(input_ids).last_hidden_state", lambda m, ids, mask: m(ids).last_hidden_state),
         Reading(
             "module(input_ids, output_hidden_states=True).hidden_states[-2]",
             lambda m, ids, mask: m(ids, output_hidden_states=True).hidden_states[-2],
-            (),
         ),
     ),
 }

@@ -25,6 +25,7 @@ from comfy_tpu.porting.scaffold.runs import (
     cast,
     described,
     embedding_name,
+    euler_scheduler,
     first_text,
     literal,
     tensor,
@@ -37,9 +38,20 @@ GUIDANCE = 4.0
 PROMPTS = (" a RED circle  and a blue", "A circle moving left &amp; a red")
 """With what a pipeline may clean away: capitals, spaces, HTML."""
 NEGATIVE = ("black background", "blue")
+_SIZES = ((6, 10), (8, 6))
+"""Height and width in latents of the two runs."""
+_FRAMES = (9, 17)
+_STEPS = (3, 2)
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+"""Names that an expression may use, and what the transformer was given."""
+Tokens = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""Ids and masks of the prompt and the negative prompt, by text encoder."""
 
 
 class Learner:
+    """Finds the expressions by which a pipeline calls its parts."""
+
     def __init__(self, source: Source, pipeline: Any) -> None:
         self.source = source
         self.pipeline = pipeline
@@ -84,10 +96,11 @@ class Learner:
         )
 
     def _call(self, number: int, **more: Any) -> tuple[dict[str, int], Watched]:
-        sizes = {"height": (6, 8)[number] * self.scale, "width": (10, 6)[number] * self.scale}
+        height, width = _SIZES[number]
+        sizes = {"height": height * self.scale, "width": width * self.scale}
         if not self.picture:
-            sizes["num_frames"] = (9, 17)[number]
-        chosen: dict[str, Any] = {**sizes, "num_inference_steps": (3, 2)[number], "guidance_scale": GUIDANCE}
+            sizes["num_frames"] = _FRAMES[number]
+        chosen: dict[str, Any] = {**sizes, "num_inference_steps": _STEPS[number], "guidance_scale": GUIDANCE}
         if "max_sequence_length" in self.parameters:
             chosen["max_sequence_length"] = TOKENS
         chosen |= {name: False for name in ("use_resolution_binning", "clean_caption") if name in self.parameters}
@@ -118,14 +131,11 @@ class Learner:
         )
 
     def _run(self, number: int, layout: Layout, temporal: int) -> Run:
-        height, width, frames = (
-            (6, 8)[number],
-            (10, 6)[number],
-            1 if self.picture else ((9, 17)[number] - 1) // temporal + 1,
-        )
+        height, width = _SIZES[number]
+        frames = 1 if self.picture else (_FRAMES[number] - 1) // temporal + 1
         noise = initial_noise((1, self.channels, frames, height, width), seed=number)
         _, watched = self._call(number, latents=layout.to(noise))
-        return Run(height, width, frames, (3, 2)[number], PROMPTS[number], NEGATIVE[number], watched, noise)
+        return Run(height, width, frames, _STEPS[number], PROMPTS[number], NEGATIVE[number], watched, noise)
 
     def _check_start(self, runs: list[Run], layout: Layout) -> None:
         for run in runs:
@@ -142,7 +152,6 @@ class Learner:
     # Prompts
 
     def _clean(self, runs: list[Run]) -> str:
-
         texts = [
             first_text(call.given["text"])
             for run in runs
@@ -155,9 +164,8 @@ class Learner:
             self._say(f"the prompt {runs[0].prompt!r} becomes {texts[0] if texts else None!r} before it is tokenized")
         return found or "text"
 
-    def _tokens(self, run: Run, clean: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Of every encoder: ids and masks of the prompt and of the negative one, as our own pipeline makes them."""
-
+    def _tokens(self, run: Run, clean: str) -> Tokens:
+        """As our own pipeline makes them."""
         found = {}
         for encoder in self.source.encoders:
             tokenizer = getattr(self.pipeline, self.source.tokenizer(encoder))
@@ -183,13 +191,13 @@ class Learner:
     # The transformer
 
     def _arguments(
-        self, runs: list[Run], tokens: list[dict[str, tuple[torch.Tensor, torch.Tensor]]], layout: Layout
+        self, runs: list[Run], tokens: list[Tokens], layout: Layout
     ) -> tuple[dict[str, str], list[Embedding]]:
         cases = [case for run in runs for case in self._cases(run, layout)]
         arguments: dict[str, str] = {}
         embeddings: list[Embedding] = []
         for name in cases[0][1]:
-            wanted = [(names, given[name]) for names, given, _ in cases]
+            wanted = [(names, given[name]) for names, given in cases]
             if name == "return_dict" or all(value is None for _, value in wanted):
                 continue
             expression = self._expression(wanted) or self._computed(wanted, runs)
@@ -205,20 +213,17 @@ class Learner:
             arguments[name] = expression
         return arguments, embeddings
 
-    def _cases(self, run: Run, layout: Layout) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
-        """Of every call: names, what was given, the number of the branch (-1: both at once)."""
+    def _cases(self, run: Run, layout: Layout) -> list[Case]:
+        """Every call of the transformer."""
         found = []
-        begin = 0
-        for step, end in zip(run.watched.steps, run.watched.calls_before_step, strict=True):
-            calls = run.watched.transformer[begin:end]
-            begin = end
+        for step, calls in run.watched.calls_by_step():
             sample = layout.of(step.given["sample"], run.height, run.width)
-            for number, call in enumerate(calls):
+            for call in calls:
                 batch = batch_of(call)
                 timestep = torch.as_tensor(step.given["timestep"]).reshape(1).float()
                 names = {"timestep": timestep, "batch": batch, "height": run.height, "width": run.width}
                 names["latents"] = sample.expand(batch, -1, -1, -1, -1)
-                found.append((names, call.given, -1 if len(calls) == 1 else number))
+                found.append((names, call.given))
         return found
 
     def _expression(self, wanted: Sequence[tuple[Mapping[str, Any], Any]]) -> str | None:
@@ -270,9 +275,9 @@ class Learner:
     def _embedding(
         self,
         name: str,
-        cases: list[tuple[dict[str, Any], dict[str, Any], int]],
+        cases: list[Case],
         runs: list[Run],
-        tokens: list[dict[str, tuple[torch.Tensor, torch.Tensor]]],
+        tokens: list[Tokens],
         known: list[Embedding],
     ) -> Embedding | None:
         first = [next(case for case in cases if case[0]["height"] == run.height) for run in runs]
@@ -289,7 +294,7 @@ class Learner:
         return None
 
     def _reads(
-        self, reading: Reading, module: Any, tokens: tuple[torch.Tensor, torch.Tensor], case: Any, name: str
+        self, reading: Reading, module: Any, tokens: tuple[torch.Tensor, torch.Tensor], case: Case, name: str
     ) -> bool:
         value = case[1][name]
         if not isinstance(value, torch.Tensor) or value.shape[:1] not in ((1,), (2,)):
@@ -317,11 +322,8 @@ class Learner:
         return 'unexplained("answer")'
 
     def _guided(self, run: Run, form: str, each: Layout, layout: Layout) -> bool:
-        begin = 0
-        for step, end in zip(run.watched.steps, run.watched.calls_before_step, strict=True):
-            answers = [tensor(call.result) for call in run.watched.transformer[begin:end]]
-            begin = end
-            rows = torch.cat(answers).float()
+        for step, calls in run.watched.calls_by_step():
+            rows = torch.cat([tensor(call.result) for call in calls]).float()
             found = hypotheses.evaluated(form.format("answer"), {"answer": rows})
             latents = each.of(found, run.height, run.width)
             wanted = layout.of(step.given["model_output"].float(), run.height, run.width)
@@ -389,9 +391,7 @@ class Learner:
     # The scheduler
 
     def _scheduler(self, runs: list[Run]) -> str:
-        from comfy_tpu.config import GenerationSettings
-        from comfy_tpu.families.shared import schedulers
-
+        """A function of families/shared/schedulers.py; empty for the pipeline's own class."""
         own = self.pipeline.scheduler
         if type(own).__name__ != "FlowMatchEulerDiscreteScheduler":
             for run in runs:
@@ -399,14 +399,8 @@ class Learner:
                 if more or set(call.given) - {"num_inference_steps", "device"}:
                     self._say(f"the scheduler's timesteps are set by {', '.join(call.given)}")
             return ""
-        for name in ("euler", "euler_from_one"):
-            settings = [
-                GenerationSettings(num_inference_steps=run.steps, flow_shift=own.config["shift"]) for run in runs
-            ]
-            made = [getattr(schedulers, name)(each) for each in settings]
-            if all(agrees(each.sigmas, run.watched.sigmas) for each, run in zip(made, runs, strict=True)):
-                return name
-        self._say(
-            f"the sigmas {runs[0].watched.sigmas} are none of families/schedulers.py: a shift that depends on the size?"
-        )
-        return "euler"
+        found = euler_scheduler(own.config["shift"], runs)
+        if found is None:
+            sigmas = runs[0].watched.sigmas
+            self._say(f"the sigmas {sigmas} are none of families/schedulers.py: a shift that depends on the size?")
+        return found or "euler"

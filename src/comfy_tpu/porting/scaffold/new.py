@@ -20,7 +20,7 @@ from comfy_tpu.porting.scaffold.proposing import propose
 from comfy_tpu.porting.scaffold.small import TOKENS, small_configs, small_pipeline
 from comfy_tpu.porting.scaffold.watching import Call
 from comfy_tpu.porting.scaffold.writing import all_files, check_places
-from comfy_tpu.porting.shrinking import SmallModel
+from comfy_tpu.porting.small_models import SmallModel
 from comfy_tpu.porting.targets import find_targets
 from comfy_tpu.porting.trial import try_small
 

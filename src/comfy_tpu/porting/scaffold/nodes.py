@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.porting.scaffold.facts import Facts
+from comfy_tpu.porting.scaffold.template_files import render
 
 KINDS = ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
 WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
@@ -23,50 +24,41 @@ Schema = Mapping[str, Any]
 
 
 def node_entry(facts: Facts) -> str:
-    """Of comfy/node_families.py."""
-    readers = " and ".join(
-        dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders)
+    """The entry of comfy/node_families.py."""
+    encoders = dict.fromkeys(_ENCODERS[facts.source.parts[each].__name__] for each in facts.source.encoders)
+    scheduler, *others = facts.schedulers
+    return render(
+        "node_family.py",
+        constant=facts.constant,
+        key=facts.key,
+        title=facts.title,
+        model_id=facts.model_id,
+        pipeline=facts.source.name,
+        defaults=facts.written_defaults,
+        encoders=f"{' and '.join(encoders)} encoder{'s' if len(facts.source.encoders) > 1 else ''}",
+        extras=facts.extras,
+        options="\n".join(_node_options(facts)),
+        width=facts.defaults.width,
+        height=facts.defaults.height,
+        schedulers=facts.schedulers,
+        scheduler=scheduler,
+        multistep=f"; {' and '.join(others)} are multistep ones" if others else "",
     )
-    plural = "s" if len(facts.source.encoders) > 1 else ""
-    own, *others = facts.schedulers
-    multistep = f"; {' and '.join(others)} are multistep ones" if others else ""
-    lines = [
-        f"{facts.constant} = NodeFamily(",
-        f'key="{facts.key}",',
-        f'name="{facts.title}",',
-        f'category="TPU/{facts.title}",',
-        f'hub_models=("{facts.model_id}",),',
-        f'accepts=lambda index: index.get("_class_name") == "{facts.source.name}",',
-        f"defaults={facts.written_defaults},",
-        'latent_format="",  # of comfy.latent_formats, if that has one for this VAE',
-        f'encoder="{facts.title}\'s {readers} encoder{plural}",',
-        'native_encoder="",',
-        'languages="in English",',
-        f"extras={facts.extras!r},",
-        "filled=False,",
-    ]
+
+
+def _node_options(facts: Facts) -> Iterator[str]:
     if facts.picture:
-        lines += ["picture=True,", "size_max=2048,"]
+        yield "picture=True,\nsize_max=2048,"
     else:
-        seconds = facts.defaults.num_frames / facts.defaults.fps
-        lines.append(f"frames_step={facts.learned.frames_multiple},")
-        if facts.defaults.num_frames > _FRAMES_MAX:
-            lines.append(f"frames_max={facts.defaults.num_frames},")
-        lines.append(
-            f'frames_help="{facts.defaults.num_frames} frames at {facts.defaults.fps} frames a second are '
-            f'{seconds:.0f} seconds.",'
-        )
+        frames, fps = facts.defaults.num_frames, facts.defaults.fps
+        yield f"frames_step={facts.learned.frames_multiple},"
+        if frames > _FRAMES_MAX:
+            yield f"frames_max={frames},"
+        yield f'frames_help="{frames} frames at {fps} frames a second are {frames / fps:.0f} seconds.",'
         shift = "a factor on the model's own" if facts.learned.scheduler else "this model's scheduler has no use for it"
-        lines += [f'shift_help="{shift}",', f'trained_fps="{facts.defaults.fps}",']
+        yield f'shift_help="{shift}",\ntrained_fps="{fps}",'
     if size_step(facts) != 16:
-        lines.append(f"size_step={size_step(facts)},")
-    lines += [
-        f'sizes_help="{facts.title} was made for {facts.defaults.width}×{facts.defaults.height}.",',
-        f"schedulers={facts.schedulers!r},",
-        f'scheduler_help="{own} is {facts.title}\'s own{multistep}",',
-        ")",
-    ]
-    return "\n".join(lines) + "\n\n"
+        yield f"size_step={size_step(facts)},"
 
 
 def size_step(facts: Facts) -> int:
@@ -148,21 +140,24 @@ def _fill(node: dict[str, Any], schema: Schema, facts: Facts) -> None:
 
 
 def _note(facts: Facts) -> str:
+    frames = facts.defaults.num_frames
+    return render(
+        "workflow_note.md",
+        title=facts.title,
+        size=f"{facts.defaults.width} × {facts.defaults.height}",
+        frames="" if facts.picture else f", {frames} frames",
+        frames_zh="" if facts.picture else f"，{frames} 帧",
+        **_sampling(facts),
+    ).rstrip("\n")
+
+
+def _sampling(facts: Facts) -> dict[str, object]:
     defaults = facts.defaults
-    size = f"{defaults.width} × {defaults.height}"
-    frames = "" if facts.picture else f", {defaults.num_frames} frames"
-    frames_zh = "" if facts.picture else f"，{defaults.num_frames} 帧"
-    return (
-        f"## {facts.title} on the TPU\n\n{size}{frames}, {defaults.num_inference_steps} steps, `guidance_scale` "
-        f"{defaults.guidance_scale}, scheduler {defaults.scheduler}. The same model has to be chosen in all "
-        "three nodes. The first run downloads the model, loads and compiles; later runs do none of it. The nodes were "
-        "written by `comfy-tpu port new` and compared with diffusers on a small random model; no real weights have "
-        "run yet.\n\n"
-        f"**中文**：{size}{frames_zh}，{defaults.num_inference_steps} 步，`guidance_scale` "
-        f"{defaults.guidance_scale}，调度器 {defaults.scheduler}。三个节点须选择同一个模型。"
-        "首次运行会下载、加载并编译，之后直接复用。"
-        "这些节点由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过，尚未用真实权重运行。"
-    )
+    return {
+        "steps": defaults.num_inference_steps,
+        "guidance_scale": defaults.guidance_scale,
+        "scheduler": defaults.scheduler,
+    }
 
 
 # Names and help pages
@@ -242,18 +237,24 @@ def _own_chinese(facts: Facts) -> dict[str, str]:
 def help_page(facts: Facts, schema: Schema, names: Mapping[str, Any], language: str) -> str:
     """`names`: the node's entry in that language's locale."""
     zh = language == "zh"
-    lines = [f"# {names['display_name']}", "", names["description"], "", "## 输入" if zh else "## Inputs", ""]
+    inputs, outputs = [], []
     for each in schema["inputs"]:
         entry = names["inputs"][each["id"]]
         label = f"`{each['id']}` {entry['name']}" if zh else f"`{each['id']}`"
-        lines.append(f"* {label} — {_kind(each, zh)}{'' if zh else ' '}{_explained(facts, each, entry['tooltip'], zh)}")
-    lines += ["", "## 输出" if zh else "## Outputs", ""]
+        space = "" if zh else " "
+        inputs.append(f"* {label} — {_kind(each, zh)}{space}{_explained(facts, each, entry['tooltip'], zh)}")
     for number, each in enumerate(schema["outputs"]):
         entry = names["outputs"][str(number)]
         label = f"`{each['name']}` {entry['name']}" if zh else f"`{each['name']}`"
-        lines.append(f"* {label} — {each['type']}{'：' if zh else ': '}{entry['tooltip']}")
-    lines += ["", *(_END_ZH if zh else _END_EN)]
-    return "\n".join(lines).replace("TEMPLATE", facts.template) + "\n"
+        outputs.append(f"* {label} — {each['type']}{'：' if zh else ': '}{entry['tooltip']}")
+    return render(
+        f"help_page.{language}.md",
+        display_name=names["display_name"],
+        description=names["description"],
+        inputs="\n".join(inputs),
+        outputs="\n".join(outputs),
+        template=facts.template,
+    )
 
 
 def _kind(given: Mapping[str, Any], zh: bool) -> str:
@@ -278,31 +279,6 @@ def _explained(facts: Facts, given: Mapping[str, Any], tooltip: str, zh: bool) -
     return tooltip
 
 
-_END_EN = (
-    "## Example",
-    "",
-    "Template **TEMPLATE**.",
-    "",
-    "## What errors mean",
-    "",
-    "* **Value not in list: model_id** — the model is not here; choose another, or put it into `models/diffusers`.",
-    "* **could not be had from the hub** — no network, a wrong name, or a model whose licence has to be accepted on "
-    "its page first.",
-    "* **… does not fit in device memory** — not on these chips at this size. There is nothing to free by hand.",
-)
-_END_ZH = (
-    "## 示例",
-    "",
-    "模板 **TEMPLATE**。",
-    "",
-    "## 常见错误",
-    "",
-    "* **Value not in list: model_id** —— 本机没有该模型，请另选一个，或将其放入 `models/diffusers`。",
-    "* **could not be had from the hub** —— 没有网络、名称有误，或需要先在模型页面接受许可。",
-    "* **… does not fit in device memory** —— 这些芯片放不下当前尺寸，无需也无法手动释放。",
-)
-
-
 # The guide
 
 
@@ -312,20 +288,16 @@ def guide_row(facts: Facts, *, zh: bool) -> str:
 
 
 def guide_section(facts: Facts, *, zh: bool) -> str:
-    ids = ("、" if zh else ", ").join(f"`{facts.key}{kind}`" for kind in KINDS)
     defaults = facts.defaults
-    if zh:
-        what = "图像" if facts.picture else f"视频：{defaults.num_frames} 帧"
-        text = (
-            f"{what}；`height` {defaults.height}，`width` {defaults.width}，{defaults.num_inference_steps} 步，"
-            f"`guidance_scale` {defaults.guidance_scale}，调度器 {defaults.scheduler}。"
-            "由 `comfy-tpu port new` 生成，只用随机小模型与 diffusers 对比过。"
-        )
-    else:
-        what = "Pictures" if facts.picture else f"Videos of {defaults.num_frames} frames"
-        text = (
-            f"{what}: `height` {defaults.height}, `width` {defaults.width}, {defaults.num_inference_steps} steps, "
-            f"`guidance_scale` {defaults.guidance_scale}, scheduler {defaults.scheduler}. Written by `comfy-tpu port "
-            "new`, and compared with diffusers on a small random model only."
-        )
-    return f"### {facts.title} · {ids} · TPU/{facts.title}\n\n{text}\n\n"
+    kind = "Pictures" if facts.picture else f"Videos of {defaults.num_frames} frames"
+    kind_zh = "图像" if facts.picture else f"视频：{defaults.num_frames} 帧"
+    section = render(
+        f"guide_section.{'zh' if zh else 'en'}.md",
+        title=facts.title,
+        ids=("、" if zh else ", ").join(f"`{facts.key}{kind}`" for kind in KINDS),
+        kind=kind_zh if zh else kind,
+        height=defaults.height,
+        width=defaults.width,
+        **_sampling(facts),
+    )
+    return f"{section}\n"

@@ -14,8 +14,8 @@ from typing import Any
 
 from comfy_tpu.errors import GUIDE, InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import model_cards
-from comfy_tpu.json_input import read_json
-from comfy_tpu.porting.small_models import SMALL_MODELS
+from comfy_tpu.porting.small_models import known_small_models
+from comfy_tpu.porting.targets import read_object
 from comfy_tpu.quiet import quiet
 
 ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel")
@@ -65,8 +65,8 @@ class Source:
             for name, each in parameters.items()
             if each.default is not each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         }
-        known = SMALL_MODELS.get(self.parts[part].__name__)
-        for key, value in known.config.items() if known is not None else ():
+        known = known_small_models().get(self.parts[part].__name__, {})
+        for key, value in known.get("config", {}).items():
             # What every published model has, and the class does without.
             if isinstance(value, bool):
                 defaults[key] = value
@@ -186,7 +186,7 @@ def _any_scheduler() -> type:
 
 
 def _of_directory(path: Path) -> Source:
-    index = _read(path / "model_index.json")
+    index = read_object(path / "model_index.json")
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path / 'model_index.json'} does not say _class_name; give a model of diffusers")
@@ -196,7 +196,7 @@ def _of_directory(path: Path) -> Source:
     for part in folders:
         for file in ("config.json", "scheduler_config.json"):
             if (path / part / file).is_file():
-                content = _read(path / part / file)
+                content = read_object(path / part / file)
                 configs[part] = {key: value for key, value in content.items() if not key.startswith("_")}
     with quiet():
         import diffusers
@@ -228,15 +228,3 @@ def _folders(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict
             )
         found[part] = (origin[0], origin[1])
     return found
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        content = read_json(path)
-    except FileNotFoundError:
-        raise InvalidValueError(f"there is no {path}; give a model directory in diffusers' layout") from None
-    except (OSError, ValueError) as error:
-        raise InvalidValueError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise InvalidValueError(f"{path} holds a {type(content).__name__}, expected an object; download it again")
-    return content

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from comfy_tpu.porting.scaffold.hypotheses import Layout, Reading
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.shared import schedulers
+from comfy_tpu.porting.scaffold.hypotheses import Layout, Reading, agrees
 from comfy_tpu.porting.scaffold.watching import Call, Watched
 
 
@@ -100,3 +103,13 @@ def cast(value: torch.Tensor, reading: Reading) -> str:
     if reading.written == "attention_mask":
         return ".bool()" if value.dtype == torch.bool else ".int()" if not value.is_floating_point() else ".to(dtype)"
     return ".to(dtype)"
+
+
+def euler_scheduler(shift: float, runs: Sequence[Run]) -> str | None:
+    """The Euler scheduler of families/schedulers.py with the sigmas of every run."""
+    for name in ("euler", "euler_from_one"):
+        settings = (GenerationSettings(num_inference_steps=run.steps, flow_shift=shift) for run in runs)
+        made = [getattr(schedulers, name)(each) for each in settings]
+        if all(agrees(each.sigmas, run.watched.sigmas) for each, run in zip(made, runs, strict=True)):
+            return name
+    return None

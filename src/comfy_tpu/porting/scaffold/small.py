@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.porting.scaffold.pipelines import Source
+from comfy_tpu.porting.small_models import config_kind
 from comfy_tpu.quiet import quiet
 
 WORDS = ("a", "A", "red", "RED", "blue", "circle", "and", "moving", "left", "right", "on", "black", "background")
@@ -22,17 +22,6 @@ _GAIN = 2.0
 """On the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another one
 changes the picture by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
-
-_LAYERS = re.compile(r"^(num|n)_.*layers$|^depth$|^(num_)?layers$|^num_blocks$")
-_HEADS = re.compile(r"^(num_attention_heads|num_heads|n_heads|num_cross_attention_heads)$")
-_HEAD_DIM = re.compile(r"^(attention_head_dim|cross_attention_head_dim|head_dim)$")
-_OUTSIDE = re.compile(
-    r"^(text_embed_dim|text_dim|joint_attention_dim|caption_channels|cap_feat_dim|pooled_projection_dim|"
-    r"cross_attention_input_dim|text_states_dim|context_dim|text_emb_dim)$"
-)
-_CHANNELS = re.compile(r"^(in|out)_channels$")
-_SIDES = re.compile(r"^sample_(size|height|width)$")
-_AXES = re.compile(r"^(axes_dims?_rope|rope_axes_dim)$")
 
 _ENCODERS: dict[str, dict[str, Any]] = {
     "T5EncoderModel": {
@@ -78,6 +67,19 @@ _VAES: dict[str, dict[str, Any]] = {
 """Sizes that names do not tell, or that the defaults of a class are no model's."""
 
 
+_SMALL_SIZES = {
+    "heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "text_width": WIDTH,
+    "sample": 8,
+    "feed_forward": 2 * WIDTH,
+    "max_text_seq_length": TOKENS,
+    "time_embed_dim": 2 * WIDTH,
+    "sample_frames": 9,
+}
+"""Sizes of a small transformer, by what a key counts or by the key."""
+
+
 def small_configs(source: Source) -> dict[str, dict[str, Any]]:
     """Of every part with a configuration: only what differs from the class's defaults."""
     configs: dict[str, dict[str, Any]] = {}
@@ -108,8 +110,8 @@ def _small_vae(source: Source) -> dict[str, Any]:
 
 def _small_transformer(source: Source) -> dict[str, Any]:
     given, full = dict(source.configs.get("transformer", {})), source.full_config("transformer")
-    heads = next((value for key, value in full.items() if _HEADS.match(key) and isinstance(value, int)), None)
-    head_dim = next((value for key, value in full.items() if _HEAD_DIM.match(key) and isinstance(value, int)), None)
+    counts = {config_kind(key): value for key, value in reversed(full.items()) if isinstance(value, int)}
+    heads, head_dim = counts.get("heads"), counts.get("head_dim")
     hidden = heads * head_dim if heads and head_dim else None
     latent = source.full_config("vae").get("latent_channels")
     packed = 4 if full.get("in_channels") and latent and full["in_channels"] == 4 * latent else 1
@@ -119,30 +121,19 @@ def _small_transformer(source: Source) -> dict[str, Any]:
     for key, value in full.items():
         if isinstance(value, bool) or value is None:
             continue
-        if _AXES.match(key) and isinstance(value, (tuple, list)):
+        kind = config_kind(key)
+        if kind == "rope_axes" and isinstance(value, (tuple, list)):
             small[key] = (4, 6, 6)[: len(value)]
         elif not isinstance(value, int):
             continue
-        elif _LAYERS.match(key):
+        elif kind == "layers":
             small[key] = min(value, LAYERS)
-        elif _HEADS.match(key):
-            small[key] = HEADS
-        elif _HEAD_DIM.match(key):
-            small[key] = HEAD_DIM
-        elif hidden is not None and value == hidden:
+        elif kind not in ("heads", "head_dim") and hidden is not None and value == hidden:
             small[key] = HEADS * HEAD_DIM
-        elif _OUTSIDE.match(key):
-            small[key] = WIDTH
-        elif _CHANNELS.match(key):
+        elif kind == "channels":
             small[key] = CHANNELS * packed * (value // full["in_channels"] if key == "out_channels" else 1)
-        elif _SIDES.match(key):
-            small[key] = 8
-        elif key == "max_text_seq_length":
-            small[key] = TOKENS
-        elif key in ("time_embed_dim", "ffn_dim"):
-            small[key] = 2 * WIDTH
-        elif key == "sample_frames":
-            small[key] = 9
+        elif kind in _SMALL_SIZES or key in _SMALL_SIZES:
+            small[key] = _SMALL_SIZES.get(key) or _SMALL_SIZES[kind]
     return {**given, **small}
 
 

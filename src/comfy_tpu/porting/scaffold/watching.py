@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,12 @@ class Watched:
     """What the pipeline computed by its own methods, by their names."""
     sigmas: torch.Tensor | None = None
     output: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+
+    def calls_by_step(self) -> Iterator[tuple[Call, list[Call]]]:
+        """Every step of the scheduler, with the transformer's calls before it."""
+        ranges = itertools.pairwise((0, *self.calls_before_step))
+        for step, (begin, end) in zip(self.steps, ranges, strict=True):
+            yield step, self.transformer[begin:end]
 
 
 def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

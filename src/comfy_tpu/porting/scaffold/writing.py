@@ -16,8 +16,8 @@ from comfy_tpu.porting.scaffold import nodes
 from comfy_tpu.porting.scaffold.checkout import (
     Files,
     Link,
-    brought_into_shape,
     check_writable,
+    formatted,
     node_schemas,
     staged,
     write,
@@ -82,7 +82,7 @@ def all_files(facts: Facts, checkout: Path) -> Files:
         specification = f"{_PACK_TESTS}test_nodes.py"
         files[specification] = _specification(facts, _read(checkout, specification), schemas)
         write(root, {specification: files[specification]})
-        files |= brought_into_shape(root, files)
+        files |= formatted(root, files)
         base, example = _BASES[facts.picture]
         workflow = nodes.workflow(facts, _read_json(checkout, f"example_workflows/{example}.json"), schemas)
         files |= {f"example_workflows/{facts.template}.json": workflow}
