@@ -86,7 +86,7 @@ def test_pixart_is_explained(learned: Learned) -> None:
     assert learned.clean == "text.lower().strip()"
     assert learned.statistics == '[0.0] * channels, [1 / config["scaling_factor"]] * channels'
     assert [each.reading.written for each in learned.embeddings] == [
-        "encoded_t5(module, input_ids, attention_mask)",
+        "encode_t5(module, input_ids, attention_mask)",
         "attention_mask",
     ]
 

@@ -121,15 +121,15 @@ def _t5_readings(function: str) -> tuple[Reading, ...]:
     return (
         Reading(plain, lambda m, ids, mask: m(ids)[0]),
         Reading(masked, lambda m, ids, mask: m(ids, mask)[0]),
-        Reading(f"without_filling({masked}, attention_mask)", lambda m, ids, mask: _masked(m(ids, mask)[0], mask)),
-        Reading(f"without_filling({plain}, attention_mask)", lambda m, ids, mask: _masked(m(ids)[0], mask)),
+        Reading(f"zero_padding({masked}, attention_mask)", lambda m, ids, mask: _masked(m(ids, mask)[0], mask)),
+        Reading(f"zero_padding({plain}, attention_mask)", lambda m, ids, mask: _masked(m(ids)[0], mask)),
         Reading("attention_mask", lambda m, ids, mask: mask),
     )
 
 
 READINGS: Mapping[str, tuple[Reading, ...]] = {
-    "T5EncoderModel": _t5_readings("encoded_t5"),
-    "UMT5EncoderModel": _t5_readings("encoded_umt5"),
+    "T5EncoderModel": _t5_readings("encode_t5"),
+    "UMT5EncoderModel": _t5_readings("encode_umt5"),
     "CLIPTextModel": (
         Reading("pooled_clip(module, input_ids)", lambda m, ids, mask: m(ids).pooler_output),
         Reading("module(input_ids).last_hidden_state", lambda m, ids, mask: m(ids).last_hidden_state),
