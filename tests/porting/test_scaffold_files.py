@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfy_tpu.porting.scaffold.checkout import Link, check_name, check_writable, find_checkout, write
+from comfy_tpu.porting.scaffold.edits import appended_to_tuple, inserted_before, sorted_into_list
+from comfy_tpu.porting.scaffold.writing import check_places
 
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.porting.scaffold import nodes
-from comfy_tpu.porting.scaffold.checkout import Link, check_name, check_writable, find_checkout, write
-from comfy_tpu.porting.scaffold.edits import appended_to_tuple, inserted_before, sorted_into_list
 from comfy_tpu.porting.scaffold.pipelines import find_source, is_hub_id
-from comfy_tpu.porting.scaffold.writing import check_places
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfy_tpu.porting.scaffold.family_file import family_file
 
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import UnsupportedError
@@ -13,7 +14,6 @@ from comfy_tpu.families.shared.patches import as_latents, as_tokens
 from comfy_tpu.families.shared.ported import in_vae_scale, module_of, unexplained
 from comfy_tpu.porting.scaffold import hypotheses, new
 from comfy_tpu.porting.scaffold.facts import Facts, default_settings, own_scheduler, patch_of
-from comfy_tpu.porting.scaffold.family_file import family_file
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, agrees, first_that_holds
 from comfy_tpu.porting.scaffold.learning import Learner
 from comfy_tpu.porting.scaffold.pipelines import Source, find_source

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from comfy_tpu.porting.scaffold.checkout import MARK, check_name, write
+from comfy_tpu.porting.scaffold.way_back import way_back
 
 from comfy_tpu.cli import port_new
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.porting.scaffold import new, report
-from comfy_tpu.porting.scaffold.checkout import MARK, check_name, write
-from comfy_tpu.porting.scaffold.way_back import way_back
 
 ROOT = Path(__file__).parents[2]
 FILES = {"src/mine.py": "x = 1\n", "docs/Mine/en.md": "mine\n", "docs/Mine/zh.md": "mine\n", "registry.py": "after\n"}

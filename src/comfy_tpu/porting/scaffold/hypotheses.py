@@ -43,7 +43,7 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("as a picture", "latents.squeeze(2)", "{}.unsqueeze(2)", lambda c, f, h, w: (c, h, w), videos=False),
+    Layout("as an image", "latents.squeeze(2)", "{}.unsqueeze(2)", lambda c, f, h, w: (c, h, w), videos=False),
     Layout("as they are", "latents", "{}", lambda c, f, h, w: (c, f, h, w)),
     Layout(
         "frames first",
@@ -107,7 +107,7 @@ class Reading:
     """What a text encoder may make of a prompt."""
 
     written: str
-    """The expression for the family's file, with functions of families/text_encoders.py."""
+    """The expression for the family's file, with functions of families/shared/text_encoders.py."""
     compute: Encode
     """The same on transformers' own module: (module, input_ids, attention_mask)."""
 

@@ -20,7 +20,7 @@ TOKENS = 12
 """Of text, where a model is made for a number of them."""
 _GAIN = 2.0
 """On the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another one
-changes the picture by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
+changes the image by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
 
 _ENCODERS: dict[str, dict[str, Any]] = {
