@@ -165,9 +165,7 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
         lines += [f"  {sentence}" for sentence in left] + [f"  edit {where}; python -m pytest {test}"]
     else:
         if outcome["tested"] is None and not arguments.no_test:
-            lines.append(
-                f"Its parity test has not run: {pip_command('install', 'pytest')}, then python -m pytest there."
-            )
+            lines.append(f"The parity test has not run: {pip_command('install', 'pytest')}, then python -m pytest")
         lines += _next(scaffold)
     return lines
 

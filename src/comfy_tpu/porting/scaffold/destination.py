@@ -96,8 +96,8 @@ class Checkout(Destination):
         nodes = f"{facts.title}TextEncoder"
         return [
             "make pages   # English names, help pages and model tables of the new nodes, from their card",
-            f"edit locales/zh/nodeDefs.json   # Chinese names of {nodes} and the others; make pages says what is missing",
-            "make test   # its golden list of nodes, too, wants the new ones: tests/comfy_pack/golden_nodes.json",
+            f"edit locales/zh/nodeDefs.json   # Chinese names of {nodes} and the others: `make pages` says which",
+            "make test   # the record of all nodes, tests/comfy_pack/golden_nodes.json, wants the new ones",
         ]
 
 
@@ -158,10 +158,9 @@ def find_checkout(into: str | None) -> Path:
     for place in places:
         if all((place / mark).is_file() for mark in (_REGISTRY, _PARITY_TEST, "pyproject.toml")):
             return place.resolve()
-    where = f"into={into} is" if into else "this comfy-tpu is installed without its repository, and here is"
+    missing = f"into={into} is no checkout of comfy-tpu" if into else "neither this comfy-tpu nor here is a checkout"
     raise InvalidValueError(
-        f"{where} no checkout of comfy-tpu; give --pack DIR for a pack of its own, or git clone {HOME_PAGE} and give "
-        "that directory with --into",
+        f"{missing}; give --pack DIR for a pack of its own, or git clone {HOME_PAGE} and give that directory with --into",
         field="into",
     )
 

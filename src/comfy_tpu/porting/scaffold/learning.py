@@ -146,8 +146,6 @@ class Learner:
         if sentence not in self.unexplained:
             self.unexplained.append(sentence)
 
-    # Prompts
-
     def _clean(self, runs: list[Run]) -> str:
         texts = [
             first_text(call.given["text"])
@@ -184,8 +182,6 @@ class Learner:
             length = int(runs[0].watched.encoders[encoder][0].given["input_ids"].shape[1])
             found[encoder] = None if "max_sequence_length" in self.parameters and length == TOKENS else length
         return found
-
-    # The transformer
 
     def _arguments(
         self, runs: list[Run], tokens: list[Tokens], layout: Layout
@@ -331,8 +327,6 @@ class Learner:
                 return False
         return True
 
-    # The VAE
-
     def _vae(self, runs: list[Run], layout: Layout) -> tuple[str, Layout]:
         config = dict(self.pipeline.vae.config)
         for layout_there in self.layouts:
@@ -384,8 +378,6 @@ class Learner:
             )
             return temporal
         return temporal * (good[1] - 1)
-
-    # The scheduler
 
     def _scheduler(self, runs: list[Run]) -> str:
         """A function of families/shared/schedulers.py; empty for the pipeline's own class."""

@@ -51,8 +51,8 @@ def make_scaffold(
     writes: bool = True,
     tell: Tell = lambda text: None,
 ) -> Scaffold:
-    """`into`, `pack`: where, as `find_destination` has them. `writes`: the files will be written; raises InvalidValueError
-    now if they cannot be."""
+    """`into`, `pack`: as `find_destination` has them. `writes`: raises InvalidValueError at once if the files cannot be
+    written."""
     destination = find_destination(name, into=into, pack=pack)
     destination.check(writes=writes)
     source = find_source(model)

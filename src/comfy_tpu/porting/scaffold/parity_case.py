@@ -7,12 +7,12 @@ from typing import Any
 
 from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.small import TOKENS, class_names
-from comfy_tpu.porting.scaffold.templating import MARK, render
+from comfy_tpu.porting.scaffold.templating import MARK, render_module
 
 
 def parity_case(facts: Facts) -> str:
     parameters = inspect.signature(facts.source.pipeline.__call__).parameters
-    return render(
+    return render_module(
         "parity_case.py",
         title=facts.title,
         mark=MARK,

@@ -173,8 +173,8 @@ def _of_class(name: str) -> Source:
         pipeline = getattr(diffusers, name, None)
     if not isinstance(pipeline, type) or not issubclass(pipeline, diffusers.DiffusionPipeline):
         raise InvalidValueError(
-            f"model={name} is no pipeline of diffusers {diffusers.__version__}; give one such as PixArtSigmaPipeline, or "
-            "a model directory",
+            f"model={name} is no pipeline of diffusers {diffusers.__version__}; give one such as PixArtSigmaPipeline, "
+            "or a model directory",
             field="model",
         )
     return Source(pipeline, _annotated(pipeline), {})

@@ -56,7 +56,7 @@ class Learned:
     temporal_scale: int
     frames_multiple: int
     scheduler: str
-    """ "euler", "euler_from_one": of families/shared/schedulers.py. "": the scheduler's own class, with its configuration."""
+    """A function of families/shared/schedulers.py; empty: the scheduler's own class, with its configuration."""
     unexplained: list[str]
     """One sentence each."""
     lengths: dict[str, int | None]

@@ -61,7 +61,19 @@ def format_module(text: str) -> str:
     # --isolated: the result does not depend on the directory in which the command is run.
     first_party = 'lint.isort.known-first-party=["comfy_tpu", "comfy_tpu_*"]'
     for command in (
-        ["check", "--quiet", "--isolated", "--select", "I", "--fix", "--config", first_party, "-"],
+        [
+            "check",
+            "--quiet",
+            "--isolated",
+            "--select",
+            "I",
+            "--fix",
+            "--line-length",
+            str(_WIDTH),
+            "--config",
+            first_party,
+            "-",
+        ],
         ["format", "--quiet", "--isolated", "--line-length", str(_WIDTH), "-"],
     ):
         done = subprocess.run(
