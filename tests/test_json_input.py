@@ -185,11 +185,9 @@ def test_nothing_else_parses_json_that_others_wrote() -> None:
         "bench/worker.py",
         "cli/session.py",
         "diagnosis/facts.py",
-        "families/ported.py",
         "json_input.py",
         "planning/compilation.py",
         "planning/worker.py",
-        "porting/scaffold/checkout.py",
     }
     source = ROOT / "src" / "comfy_tpu"
     found = {

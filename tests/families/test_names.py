@@ -17,7 +17,7 @@ REGISTRY = PACKAGE / "families" / "registry.py"
 COMFYUI_NAMES = PACKAGE / "comfy" / "native"
 """Runs ComfyUI's own models, by ComfyUI's class and module names ("comfy.ldm.wan.vae", "Flux"): whether we have a
 family of that name does not matter there."""
-NOT_YET = ("bench", "porting", "cli/bench.py", "cli/bench_vae.py")
+NOT_YET = ("bench", "cli/bench.py", "cli/bench_vae.py")
 """Are being rewritten to read the cards."""
 
 CARDS = [card for card in family_cards() if card.package in BUILT_IN]

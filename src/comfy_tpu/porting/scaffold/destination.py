@@ -7,11 +7,12 @@ import json
 import keyword
 import os
 import re
+import shlex
 import uuid
 from pathlib import Path
 
 import comfy_tpu
-from comfy_tpu.distribution import HOME_PAGE
+from comfy_tpu.distribution import HOME_PAGE, pip_command
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.porting.scaffold.facts import Facts
@@ -138,8 +139,8 @@ class Pack(Destination):
 
     def next_steps(self, facts: Facts) -> list[str]:
         return [
-            f"pip install -e {self.root}   # `comfy-tpu generate` and our nodes know the family from then on",
-            f"ln -s {self.root} ComfyUI/custom_nodes/   # its nodes and its example workflow",
+            f"{pip_command('install', '-e', str(self.root))}   # the commands know the family from then on",
+            f"ln -s {shlex.quote(str(self.root))} ComfyUI/custom_nodes/   # nodes and example workflow",
         ]
 
 
@@ -158,9 +159,9 @@ def find_checkout(into: str | None) -> Path:
     for place in places:
         if all((place / mark).is_file() for mark in (_REGISTRY, _PARITY_TEST, "pyproject.toml")):
             return place.resolve()
-    missing = f"into={into} is no checkout of comfy-tpu" if into else "neither this comfy-tpu nor here is a checkout"
+    missing = f"into={into} is no checkout of comfy-tpu" if into else "no checkout is here, nor around this comfy-tpu"
     raise InvalidValueError(
-        f"{missing}; give --pack DIR for a pack of its own, or git clone {HOME_PAGE} and give that directory with --into",
+        f"{missing}; give --pack DIR for a pack of its own, or git clone {HOME_PAGE} and name its directory by --into",
         field="into",
     )
 
