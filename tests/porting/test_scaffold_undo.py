@@ -105,7 +105,7 @@ def ending(checkout: Path, *, dry_run: bool, directory: Path | None) -> str:
     made.facts.model_id, made.facts.title = "owner/model", "Mine"
     made.facts.source = types.SimpleNamespace(directory=directory)
     outcome = {"tested": None, "seconds_to_a_frame": None, "undo": "undo"}
-    return "\n".join(port_new._ending(made, outcome, argparse.Namespace(dry_run=dry_run)))
+    return "\n".join(port_new._ending(made, outcome, argparse.Namespace(dry_run=dry_run, no_test=True)))
 
 
 def test_the_next_steps_can_be_run(checkout: Path) -> None:

@@ -141,7 +141,7 @@ def _diffusers_target(name: str) -> Target:
     found = find_package("diffusers").classes(name)
     if not found:
         raise InvalidValueError(
-            f"diffusers has no class {name}; give one of its models (FluxTransformer2DModel), a model directory, "
+            f"diffusers has no class {name}; give one of its models (PixArtTransformer2DModel), a model directory, "
             "model.py:Class or module:Class"
         )
     if not is_module_class(found[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import subprocess
@@ -37,6 +38,8 @@ def write(root: Path, files: Mapping[str, str]) -> None:
             path = root / name
             made += reversed([parent for parent in path.parents if not os.path.lexists(parent)])
             path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path) and not path.is_file():
+                raise FileExistsError(errno.EEXIST, "it exists, and is no file", str(path))
             before.append((path, path.read_bytes() if path.is_file() else None))
             _replace(path, content.encode())
     except BaseException as error:
@@ -56,7 +59,7 @@ def _restore(before: Iterable[tuple[Path, bytes | None]], made: Iterable[Path]) 
         try:
             if old is not None:
                 _replace(path, old)
-            elif not path.is_dir():
+            else:
                 path.unlink(missing_ok=True)
         except OSError:
             left.append(str(path))
