@@ -19,7 +19,7 @@ from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.family_package import family_package
 from comfy_tpu.porting.scaffold.files import Files, check_writable
 from comfy_tpu.porting.scaffold.parity_case import parity_case
-from comfy_tpu.porting.scaffold.templating import MARK, render, render_module
+from comfy_tpu.porting.scaffold.templating import MARK, render, render_directory
 
 _REGISTRY = "src/comfy_tpu/families/registry.py"
 _PARITY_TEST = "tests/families/test_ported_parity.py"
@@ -126,15 +126,11 @@ class Pack(Destination):
     def files(self, facts: Facts) -> Files:
         values = {**_pack_values(facts), "name": self.name, "package": self.package}
         workflow = f"example_workflows/{self.name}_tpu_basic.json"
-        pages = ("README.md", "README.zh-CN.md", "pyproject.toml", "requirements.txt", ".gitignore")
         return {
-            **{page: render(f"pack/{page}", **values) for page in pages},
-            "__init__.py": render_module("pack/__init__.py", **values),
+            **render_directory("pack", **values),
             **self._package_files(facts),
             workflow: example_workflow(facts, values),
-            "tests/conftest.py": render_module("pack/conftest.py", **values),
             "tests/parity_case.py": parity_case(facts),
-            "tests/test_parity.py": render_module("pack/test_parity.py", **values),
         }
 
     def next_steps(self, facts: Facts) -> list[str]:
@@ -195,7 +191,7 @@ def add_to_registry(text: str, package: str) -> str:
 
 def example_workflow(facts: Facts, values: dict[str, object]) -> str:
     """Text encoder, sampler, VAE decoder and a node that saves, with the card's defaults."""
-    template = f"pack/{facts.noun}_workflow.json"
+    template = f"{facts.noun}_workflow.json"
     quoted = {name: json.dumps(str(value), ensure_ascii=False)[1:-1] for name, value in values.items()}
     number = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{values['package']}_basic"))
     return render(template, **quoted, id=number, prompt=_PROMPT)

@@ -29,6 +29,15 @@ def render_module(template: str, /, **values: object) -> str:
     return format_module(drop_unused_imports(render(template, **values)))
 
 
+def render_directory(directory: str, /, **values: object) -> dict[str, str]:
+    """All templates in and below a directory, by the paths of the files that they become."""
+    root = _DIRECTORY / directory
+    paths = sorted(path.relative_to(root).as_posix().removesuffix(".txt") for path in root.rglob("*.txt"))
+    return {
+        path: (render_module if path.endswith(".py") else render)(f"{directory}/{path}", **values) for path in paths
+    }
+
+
 def drop_unused_imports(text: str) -> str:
     """A template imports all that one of its families may use."""
     module = ast.parse(text)
