@@ -92,9 +92,9 @@ def test_a_hub_model_that_was_downloaded_is_opened_by_its_name(command, file, ca
 
     class Recorded(FakePipeline):
         @classmethod
-        def open(cls, model="demo", *, name=None, **more):
+        def open(cls, model="demo", runtime=None, *, name=None, **more):
             opened.append((model, name))
-            return super().open("demo", **more)
+            return super().open("demo", runtime, **more)
 
     monkeypatch.setattr(video, "VideoPipeline", Recorded)
     assert cli.main([command, artifact(Path(file), "owner/name")]) == 1  # the fake model cannot read it

@@ -6,7 +6,7 @@ import torch
 
 from comfy_tpu.bridge import weight_shapes
 from comfy_tpu.compiler import uniform
-from comfy_tpu.compiler.hosted import HostedModule, _take_apart
+from comfy_tpu.compiler.hosted import HostedModule, _flatten_args
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.uniform import BlockRun, UniformList, stack_uniform
 from comfy_tpu.config import AttentionConfig, ResidencyConfig
@@ -600,7 +600,7 @@ def test_a_scan_is_what_is_compiled():
         host = hosted(model)
         with host._weights() as weights:
             program = host._program(forward, ("dp",))
-            tensors, structure = _take_apart(((torch.randn(1, 3, WIDTH),), {}))
+            tensors, structure = _flatten_args(((torch.randn(1, 3, WIDTH),), {}))
             return program.lower(weights, tensors=tensors, structure=structure).as_text()
 
     assert "stablehlo.while" in lowered(4)

@@ -86,7 +86,7 @@ def pair(name: str, outputs: int, inputs: int, number: int) -> Tensors:
     }
 
 
-def parted(tensors: Tensors, theirs: str, rows: list[torch.Tensor], names: list[str]) -> Tensors:
+def split_streams(tensors: Tensors, theirs: str, rows: list[torch.Tensor], names: list[str]) -> Tensors:
     """The outputs under names of their own, each with the inputs of all."""
     down = tensors[f"{theirs}.lora_A.weight"]
     return {
@@ -108,20 +108,20 @@ def styles() -> dict[str, Tensors]:
         whole = pair("x", 3 * HIDDEN, HIDDEN, 40 + number)
         rows = list(whole["x.lora_B.weight"].split(HIDDEN))
         block = "transformer_blocks.1.attn."
-        made["diffusers"] |= parted(whole, "x", rows, [f"{block}{part}" for part in parts])
+        made["diffusers"] |= split_streams(whole, "x", rows, [f"{block}{part}" for part in parts])
         single = [f"double_blocks.1.{flat.removesuffix('qkv')}{letter}" for letter in "qkv"]
-        made["authors"] |= parted(whole, "x", rows, single)
+        made["authors"] |= split_streams(whole, "x", rows, single)
         made["ComfyUI"] |= pair(f"double_blocks.1.{dotted}", 3 * HIDDEN, HIDDEN, 40 + number)
         made["HunyuanVideo"] |= pair(f"double_blocks.1.{flat}", 3 * HIDDEN, HIDDEN, 40 + number)
     whole = pair("x", 3 * HIDDEN, HIDDEN, 50)
     attention = "context_embedder.token_refiner.refiner_blocks.0.attn"
     rows = list(whole["x.lora_B.weight"].split(HIDDEN))
-    made["diffusers"] |= parted(whole, "x", rows, [f"{attention}.to_{letter}" for letter in "qkv"])
+    made["diffusers"] |= split_streams(whole, "x", rows, [f"{attention}.to_{letter}" for letter in "qkv"])
     for style, name in (("authors", "_qkv"), ("ComfyUI", ".qkv"), ("HunyuanVideo", "_qkv")):
         made[style] |= pair(f"{REFINER}.self_attn{name}", 3 * HIDDEN, HIDDEN, 50)
     last = pair(LAST, 2 * HIDDEN, HIDDEN, 60)
     shift, scale = last[f"{LAST}.lora_B.weight"].chunk(2)
-    made["diffusers"] |= parted(last, LAST, [torch.cat((scale, shift))], ["norm_out.linear"])
+    made["diffusers"] |= split_streams(last, LAST, [torch.cat((scale, shift))], ["norm_out.linear"])
     for style in ("authors", "ComfyUI", "HunyuanVideo"):
         made[style] |= last
     return made

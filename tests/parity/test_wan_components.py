@@ -19,6 +19,7 @@ from tests.tracing import relative_error
 LAYOUTS = ["single", "dp=2,tp=4", "tp=8", "dp=2,sp=4", "sp=8"]
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 every_layout_scan_and_precision = covering("mesh, scan, dtype", LAYOUTS, [True, False], TOLERANCES)
+every_precision = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=["float32", "bfloat16"])
 every_layout_and_precision = covering("mesh, dtype", LAYOUTS, TOLERANCES, strength=1)
 
 

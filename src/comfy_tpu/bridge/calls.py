@@ -11,7 +11,7 @@ import torch
 import torch.nn.utils.stateless
 
 from comfy_tpu.bridge.failures import explained
-from comfy_tpu.bridge.keeping import nothing_kept
+from comfy_tpu.bridge.module_state import nothing_kept
 from comfy_tpu.bridge.scope import TraceContext, trace_scope
 from comfy_tpu.errors import TraceError, see
 

@@ -81,7 +81,7 @@ def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torch_kept_as_it_is() -> Iterator[None]:
+def _preserve_torch() -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     environment = set(os.environ)
     decompositions = {kind: set(table) for kind, table in torch._decomp.global_decomposition_table.items()}
@@ -121,7 +121,7 @@ def load_torchax() -> types.ModuleType:
                 # What is left of somebody's import that failed half-way would be taken for the whole.
                 for name in [name for name in sys.modules if name.startswith("torchax.")]:
                     del sys.modules[name]
-            with _torch_kept_as_it_is(), _answer_for_missing_names(substituted_names):
+            with _preserve_torch(), _answer_for_missing_names(substituted_names):
                 module = importlib.import_module("torchax")
                 for name in (
                     "tensor",

@@ -65,7 +65,7 @@ def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
 
     with (
         _tracing,
-        _torch_state_kept(),
+        _preserve_torch_state(),
         torch.inference_mode(False),  # in it, which is where ComfyUI runs nodes, `.to(dtype)` does not reach our modes
         torch.no_grad(),
         quiet(),
@@ -82,7 +82,7 @@ def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
 
 
 @contextlib.contextmanager
-def _torch_state_kept() -> Iterator[None]:
+def _preserve_torch_state() -> Iterator[None]:
     """Also when the model raises half-way, or changes a global of torch and does not change it back."""
     dtype = torch.get_default_dtype()
     seed, random_state = torch.initial_seed(), torch.get_rng_state()

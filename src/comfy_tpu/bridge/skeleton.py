@@ -77,7 +77,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     state = torch.get_rng_state()
     try:
         yield
@@ -98,7 +98,7 @@ def build_skeleton(
 
 
 def _emptied(factory: Callable[[], torch.nn.Module], limits: SkeletonLimits) -> torch.nn.Module:
-    with _random_state_kept(), torch.no_grad(), _EmptyOnMeta(limits):
+    with _preserve_random_state(), torch.no_grad(), _EmptyOnMeta(limits):
         module = factory()
     emptied: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():

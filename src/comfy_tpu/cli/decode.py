@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.pictures = header.loras, header.pictures
         settings = session.settings(header.settings)
-        own = arguments.latents.with_suffix(".png" if session.makes_pictures else ".mp4")
+        own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
         paths = media.check_output(arguments.output or own, settings)
         session.check_outputs(*paths)
         there = session.videos_are_there(paths, header.prompt, settings)

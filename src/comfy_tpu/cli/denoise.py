@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_artifact_output(parser, f"{OUTPUT} beside TEXT")
     options.add_force(parser)
     options.add_report(parser)
-    options.add_settings(parser, without=options.OF_THE_TEXT, from_input="TEXT")
+    options.add_settings(parser, without=options.TEXT_SETTINGS, from_input="TEXT")
     options.add_model(parser, default=None)
     options.add_loras(parser)
 

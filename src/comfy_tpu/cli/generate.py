@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
         session.take(images)
-        own = PICTURE if session.makes_pictures else OUTPUT
+        own = PICTURE if session.makes_images else OUTPUT
         output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)
         session.check_outputs(*paths)

@@ -48,7 +48,7 @@ SETTINGS = (
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
 )
 
-OF_THE_TEXT = ("negative_prompt",)
+TEXT_SETTINGS = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
 
 _SAME_AS_FIELD = (

@@ -54,7 +54,7 @@ class Session:
         self._from_picture: dict[str, str] = {}
 
     @property
-    def makes_pictures(self) -> bool:
+    def makes_images(self) -> bool:
         return self.pipeline.limits.frames_max == 1
 
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
@@ -66,7 +66,7 @@ class Session:
 
     def take(self, images: Sequence[Image]) -> None:
         """Notes which pictures are given."""
-        if self.arguments.last_image is not None and self.makes_pictures:
+        if self.arguments.last_image is not None and self.makes_images:
             raise InvalidValueError("last_image is for videos; leave it out", field="last_image")
         takes = self.pipeline.family.card.image
         if self.arguments.last_image is not None and takes is not None and takes.last_image == "no":

@@ -21,7 +21,7 @@ from server import PromptServer
 from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.routes import announce
 from comfy_tpu.comfy.status import STATUS
-from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import NodeSet
@@ -58,7 +58,7 @@ def pipeline_run(
                     "in the pack's directory, or `comfy-tpu install`, which says what is missing"
                 ) from error
             start()
-            stand_in_line()
+            register_with_comfyui()
             pipeline.use_loras(loras)
             pipeline.on_progress = report
             try:
@@ -66,7 +66,7 @@ def pipeline_run(
             finally:
                 pipeline.on_progress = ignore_progress
         finally:
-            at_rest()
+            report_idle()
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def start() -> None:
     shared_residency().listen(lambda event: announce(now=True))  # a Free between two prompts, above all
 
 
-def at_rest() -> None:
+def report_idle() -> None:
     """Nothing is computed now."""
     STATUS.rest()
     announce(now=True)

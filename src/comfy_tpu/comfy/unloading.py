@@ -33,7 +33,7 @@ def _stand_in() -> ModelPatcher:
     return patcher
 
 
-def stand_in_line() -> None:
+def register_with_comfyui() -> None:
     """Before our weights go to the devices."""
     # Only where it is not on the list yet: loading a model anew begins with detaching it.
     if _stand_in() not in comfy.model_management.loaded_models():

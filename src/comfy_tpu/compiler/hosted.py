@@ -122,7 +122,7 @@ class HostedModule:
 
         With `fetch=False` results stay on the devices, as arrays that may be arguments of another call.
         """
-        tensors, structure = _take_apart((args, kwargs))
+        tensors, structure = _flatten_args((args, kwargs))
         try:
             results = self._run(function, axes, tensors, structure)
         except StackingError as error:
@@ -154,7 +154,7 @@ class HostedModule:
         def run(module: torch.nn.Module, tensors: list[torch.Tensor], structure: _Structure) -> Any:
             def once() -> Any:
                 # Copies, which cost nothing: a model may write into its inputs, and this runs twice.
-                args, kwargs = structure.put_together([tensor.clone() for tensor in tensors])
+                args, kwargs = structure.unflatten_args([tensor.clone() for tensor in tensors])
                 with _somebody_elses_code(self.name):
                     return function(module, *args, **kwargs)
 
@@ -229,7 +229,7 @@ class _Structure:
     types: tuple[type, ...]
     """Of the constants: 2, 2.0 and True are equal, but are different programs."""
 
-    def put_together(self, tensors: list[torch.Tensor]) -> Any:
+    def unflatten_args(self, tensors: list[torch.Tensor]) -> Any:
         rest = iter(tensors)
         return jax.tree.unflatten(self.tree, [next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
@@ -237,7 +237,7 @@ class _Structure:
 _TENSOR = type("_TensorPlace", (), {"__repr__": lambda self: "tensor"})()
 
 
-def _take_apart(arguments: Any) -> tuple[list[Any], _Structure]:
+def _flatten_args(arguments: Any) -> tuple[list[Any], _Structure]:
     leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None or isinstance(leaf, torch.Tensor))
     tensors = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, jax.Array))]
     constants = tuple(_TENSOR if isinstance(leaf, (torch.Tensor, jax.Array)) else leaf for leaf in leaves)

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.pipeline.picture_files import describe_format, open_picture
+from comfy_tpu.pipeline.image_files import describe_format, open_image_file
 
 _SIDE_MAX = 16384
 """A picture with a longer side is refused before it is unpacked, or made so long."""
@@ -29,7 +29,7 @@ def read_image(path: Path) -> Image.Image:
     if not path.is_file():
         raise InvalidValueError(f"image={path} is not a file; give a picture such as first.png", field="image")
     try:
-        with open_picture(path) as image:
+        with open_image_file(path) as image:
             if max(image.size) > _SIDE_MAX:
                 raise InvalidValueError(
                     f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller",

@@ -160,11 +160,11 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
         )
     _check_shapes(lora.path, matched.factors, files)
     # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
-    if matched.strangers > matched.known:
+    if matched.unmatched_keys > matched.known:
         raise InvalidValueError(
             f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known} of its "
-            f"{matched.known + matched.strangers} modules, and not for {listed(matched.unknown, 3)}; use a LoRA made "
-            f"for {files.family.name}",
+            f"{matched.known + matched.unmatched_keys} modules, and not for {listed(matched.unknown, 3)}; use a LoRA "
+            f"made for {files.family.name}",
             field="lora",
         )
     if matched.text_keys:

@@ -150,7 +150,7 @@ class Matched:
     text_keys: list[str]
     known: int
     """Of the file's modules, those that the model has; text encoders' are not counted."""
-    strangers: int
+    unmatched_keys: int
     """And those that it does not have."""
 
 
@@ -204,7 +204,7 @@ class LoraFile:
         factors: dict[str, Factors] = {}
         unknown = [key for key in self.others if not key.startswith(_TEXT_ENCODERS)]
         text_keys = [key for key in self.others if key.startswith(_TEXT_ENCODERS)]
-        known = strangers = 0
+        known = unmatched_keys = 0
         for module, parts in self.modules.items():
             found = targets.find(module)
             if found:
@@ -212,7 +212,7 @@ class LoraFile:
             elif module.startswith(_TEXT_ENCODERS):
                 text_keys.extend(parts.values())
             else:
-                strangers += 1
+                unmatched_keys += 1
                 unknown.extend(parts.values())
             for target in found:
                 made = self._factors(module, parts, target, targets.shapes)
@@ -224,7 +224,7 @@ class LoraFile:
                 factors |= made
                 if "bias" in parts and target.bias is None:
                     unknown.append(parts["bias"])
-        return Matched(factors, unknown, text_keys, known, strangers)
+        return Matched(factors, unknown, text_keys, known, unmatched_keys)
 
     def _factors(
         self, module: str, parts: Mapping[Part, str], target: Target, shapes: Mapping[str, tuple[int, ...]]

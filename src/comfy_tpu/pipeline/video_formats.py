@@ -16,7 +16,7 @@ from PIL import GifImagePlugin, Image, PngImagePlugin
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.frame_names import number_in
-from comfy_tpu.pipeline.picture_files import open_picture
+from comfy_tpu.pipeline.image_files import open_image_file
 
 Frame = npt.NDArray[np.uint8]
 """[height, width, 3]"""
@@ -226,7 +226,7 @@ def read_comment(path: Path) -> Any:
         if path.suffix == ".mp4":
             with av.open(file, format="mp4") as container:
                 return container.metadata.get("comment")
-        with open_picture(file, [path.suffix[1:].upper()]) as picture:
+        with open_image_file(file, [path.suffix[1:].upper()]) as picture:
             found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
     return found.decode() if isinstance(found, bytes) else found
 

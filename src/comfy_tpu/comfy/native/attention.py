@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.comfy.native.texts import FilledTexts
+from comfy_tpu.comfy.native.texts import PaddedTexts
 from comfy_tpu.errors import UnsupportedError
 
 HINTS = frozenset({"transformer_options", "small_input", "low_precision_attention", "_inside_attn_wrapper"})
@@ -19,7 +19,7 @@ HINTS = frozenset({"transformer_options", "small_input", "low_precision_attentio
 class Attention:
     """For `transformer_options["optimized_attention_override"]`."""
 
-    texts: FilledTexts | None = None
+    texts: PaddedTexts | None = None
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from comfy.sd1_clip import SDClipModel
 
 from comfy_tpu.comfy.native.hosting import Choices
 from comfy_tpu.comfy.native.replacement import Fallback, Replacement
-from comfy_tpu.comfy.run import at_rest
+from comfy_tpu.comfy.run import report_idle
 
 if TYPE_CHECKING:
     from comfy.sd import CLIP
@@ -60,7 +60,7 @@ class DeviceText(Replacement):
         module, mask, host = self._module, attention_mask, self._host()
         embeds = options.pop("embeds")
         length = embeds.shape[1]
-        fill = -length % BUCKET if _can_be_filled_up(module, mask, length) else 0
+        fill = -length % BUCKET if _can_be_padded(module, mask, length) else 0
         if fill and mask is None and isinstance(module, comfy.text_encoders.t5.T5):
             mask = torch.ones(embeds.shape[:2])
         embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, fill))
@@ -78,7 +78,7 @@ class DeviceText(Replacement):
             host(_forward, _row(mask, index), embeds[index : index + 1], _row(counts, index), _plain(options))
             for index in range(len(embeds))
         ]
-        at_rest()
+        report_idle()
         return tuple(_cut(_joined(parts), length, length + fill) for parts in zip(*rows, strict=True))
 
 
@@ -100,7 +100,7 @@ def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options:
     return last, others[0], module.text_projection(pooled), pooled
 
 
-def _can_be_filled_up(module: torch.nn.Module, mask: torch.Tensor | None, length: int) -> bool:
+def _can_be_padded(module: torch.nn.Module, mask: torch.Tensor | None, length: int) -> bool:
     """What is put behind a text changes nothing of it: nobody looks ahead, or a mask hides it."""
     if isinstance(module, comfy.text_encoders.t5.T5):
         return mask is not None or length not in USUAL

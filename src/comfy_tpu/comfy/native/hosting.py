@@ -12,9 +12,9 @@ import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
-from comfy_tpu.comfy.native.company import structure
+from comfy_tpu.comfy.native.foreign_patches import structure
 from comfy_tpu.comfy.run import NodeReport, start
-from comfy_tpu.comfy.unloading import stand_in_line
+from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.pipeline.progress import Progress
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Host:
 
         comfy.model_management.throw_exception_if_processing_interrupted()
         start()
-        stand_in_line()
+        register_with_comfyui()
         self._report = _report()
         try:
             return self._hosted(function, *args, **kwargs)

@@ -11,11 +11,11 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention
-from comfy_tpu.comfy.native.company import loaded_patcher
+from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
 from comfy_tpu.comfy.native.hosting import Choices, end_steps
 from comfy_tpu.comfy.native.replacement import Fallback, Replacement
-from comfy_tpu.comfy.native.texts import fill_texts, filled_texts, in_prompts
-from comfy_tpu.comfy.run import at_rest
+from comfy_tpu.comfy.native.texts import in_prompts, pad_texts, padded_texts
+from comfy_tpu.comfy.run import report_idle
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DeviceForward(Replacement):
             return executor(*args, **kwargs)
         finally:
             end_steps(self._module)
-            at_rest()
+            report_idle()
 
     def _bound(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The call's arguments by their names, without the module."""
@@ -87,7 +87,7 @@ class DeviceForward(Replacement):
         host.begin_step(*_step(options))
 
         def run(part: dict[str, Any]) -> torch.Tensor:
-            return host(_functions[self._method], *fill_texts(self._module, part), passed)
+            return host(_functions[self._method], *pad_texts(self._module, part), passed)
 
         prompts = len(options.get("cond_or_uncond", ()))
         return in_prompts(self._module, arguments, prompts, run).to(sample.dtype)
@@ -154,7 +154,7 @@ def _call(
 ) -> torch.Tensor:
     # The class's own: the skeleton may have our replacement on it.
     function = getattr(type(module), name)
-    texts = filled_texts(module, arguments, counts)
+    texts = padded_texts(module, arguments, counts)
     options = Options(options, optimized_attention_override=Attention(texts))
     with texts.means(module) if texts else contextlib.nullcontext():
         return function(module, **arguments, transformer_options=options)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from comfy_tpu.comfy.native.company import OURS, reason_in_the_module, reason_in_the_patcher
+from comfy_tpu.comfy.native.foreign_patches import OURS, reason_in_the_module, reason_in_the_patcher
 from comfy_tpu.comfy.native.hosting import Choices, Host, Part, host_of
 
 logger = logging.getLogger(__name__)

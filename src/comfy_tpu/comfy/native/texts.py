@@ -70,7 +70,7 @@ ANY_LENGTH = {
 
 
 @dataclasses.dataclass(frozen=True)
-class FilledTexts:
+class PaddedTexts:
     """Which of a model's tokens are real, while it is traced."""
 
     texts: AnyLength
@@ -115,7 +115,7 @@ def _places(length: int, count: torch.Tensor) -> torch.Tensor:
     return torch.arange(length, device=count.device) < count.view(-1, 1)
 
 
-def fill_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+def pad_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     """The arguments with longer texts, and how long each was. As they were and (), where that is not for us."""
     texts = ANY_LENGTH.get(type(module).__name__)
     if texts is None or arguments.get("attention_mask") is not None:
@@ -150,10 +150,10 @@ def _find(module: Any, path: str) -> Any:
     return module
 
 
-def filled_texts(
+def padded_texts(
     module: torch.nn.Module, arguments: dict[str, Any], counts: tuple[torch.Tensor, ...]
-) -> FilledTexts | None:
-    """For the arguments that `fill_texts` gave."""
+) -> PaddedTexts | None:
+    """For the arguments that `pad_texts` gave."""
     if not counts:
         return None
     texts = ANY_LENGTH[type(module).__name__]
@@ -166,7 +166,7 @@ def filled_texts(
     if texts.flipped:  # a list of blocks, or what stands for one: its first answers as they all do
         behind = getattr(getattr(module, texts.flipped)[0], "flipped_img_txt", False)
     others = arguments.get(texts.others)
-    return FilledTexts(texts, lengths, counts, picture, behind, 0 if others is None else others.shape[1])
+    return PaddedTexts(texts, lengths, counts, picture, behind, 0 if others is None else others.shape[1])
 
 
 def in_prompts(

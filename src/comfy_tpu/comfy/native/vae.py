@@ -12,7 +12,7 @@ import torch
 from comfy_tpu.comfy.native.attention import picture_attention
 from comfy_tpu.comfy.native.hosting import Choices, Host
 from comfy_tpu.comfy.native.replacement import Replacement
-from comfy_tpu.comfy.run import at_rest
+from comfy_tpu.comfy.run import report_idle
 
 if TYPE_CHECKING:
     from comfy.sd import VAE
@@ -55,7 +55,7 @@ class DeviceMethod(Replacement):
             result = _by_frames(host, self._module, self._method, values)
         else:
             result = host(_METHODS[self._method], values, options, axes=_axes(values))
-        at_rest()
+        report_idle()
         return result.to(x.dtype)
 
 

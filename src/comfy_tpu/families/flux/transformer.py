@@ -13,7 +13,7 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.building import refuse_unknown_keys
-from comfy_tpu.families.shared.joint_streams import JointProcessor, joined, parted, tp
+from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -146,17 +146,17 @@ def predict(
     rotary = rope_tables(module.pos_embed, text_tokens, height // 2, width // 2, latents.device)
     for block in module.transformer_blocks:
         text, hidden = block(hidden_states=hidden, encoder_hidden_states=text, temb=condition, image_rotary_emb=rotary)
-    hidden = joined(text, hidden)
+    hidden = concat_streams(text, hidden)
     for block in module.single_transformer_blocks:
         hidden = block(hidden_states=hidden, temb=condition, image_rotary_emb=rotary)
-    _, hidden = parted(hidden, text_tokens)
+    _, hidden = split_streams(hidden, text_tokens)
     return as_latents(module.proj_out(module.norm_out(hidden, condition)), height, width)
 
 
 def rope_tables(
     positions: Any, text_tokens: int, rows: int, columns: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `joined`.
+    """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `concat_streams`.
 
     Of rows and of columns on the host, in float64 as diffusers has it, and put together on the devices: the whole
     table would be a constant of megabytes in the program. Text is at 0, 0, 0.
@@ -178,6 +178,6 @@ def rope_tables(
             dim=-1,
         )
         at_zero = torch.full((1, text_tokens, sum(pairs)), float(function(0.0)), device=device)
-        return joined(at_zero, picture.flatten(0, 1).unsqueeze(0)).unsqueeze(2)
+        return concat_streams(at_zero, picture.flatten(0, 1).unsqueeze(0)).unsqueeze(2)
 
     return table(np.cos), table(np.sin)

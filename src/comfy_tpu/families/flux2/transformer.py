@@ -17,7 +17,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2.card import TRANSFORMER_DEV
 from comfy_tpu.families.shared.building import refuse_unknown_keys
-from comfy_tpu.families.shared.joint_streams import JointProcessor, joined, parted, tp
+from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -177,11 +177,11 @@ def predict(
             temb_mod_txt=of_text,
             image_rotary_emb=rotary,
         )
-    hidden = joined(text, hidden)
+    hidden = concat_streams(text, hidden)
     of_both = module.single_stream_modulation(condition)
     for block in module.single_transformer_blocks:
         hidden = block(hidden_states=hidden, encoder_hidden_states=None, temb_mod=of_both, image_rotary_emb=rotary)
-    _, hidden = parted(hidden, text_tokens)
+    _, hidden = split_streams(hidden, text_tokens)
     velocity: torch.Tensor = module.proj_out(module.norm_out(hidden[:, : height * width], condition))
     return velocity.transpose(1, 2).unflatten(2, (1, height, width))
 
@@ -189,7 +189,7 @@ def predict(
 def rope_tables(
     positions: Any, text_tokens: int, pictures: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `joined`.
+    """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `concat_streams`.
 
     Of each of the four axes on the host, in float64 as diffusers has it, and put together on the devices. The picture
     that is made is at 0, row, column, 0, those that are looked at are at 10, 20 and so on, and the text is at
@@ -217,6 +217,6 @@ def rope_tables(
 
         seen = torch.cat([picture(number, *size) for number, size in enumerate(pictures)])
         text = torch.cat((*(x[:1].expand(text_tokens, -1) for x in (time, down, across)), along), dim=-1)
-        return joined(text.unsqueeze(0), seen.unsqueeze(0)).unsqueeze(2)
+        return concat_streams(text.unsqueeze(0), seen.unsqueeze(0)).unsqueeze(2)
 
     return table(np.cos), table(np.sin)

@@ -13,7 +13,7 @@ from comfy_tpu.families.shared.rope import rotate_pairs
 
 
 class JointProcessor:
-    """diffusers' processor for Flux, with RoPE tables of half the width and text and picture joined by `joined`."""
+    """diffusers' processor for Flux, with RoPE tables of half the width and streams joined by `concat_streams`."""
 
     def __call__(
         self,
@@ -30,9 +30,9 @@ class JointProcessor:
         key = attn.norm_k(heads(attn.to_k(hidden_states)))
         value = heads(attn.to_v(hidden_states))
         if encoder_hidden_states is not None:
-            query = joined(attn.norm_added_q(heads(attn.add_q_proj(encoder_hidden_states))), query)
-            key = joined(attn.norm_added_k(heads(attn.add_k_proj(encoder_hidden_states))), key)
-            value = joined(heads(attn.add_v_proj(encoder_hidden_states)), value)
+            query = concat_streams(attn.norm_added_q(heads(attn.add_q_proj(encoder_hidden_states))), query)
+            key = concat_streams(attn.norm_added_k(heads(attn.add_k_proj(encoder_hidden_states))), key)
+            value = concat_streams(heads(attn.add_v_proj(encoder_hidden_states)), value)
         if image_rotary_emb is not None:
             query, key = rotate_pairs(query, *image_rotary_emb), rotate_pairs(key, *image_rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -40,7 +40,7 @@ class JointProcessor:
         out = out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)
         if encoder_hidden_states is None:
             return out
-        text, picture = parted(out, encoder_hidden_states.shape[1])
+        text, picture = split_streams(out, encoder_hidden_states.shape[1])
         return attn.to_out[1](attn.to_out[0](picture)), attn.to_add_out(text)
 
 
@@ -54,7 +54,7 @@ def tp() -> int:
     return _mesh().tp
 
 
-def joined(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
+def concat_streams(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
     """[batch, text and picture tokens, …]. Where sp divides both, each device puts its own parts together.
 
     Attention does not mind the order of tokens that bring their positions along, and so nothing moves.
@@ -63,8 +63,8 @@ def joined(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.unflatten(1, (shards, -1)) for x in (text, picture)], dim=2).flatten(1, 2)
 
 
-def parted(both: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `joined` was made of."""
+def split_streams(both: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `concat_streams` was made of."""
     picture_tokens = both.shape[1] - text_tokens
     shards = _shards(text_tokens, picture_tokens)
     parts = both.unflatten(1, (shards, -1)).split((text_tokens // shards, picture_tokens // shards), dim=2)

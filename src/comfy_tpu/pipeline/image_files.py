@@ -13,7 +13,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """What is read, whatever the file's name. For others Pillow may start programs: for EPS it is Ghostscript."""
 
 
-def open_picture(file: Path | IO[bytes], formats: Sequence[str] = FORMATS) -> ImageFile.ImageFile:
+def open_image_file(file: Path | IO[bytes], formats: Sequence[str] = FORMATS) -> ImageFile.ImageFile:
     """The picture's header. Raises what Pillow raises, which is DecompressionBombError over 178,956,970 pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # from half of that; callers have their limits
@@ -21,7 +21,7 @@ def open_picture(file: Path | IO[bytes], formats: Sequence[str] = FORMATS) -> Im
 
 
 def describe_format(path: Path) -> str:
-    """What `open_picture` could not identify, in words, by the first bytes alone."""
+    """What `open_image_file` could not identify, in words, by the first bytes alone."""
     Image.init()
     with path.open("rb") as file:
         start = file.read(16).ljust(16, b"\0")
