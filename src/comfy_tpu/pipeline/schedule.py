@@ -57,17 +57,18 @@ def make_schedule(scheduler: Any, begin: int = 0) -> Schedule:
         after = scheduler.step(outputs[-1][None], timestep, samples[-1][None], return_dict=False)[0][0]
         table.append(_weights(after.double(), samples, outputs, scheduler))
         samples.append(after.double())
-    sigmas = _noise_levels(scheduler, begin, timesteps)
+    sigmas = noise_levels(scheduler, begin, timesteps)
     return Schedule(
         timesteps.numpy().astype(np.float32), sigmas.numpy().astype(np.float32), np.array(table, np.float32)
     )
 
 
-def _noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.Tensor:
+def noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.Tensor:
+    """The share of noise at each of the timesteps; `begin`: the number of steps before the first."""
     if hasattr(scheduler, "sigmas"):
         levels: torch.Tensor = scheduler.sigmas[begin : begin + len(timesteps)]
         return levels
-    # DDIM and its kind keep what is left of the picture's variance, by the timestep.
+    # DDIM and its kind keep what is left of the image's variance, by the timestep.
     left: torch.Tensor = scheduler.alphas_cumprod[timesteps.long()]
     return (1 - left).sqrt()
 
