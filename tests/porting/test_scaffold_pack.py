@@ -3,6 +3,8 @@
 The parity test of a pack is run by tests/porting/test_new.py.
 """
 
+import ast
+import dataclasses
 import json
 import os
 import subprocess
@@ -104,8 +106,21 @@ def test_the_pack_works_alone(is_installed: bool, pack: Path, site: Path, tmp_pa
     assert {node["category"] for node in nodes} == {f"TPU/{KEY}"}
 
 
-def test_the_example_has_the_widgets_of_the_nodes(pack: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def video_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, as if it made videos: the nodes have more inputs."""
+    facts = small_pixart.facts(NAME, PACKAGE)
+    learned = dataclasses.replace(facts.learned, makes_images=False, temporal_scale=4, frames_multiple=8)
+    defaults = dataclasses.replace(facts.defaults, num_frames=49, fps=8)
+    root = tmp_path_factory.mktemp("packs") / "video"
+    write(root, Pack(root, NAME).files(dataclasses.replace(facts, learned=learned, defaults=defaults)))
+    return root
+
+
+@pytest.mark.parametrize("kind", ["pack", "video_pack"])
+def test_the_example_has_the_widgets_of_the_nodes(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """With the defaults of the card; a value in another place would be another setting."""
+    pack: Path = request.getfixturevalue(kind)
     (nodes,) = load(pack, path=(ROOT / "src",), models=tmp_path)
     schemas = {node["id"]: node for node in nodes}
     workflow = json.loads((pack / f"example_workflows/{NAME}_tpu_basic.json").read_text(encoding="utf-8"))
@@ -160,8 +175,6 @@ def test_what_registries_read(pack: Path) -> None:
 
 def test_a_pack_without_ruff_is_the_same_program(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever installed a wheel has no developer tools: texts are not formatted then, and say the same."""
-    import ast
-
     monkeypatch.setattr("comfy_tpu.porting.scaffold.templating._find_ruff", lambda: None)
     for name, text in Pack(tmp_path / "x", NAME).files(small_pixart.facts(NAME, PACKAGE)).items():
         if name.endswith(".py"):
