@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="model",
         metavar="MODEL",
         required=True,
-        help="a pipeline of diffusers (PixArtSigmaPipeline), or a model directory; its configurations do",
+        help="a pipeline class of diffusers, or a model directory, of which the JSON files do",
     )
     parser.add_argument(
         "--model-id", metavar="ID", help="the model on the hub; default: that of the pipeline's example"

@@ -167,7 +167,7 @@ def check_name(name: str) -> None:
     usable = name.isidentifier() and name == name.lower() and name.isascii() and not keyword.iskeyword(name)
     if not usable or name.startswith("_"):
         raise InvalidValueError(
-            f"name={name!r} is no name for a package; use small letters, digits and _ such as pixart_sigma",
+            f"name={name!r} is no name for a package; use small letters, digits and _ such as my_model",
             field="name",
         )
     if len(name) > _NAME_MAX:

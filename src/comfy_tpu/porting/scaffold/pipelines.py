@@ -99,7 +99,7 @@ def find_source(model: str) -> Source:
     if "/" in model or not model.isidentifier():
         raise InvalidValueError(
             f"model={model} is neither a model directory nor the name of a pipeline; give a directory with "
-            "model_index.json, or a class of diffusers such as PixArtSigmaPipeline",
+            "model_index.json, or the name of a pipeline class of diffusers",
             field="model",
         )
     return _of_class(model)
@@ -173,7 +173,7 @@ def _of_class(name: str) -> Source:
         pipeline = getattr(diffusers, name, None)
     if not isinstance(pipeline, type) or not issubclass(pipeline, diffusers.DiffusionPipeline):
         raise InvalidValueError(
-            f"model={name} is no pipeline of diffusers {diffusers.__version__}; give one such as PixArtSigmaPipeline, "
+            f"model={name} is no pipeline of diffusers {diffusers.__version__}; give the name of one, "
             "or a model directory",
             field="model",
         )
