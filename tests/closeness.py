@@ -1,4 +1,4 @@
-"""How close two videos or pictures are, and that the comparison would see a wrong one."""
+"""How close two videos or images are, and that the comparison would see a wrong one."""
 
 from collections.abc import Mapping
 

@@ -65,7 +65,7 @@ def lower_step(
 
 
 def facts(exported: jax.export.Exported, *, sequence: int) -> dict[str, Any]:
-    """`sequence`: how long a dimension is at least that counts tokens of the picture or video."""
+    """`sequence`: how long a dimension is at least that counts tokens of the image or video."""
     text = exported.mlir_module()
     return {
         "platforms": list(exported.platforms),

@@ -42,7 +42,7 @@ def read(name):
 
 
 def links(name):
-    """Of pictures and pages, without those to other sites."""
+    """Of images and pages, without those to other sites."""
     found = re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", read(name)))
     return [link for link in found if not link.startswith(("http", "#"))]
 

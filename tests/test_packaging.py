@@ -207,7 +207,7 @@ def test_installed_package_opens_both_demo_models_and_finds_its_pages(installed,
     guide = Path(found["guide"]).read_text(encoding="utf-8")
     assert found["error"] == f"; see {directory / 'porting.md'}#trace"
     assert set(SECTIONS) <= set(re.findall(r'<a id="([^"]+)"></a>', guide))
-    for name in pages:  # those of pages lead to pages; pictures are left out
+    for name in pages:  # those of pages lead to pages; images are left out
         links = re.findall(r"\]\(([\w.-]+\.md)(?:#[\w-]+)?\)", (directory / name).read_text(encoding="utf-8"))
         assert all((directory / link).is_file() for link in links), name
 

@@ -1,4 +1,4 @@
-"""The pictures of ComfyUI in the README: the real server, the real frontend, the demo model.
+"""The images of ComfyUI in the README: the real server, the real frontend, the demo model.
 
 python -m tools.screenshots docs/images
 

@@ -62,7 +62,7 @@ class FakePipeline:
     ):
         name = name or str(model)
         if name not in MODELS:
-            raise CheckpointError(f"model={model} is not a directory; give one")
+            raise CheckpointError(f"model={model} is not a directory; give one", field="model")
         pipeline = cls(name, on_progress)
         check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
         pipeline.opened_with = dataclasses.asdict(runtime)

@@ -75,7 +75,7 @@ REFUSED = {
     "empty prompt": (["demo", "--prompt", ""], "--prompt '' is empty; say what the video should show"),
     "not UTF-8": (["demo", "--prompt", "caf\udce9"], "--prompt is not UTF-8 text"),
     "negative prompt": (["demo", "--negative-prompt", "caf\udce9"], "--negative-prompt is not UTF-8 text"),
-    "no picture": (["demo", "--image", "none.png"], "--image none.png is not a file; give a picture such as first.png"),
+    "no image": (["demo", "--image", "none.png"], "--image none.png is not a file; give an image such as first.png"),
     "no place": (["demo", "-o", "a/b/x.json"], "--output a/b/x.json is in a/b, and there is no a"),
 }
 

@@ -252,8 +252,8 @@ REFUSED = {
     "suffix": (["-o", "x.avi"], "--output x.avi names no format; write video.mp4, video.gif, video.npy, "),
     "no place": (["-o", "a/b/x.mp4"], "--output a/b/x.mp4 is in a/b, and there is no a; create it first"),
     "unwritable": (["-o", "/proc/x.mp4"], "--output /proc/x.mp4 cannot be written: "),
-    "one picture": (["-o", "x.png"], "--output x.png is one picture and the video has 9 frames; write x-%04d.png"),
-    "sheet": (["--contact-sheet", "x.jpg"], "--contact-sheet x.jpg is a picture; give it a name in .png"),
+    "one image": (["-o", "x.png"], "--output x.png is one image and the video has 9 frames; write x-%04d.png"),
+    "sheet": (["--contact-sheet", "x.jpg"], "--contact-sheet x.jpg is an image; give it a name in .png"),
 }
 
 

@@ -47,8 +47,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 VIDEOS = {
-    "a picture": (["-o", "x.png", "--num-frames", "1"], "x.png", "x.png"),
-    "a picture by another name": (["-o", "x.png", "--num-frames", "1"], "./demo/../x.png", "x.png"),
+    "an image": (["-o", "x.png", "--num-frames", "1"], "x.png", "x.png"),
+    "an image by another name": (["-o", "x.png", "--num-frames", "1"], "./demo/../x.png", "x.png"),
     "a frame": (["-o", "out/"], "out/frame_0003.png", "out/frame_%04d.png"),
     "a frame that is removed": (["-o", "f%d.png"], "f99.png", "f%d.png"),
     "one of several": (["-o", "x.png", "--num-frames", "1", "--num-videos", "2"], "x-1.png", "x-1.png"),

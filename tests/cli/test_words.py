@@ -85,8 +85,8 @@ def test_a_long_value_is_not_echoed_whole(flags, begin, cut, end, capsys):
 
 def test_warnings_name_flags_as_errors_do(directory, capsys, monkeypatch):
     logger = logging.getLogger("comfy_tpu.pipeline.checks")
-    message = "guidance_scale=3.0 has no effect: Fake was distilled"
-    monkeypatch.setattr(FakePipeline, "_begin", lambda *arguments: logger.warning(message))
+    message, field = "guidance_scale=3.0 has no effect: Fake was distilled", {"field": "guidance_scale"}
+    monkeypatch.setattr(FakePipeline, "_begin", lambda *arguments: logger.warning(message, extra=field))
     assert cli.main(["encode", "x"]) == 0
     assert capsys.readouterr().err == "comfy-tpu: --guidance-scale 3.0 has no effect: Fake was distilled\n"
 

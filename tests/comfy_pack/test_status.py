@@ -55,7 +55,8 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
     now = status.snapshot()
     assert now["step_seconds"] == 1.5
     assert now["eta_seconds"] == 72.0
-    assert now["activity"] == {"stage": "denoising", "what": size, "done": 2, "total": 50, "node": "3"}
+    activity = {"stage": "denoising", "what": size, "size": size, "done": 2, "total": 50, "node": "3"}
+    assert now["activity"] == activity
     assert now["compiled"] == {"programs": 1, "from_cache": 0, "seconds": 20.0, "last": f"transformer.step at {size}"}
 
 

@@ -1,4 +1,4 @@
-"""A client of a ComfyUI server, as its own frontend is one: prompts over HTTP, events and pictures over a WebSocket."""
+"""A client of a ComfyUI server, as its own frontend is one: prompts over HTTP, events and images over a WebSocket."""
 
 import asyncio
 import json
@@ -170,7 +170,7 @@ class ComfyClient:
         return self._checked("GET", f"/view?{query}").body
 
     def upload(self, name: str, content: bytes, kind: str = "input") -> Reply:
-        """As the frontend uploads a picture."""
+        """As the frontend uploads an image."""
         boundary = uuid.uuid4().hex
         parts = [
             f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n\r\n'.encode(),
@@ -300,7 +300,7 @@ class ComfyClient:
     def _add(self, message: Message) -> None:
         with self._changed:
             self.messages.append(message)
-            # Texts and pictures do not name their prompt: they belong to the one that is running.
+            # Texts and images do not name their prompt: they belong to the one that is running.
             name = message.data.get("prompt_id")
             run = self._runs.get(name) if name else self._current
             if run is not None and message.kind != "status":

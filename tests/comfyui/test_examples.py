@@ -15,7 +15,7 @@ from tools.demo_model.score import see
 pytestmark = pytest.mark.comfyui
 
 NAMES = sorted(path.name for path in EXAMPLES.glob("wan21*.json") if "image" not in path.name)
-"""Those of other families, and the one that begins with a picture: test_families.py."""
+"""Those of other families, and the one that begins with an image: test_families.py."""
 RED_CIRCLE = Attributes("red", "circle", "right", "black")
 
 

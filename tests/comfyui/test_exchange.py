@@ -113,7 +113,7 @@ def test_our_decoder_reads_what_comfyuis_vae_encoded(client: ComfyClient, base: 
     ours, theirs = kept(base, "ours"), kept(base, "theirs")
     assert psnr(ours, theirs) >= SAME
     assert shows_a_red_circle(ours)
-    assert psnr(ours, kept(base, "source")) > 20  # an autoencoder's loss, but no other picture
+    assert psnr(ours, kept(base, "source")) > 20  # an autoencoder's loss, but no other image
 
 
 def test_our_decoder_reads_what_comfyuis_sampler_made_from_our_embeds(client: ComfyClient, base: Path) -> None:

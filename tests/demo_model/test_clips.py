@@ -1,4 +1,4 @@
-"""The drawing: seeded, inside the picture, and true to the grammar."""
+"""The drawing: seeded, inside the image, and true to the grammar."""
 
 import pytest
 import torch

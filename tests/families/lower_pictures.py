@@ -1,6 +1,6 @@
-"""Lowers what families that begin with a picture have besides the transformer, for eight v6e chips and without weights.
+"""Lowers what families that begin with an image have besides the transformer, for eight v6e chips and without weights.
 
-The encoder that looks at the picture, the VAE's encoder, and the 5B's VAE. Prints what came out.
+The encoder that looks at the image, the VAE's encoder, and the 5B's VAE. Prints what came out.
 """
 
 import sys

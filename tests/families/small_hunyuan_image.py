@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5 from a picture, in small: the parts of small_hunyuan.py, and SigLIP."""
+"""HunyuanVideo-1.5 from an image, in small: the parts of small_hunyuan.py, and SigLIP."""
 
 import functools
 from pathlib import Path

@@ -284,7 +284,7 @@ def test_latents_as_tokens_and_back() -> None:
     [
         ({"height": 100}, "height=100 is not divisible by 16; use 96 or 112"),
         ({"width": 4096}, "width=4096 is outside 16 to 2048"),
-        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes pictures; use 1"),
+        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes images; use 1"),
         ({"num_frames": 0}, "num_frames=0 is for videos"),
         ({"scheduler": "heun"}, "scheduler='heun' is unknown; choose from euler, unipc, dpm++"),
         ({"max_sequence_length": 513}, "max_sequence_length=513 is not allowed"),
@@ -367,7 +367,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: 
     assert cli.main(["decode", "latents.safetensors", "--mesh", "single"]) == 0
     assert np.array_equal(pixels("latents.png"), pixels("picture.png"))
     assert cli.main(["generate", PROMPT, *model, "--num-frames", "5"]) == 1
-    assert "--num-frames 5 is for videos and this model makes pictures; use 1" in capsys.readouterr().err
+    assert "--num-frames 5 is for videos and this model makes images; use 1" in capsys.readouterr().err
 
 
 def test_flux_dev_lowers_for_eight_chips() -> None:
@@ -430,7 +430,7 @@ def test_from_a_picture_as_diffusers_does_it(
     (actual,) = pipeline.decode(latents, settings)
     assert psnr(actual[:, 0], wanted) >= SAME
     assert psnr(actual[:, 0], picture(pipeline, num_videos=2, height=size[0], width=size[1])) < 40, (
-        "the picture has its part in it"
+        "the image has its part in it"
     )
 
 
@@ -447,12 +447,12 @@ def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, cap
         (["--image", "photograph.png", "--strength", "0"], "--strength 0.0 is not a number over 0, up to 1"),
         (["--image", "photograph.png", "--strength", "some"], "--strength 'some' is not a number over 0, up to 1"),
         (["--strength", "0.5"], "--strength 0.5 is for an image that denoising starts from; give --image too"),
-        (["--image", "none.png"], "--image none.png is not a file; give a picture such as first.png"),
+        (["--image", "none.png"], "--image none.png is not a file; give an image such as first.png"),
     ]:
         assert cli.main([*command, *more]) == 1
         assert message in capsys.readouterr().err
     assert cli.main(["encode", *command[1:], "--image", "photograph.png"]) == 1
-    assert "makes a picture anew while it denoises, and no file hands it on; use comfy-tpu generate" in (
+    assert "makes an image anew while it denoises, and no file hands it on; use comfy-tpu generate" in (
         capsys.readouterr().err
     )
     assert cli.main(["generate", PROMPT, "--model", "demo", "--mesh", "single", "--image", "photograph.png"]) == 1

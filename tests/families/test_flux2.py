@@ -246,7 +246,7 @@ def test_text_encoders_that_are_not_those_of_flux2() -> None:
     [
         ({"height": 100}, "height=100 is not divisible by 16; use 96 or 112"),
         ({"width": 4096}, "width=4096 is outside 16 to 2048"),
-        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes pictures; use 1"),
+        ({"num_frames": 5}, "num_frames=5 is for videos and this model makes images; use 1"),
         ({"scheduler": "heun"}, "scheduler='heun' is unknown; choose from euler, unipc, dpm++"),
         ({"max_sequence_length": 513}, "max_sequence_length=513 is not allowed"),
     ],

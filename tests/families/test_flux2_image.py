@@ -1,4 +1,4 @@
-"""Flux.2 with pictures to look at, against diffusers' own pipelines."""
+"""Flux.2 with images to look at, against diffusers' own pipelines."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.families.test_flux2 import CHOSEN, PROMPT, opened
 from tests.families.test_flux2 import picture as drawn
 from tests.families.wan_pipelines import picture
 
-# 4 × 6 tokens, which sp=4 divides, with the 15 of the picture or not; and one that is cut on all sides.
+# 4 × 6 tokens, which sp=4 divides, with the 15 of the image or not; and one that is cut on all sides.
 ONE = [picture(1, 96, 64)]
 TWO = [picture(1, 100, 75), picture(2, 64, 96)]
 
@@ -48,7 +48,7 @@ def test_one_picture(mesh: str, variant: str) -> None:
     without = drawn(pipeline)
     actual = made(pipeline, ONE)
     assert psnr(actual, expected(variant, ONE)) >= SAME
-    assert psnr(actual, without) < 60, "the picture has its part in it"
+    assert psnr(actual, without) < 60, "the image has its part in it"
     assert torch.equal(drawn(pipeline), without)
 
 
@@ -57,7 +57,7 @@ def test_one_picture(mesh: str, variant: str) -> None:
     [
         ("klein", "single"),
         ("base", "dp=2,sp=4"),
-        pytest.param("dev", "dp=2,tp=4", marks=pytest.mark.slow),  # one picture on this mesh: the test above
+        pytest.param("dev", "dp=2,tp=4", marks=pytest.mark.slow),  # one image on this mesh: the test above
     ],
 )
 def test_two_pictures_of_other_sizes(variant: str, mesh: str) -> None:

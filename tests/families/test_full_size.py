@@ -1,5 +1,5 @@
 """Every published model: its memory on two slices by the formulas; those of Wan lowered for TPU at their full size, and
-what pictures go through."""
+what images go through."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     work = model.workload(settings)
     facts = lower_step(model, settings, work, slice_, MeshSizes(dp=2, sp=4)).facts
     assert facts.square_arrays == ()
-    cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and a picture's
+    cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and an image's
     assert facts.kernels >= 1
     assert facts.kernels <= cross
 
@@ -75,7 +75,7 @@ def test_what_a_picture_goes_through_lowers_for_eight_chips(name: str, wanted: d
     for program in programs.values():
         assert program["platforms"] == ["tpu"]
         assert program["devices"] == 8
-        assert program["megabytes"] < 5, "nothing of the size of a picture was worked out on the host"
+        assert program["megabytes"] < 5, "nothing of the size of an image was worked out on the host"
         assert program["sequences in one array"] <= 1
     if "embed_image" in programs:
         assert programs["embed_image"]["loops"] == 1, "its layers are one scanned layer"

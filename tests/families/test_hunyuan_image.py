@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5 from a picture against diffusers' own pipeline."""
+"""HunyuanVideo-1.5 from an image against diffusers' own pipeline."""
 
 import functools
 
@@ -92,7 +92,7 @@ def expected(image: Image.Image) -> torch.Tensor:
     ],
 )
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, width: int, height: int) -> None:
-    """At the size that diffusers chooses by the picture."""
+    """At the size that diffusers chooses by the image."""
     wanted = expected(picture(width, height))
     actual = video(picture(width, height), mesh, height=wanted.shape[2], width=wanted.shape[3])
     assert psnr(actual, wanted) >= SAME

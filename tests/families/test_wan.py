@@ -1,4 +1,4 @@
-"""Wan 2.1 from pictures and Wan 2.2 against diffusers' pipelines, on one device and over meshes."""
+"""Wan 2.1 from images and Wan 2.2 against diffusers' pipelines, on one device and over meshes."""
 
 import functools
 import shutil
@@ -88,7 +88,7 @@ def expected(kind: str, height: int = 64, width: int = 96, pictures: int | None 
     KINDS,
     MESHES,
     strength=1,
-    # One device is what other tests run, too. Over a mesh: pictures as channels and tokens, and as the first frame.
+    # One device is what other tests run, too. Over a mesh: images as channels and tokens, and as the first frame.
     always=[
         *((kind, "single") for kind in KINDS),
         ("2.1 first and last", "dp=2,tp=4"),
@@ -241,7 +241,7 @@ def test_a_picture_encoded_for_another_model_is_refused_by_the_next_stage(kind: 
 def test_one_picture_is_refused_by_the_next_stage_of_a_model_that_reads_two() -> None:
     reader, pipeline = opened("2.1 image"), opened("2.1 first and last")
     read = reader.encode(PROMPT, reader.settings(**CHOSEN), [picture(0)])
-    with pytest.raises(InvalidValueError, match="has 5 tokens, those of a first and a last picture are 10; encode"):
+    with pytest.raises(InvalidValueError, match="has 5 tokens, those of a first and a last image are 10; encode"):
         pipeline.denoise(read, pipeline.settings(**CHOSEN))
 
 

@@ -103,7 +103,7 @@ def _pooled(features: int, pooled: int, **more: Any) -> Text:
 
 
 class SeenPicture:
-    """A picture as CLIP Vision sees it."""
+    """An image as CLIP Vision sees it."""
 
     def __init__(self) -> None:
         self.penultimate_hidden_states = noise(5, 1, 257, 1280)
@@ -111,7 +111,7 @@ class SeenPicture:
 
 
 def _from_picture(tokens: int, seed: int, latent: tuple[int, ...], *, seen: bool = True) -> Conditioning:
-    """As Wan's node for pictures to video has it."""
+    """As Wan's node for images to video has it."""
     known = torch.ones(1, 1, *latent[1:])
     known[:, :, 0] = 0
     more: dict[str, Any] = {"concat_latent_image": noise(7, 1, *latent), "concat_mask": known}

@@ -238,7 +238,7 @@ def test_a_replaced_method(small, watch):
 
 @some_texts("Qwen-Image")
 def test_a_prompt_with_a_picture(small, watch):
-    """Qwen Image Edit: positions depend on the picture. The prompts after it go to the devices as before."""
+    """Qwen Image Edit: positions depend on the image. The prompts after it go to the devices as before."""
     from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit
 
     both = clips(small)

@@ -134,7 +134,7 @@ def test_another_noise_schedule(architecture, watch, cell):
 
 @some_architectures("Wan 2.1 T2V", "SDXL")
 def test_an_area_of_the_picture(architecture, watch, cell):
-    """A prompt for a part of the picture has a latent of another size."""
+    """A prompt for a part of the image has a latent of another size."""
     # Frames, height and width, and then where they begin.
     area = (2, 4, 6, 0, 2, 2) if len(architecture.latents[0]) == 4 else (8, 12, 4, 0)
     compare(architecture, lambda model: model, cell, "areas", more={"area": area, "strength": 0.8}, steps=2)
@@ -143,7 +143,7 @@ def test_an_area_of_the_picture(architecture, watch, cell):
 
 @some_architectures("Wan 2.2 5B", "Wan 2.1 T2V", "SDXL")
 def test_masked_latents(architecture, watch, cell):
-    """Inpainting; and Wan 2.2 5B from a picture, where each frame has a time of its own."""
+    """Inpainting; and Wan 2.2 5B from an image, where each frame has a time of its own."""
     import nodes
 
     from tests.native.sampling import relative_error
@@ -188,7 +188,7 @@ def test_custom_samplers(architecture, watch, cell):
 
 @some_architectures("Flux.1", "Qwen-Image", "Flux.2")
 def test_reference_pictures(architecture, watch, cell):
-    """Kontext and its like: pictures to work from, as further latents."""
+    """Kontext and its like: images to work from, as further latents."""
     latents = [noise(8, 1, *architecture.latents[0]), noise(9, 1, *architecture.latents[1])]
     more = {"reference_latents": latents}
     assert compare(architecture, lambda model: model, cell, "reference latents", more=more, steps=2) > 10 * TOLERANCE

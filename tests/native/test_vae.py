@@ -1,4 +1,4 @@
-"""VAE: the same pictures and latents with TPU Compile VAE in the graph and without it."""
+"""VAE: the same images and latents with TPU Compile VAE in the graph and without it."""
 
 import copy
 import dataclasses
@@ -68,7 +68,7 @@ def encode_tiled(vae, small):
     import nodes
 
     with torch.inference_mode():
-        # Its smallest overlap is for pictures larger than these.
+        # Its smallest overlap is for images larger than these.
         return nodes.VAEEncodeTiled().encode(vae, small.pictures(), 64, 16, 64, 8)[0]["samples"]
 
 
@@ -108,7 +108,7 @@ def test_another_size(small, watch, cell):
 
 @every_vae
 def test_several_pictures(small, watch):
-    """A batch for a VAE of pictures, a video for the others."""
+    """A batch for a VAE of images, a video for the others."""
     from tests.native.sampling import relative_error
 
     several = small if small.frames > 1 else dataclasses.replace(small, frames=2)
@@ -119,7 +119,7 @@ def test_several_pictures(small, watch):
 
 @pytest.mark.parametrize("small", [VAES[3]], ids=["SDXL"])
 def test_a_deep_copy_is_a_model_of_its_own(small, watch):
-    """As nodes for seamless pictures make one, to change it."""
+    """As nodes for seamless images make one, to change it."""
     from tests.native.sampling import relative_error
 
     compiled = compile_vae(vaes(small).plain)
@@ -191,7 +191,7 @@ def test_compilations(small, watch, cell):
     assert watch.compiled == []
     decode_tiled(compiled, small)
     # Borders of a tile are seen all over it, so that only tiles of one size are one program. ComfyUI goes over a
-    # picture three times, with tiles of three shapes, and has smaller ones at two borders; over a video once.
+    # image three times, with tiles of three shapes, and has smaller ones at two borders; over a video once.
     assert len(watch.compiled) <= (3 * 4 if frames > 1 else 3) * (1 if small.is_video else 4)
     watch.compiled.clear()
     decode_tiled(compiled, small)
@@ -296,7 +296,7 @@ def test_videos_of_any_length(small, frames, watch):
     both = vaes(small)
     channels, _, height, width = small.latent
     latent = {"samples": torch.randn(1, channels, frames, height, width)}
-    # ComfyUI drops pictures that are not a whole latent frame.
+    # ComfyUI drops images that are not a whole latent frame.
     pictures = torch.rand(4 * frames - 2 if frames > 1 else 1, height * small.ratio, width * small.ratio, 3)
     with torch.inference_mode():
         decoded = [nodes.VAEDecode().decode(vae, latent)[0] for vae in (both.plain, both.compiled)]

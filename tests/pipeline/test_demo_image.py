@@ -1,4 +1,4 @@
-"""The demo model that begins with a picture: it keeps the picture, and does with it what the prompt says."""
+"""The demo model that begins with an image: it keeps the image, and does with it what the prompt says."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Pictures as people have them: every mode is read as what it shows, or refused in one sentence."""
+"""Images as people have them: every mode is read as what it shows, or refused in one sentence."""
 
 import contextlib
 import os
@@ -120,12 +120,12 @@ def test_other_formats_are_refused_by_name(tmp_path: Path) -> None:
         (b"P6 4 4 255\n" + bytes(48), "it is PPM, and only PNG, JPEG, WEBP, GIF, BMP, TIFF are read"),
         (b"GIF89a", "it begins as GIF and is damaged"),
         (b"", "its format is not known"),
-        (b"no picture at all", "its format is not known"),
+        (b"no image at all", "its format is not known"),
     ):
         path.write_bytes(content)
         with pytest.raises(InvalidValueError) as raised:
             read_image(path)
-        assert str(raised.value) == f"image={path} cannot be read as a picture ({found}); give a PNG or JPEG"
+        assert str(raised.value) == f"image={path} cannot be read as an image ({found}); give a PNG or JPEG"
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -135,7 +135,7 @@ def test_formats_are_read_whatever_the_name(kind: str, tmp_path: Path) -> None:
 
 
 def declared_png(width: int, height: int) -> bytes:
-    """The header of a picture whose pixels do not follow."""
+    """The header of an image whose pixels do not follow."""
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b"")]
     parts = [
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
@@ -164,14 +164,14 @@ def test_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.fromarray(GRADIENT).resize((200, 200)).save(path)
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(InvalidValueError, match=r"cannot be read as a picture \(.*\); give a PNG or JPEG"):
+    with pytest.raises(InvalidValueError, match=r"cannot be read as an image \(.*\); give a PNG or JPEG"):
         read_image(path)
     path.write_bytes(b"")
-    with pytest.raises(InvalidValueError, match="cannot be read as a picture"):
+    with pytest.raises(InvalidValueError, match="cannot be read as an image"):
         read_image(path)
     for damaged in (b"P6 3x 2 255\n", _with_large_text()):  # PIL says ValueError
         path.write_bytes(damaged)
-        with pytest.raises(InvalidValueError, match=r"cannot be read as a picture \(.*\); give a PNG or JPEG"):
+        with pytest.raises(InvalidValueError, match=r"cannot be read as an image \(.*\); give a PNG or JPEG"):
             read_image(path)
     Image.new("L", (16385, 1)).save(path)
     with pytest.raises(InvalidValueError, match="is 16385×1, more than 16384 on a side; make it smaller"):

@@ -288,7 +288,7 @@ REFUSED_OUTPUTS = {
     "directory": ("taken.mp4", "is a directory, expected a file; add a file name"),
     "no such place": ("a/b/x.mp4", "there is no .*/a; create it first"),
     "inside a file": ("file/x.mp4", "which is a file; choose another place"),
-    "one picture": ("x.png", "is one picture and the video has 9 frames; write .*x-%04d.png, or ask for num_frames=1"),
+    "one image": ("x.png", "is one image and the video has 9 frames; write .*x-%04d.png, or ask for num_frames=1"),
     "two numbers": ("x%d-%d.png", "two places"),
 }
 
@@ -356,7 +356,7 @@ def test_free_output(tmp_path):
 def test_metadata_of_other_peoples_files(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "x.png")
     assert media.read_metadata(tmp_path / "x.png") == {}
-    (tmp_path / "x.gif").write_text("no picture")
+    (tmp_path / "x.gif").write_text("no image")
     with pytest.raises(CheckpointError, match="x.gif cannot be read as gif"):
         media.read_metadata(tmp_path / "x.gif")
     assert media.find_metadata(tmp_path / "x.gif") == {}

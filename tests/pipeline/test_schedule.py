@@ -59,7 +59,7 @@ def test_what_is_not_a_combination_is_refused(scheduler: Any) -> None:
 
 
 def test_a_scheduler_without_sigmas() -> None:
-    """DDIM keeps the share of the picture in its alphas instead; its step is as linear as any."""
+    """DDIM keeps the share of the image in its alphas instead; its step is as linear as any."""
     one, other = (CogVideoXDDIMScheduler(prediction_type="v_prediction") for _ in range(2))
     for scheduler in (one, other):
         scheduler.set_timesteps(4)

@@ -1,4 +1,4 @@
-"""The VAE by torchax and by Flax NNX: the same pictures, kept apart in memory, refused where it must be."""
+"""The VAE by torchax and by Flax NNX: the same images, kept apart in memory, refused where it must be."""
 
 import sys
 import types

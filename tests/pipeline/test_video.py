@@ -286,7 +286,7 @@ def test_a_picture_that_does_not_fit_is_decoded_in_tiles() -> None:
 
     with pytest.raises(DeviceMemoryError):
         list(decode.decode_frames(never_fits, latents[..., :6], tiles=SMALL_TILES))
-    # A tile cannot see beyond its edge, and this VAE attends over the whole picture: close, not equal.
+    # A tile cannot see beyond its edge, and this VAE attends over the whole image: close, not equal.
     assert psnr(tiled, whole) >= 33
     assert_wrong_ones_differ(whole, 30, latents=torch.cat(list(pipeline.decode(latents.flip(4), settings)), dim=1))
 

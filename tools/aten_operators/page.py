@@ -25,7 +25,7 @@ COLUMNS = (
     "*Compared*: a case in `tests/bridge/test_operators.py` or `test_views.py` asks for it, by itself or on the "
     "way, and wants torch's answer. Families are compared with diffusers as a whole besides. *Used*: asked for "
     "while the parts of a small model of the family are traced: text encoders, transformer, VAE, and what reads a"
-    " given picture."
+    " given image."
 )
 
 

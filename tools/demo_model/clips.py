@@ -148,7 +148,7 @@ def _sample(indices: Tensor, generator: torch.Generator, centred: float = 0.0) -
 
 
 def _anywhere(indices: Tensor, generator: torch.Generator) -> ClipBatch:
-    """Positions, sizes and speeds for the triples; nothing leaves the picture and every motion is plainly visible."""
+    """Positions, sizes and speeds for the triples; nothing leaves the image and every motion is plainly visible."""
     colour, shape, motion = indices.unbind(1)
     device, count = indices.device, len(indices)
 
@@ -171,7 +171,7 @@ def _anywhere(indices: Tensor, generator: torch.Generator) -> ClipBatch:
 
     margin = torch.where(swells, large, steady) * scale + _EDGE
     room = SIZE - 2 * margin
-    # At least 20 pixels: a third of the picture.
+    # At least 20 pixels: a third of the image.
     distance = uniform(torch.full_like(room, 20.0), room)
     start = margin + uniform(torch.zeros_like(room), room - distance)
     reverse = of("left", "up")

@@ -20,7 +20,7 @@ from tools.demo_model.evaluate import evaluate, options, tally
 from tools.demo_model.model import load_image_model
 
 KEPT = 25.0
-"""Decibels between a picture and the first frame of its video."""
+"""Decibels between an image and the first frame of its video."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ def tasks(count: int, held_out: int, seed: int) -> list[Task]:
 
 
 def kept(picture: Image.Image, video: np.ndarray) -> float:
-    """PSNR of a video's first frame [H, W, 3] in 0..1 against the picture it was given."""
+    """PSNR of a video's first frame [H, W, 3] in 0..1 against the image it was given."""
     difference = np.asarray(video[0], np.float64) - np.asarray(picture, np.float64) / 255
     return -10 * math.log10(max(float(np.square(difference).mean()), 1e-12))
 
 
 def generate(pipeline: Any, given: list[Task], steps: int, guidance: float, seed: int) -> np.ndarray:
-    """Videos [N, F, H, W, 3], one prompt at a time: diffusers takes one picture a call."""
+    """Videos [N, F, H, W, 3], one prompt at a time: diffusers takes one image a call."""
     pipeline.set_progress_bar_config(disable=True)
     videos = [
         pipeline(

@@ -52,7 +52,7 @@ def new_transformer(layers: int = 6) -> WanTransformer3DModel:
 
 
 def new_image_transformer(layers: int = 6) -> WanTransformer3DModel:
-    """Noise, a mask of four and the picture's latents come in. A third of the other: a first frame shows much of it."""
+    """Noise, a mask of four and the image's latents come in. A third of the other: a first frame shows much of it."""
     return _new_transformer(
         in_channels=2 * LATENT_CHANNELS + 4,
         attention_head_dim=16,

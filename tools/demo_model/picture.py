@@ -1,4 +1,4 @@
-"""The README's pictures: eight prompts, five frames of each, with their words above them; by both demo models.
+"""The README's images: eight prompts, five frames of each, with their words above them; by both demo models.
 
 python -m tools.demo_model.picture docs/images
 

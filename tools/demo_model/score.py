@@ -2,7 +2,7 @@
 
 Background from the border, object by distance from it, colour by the nearest palette entry, shape by matching the
 normalised mask with drawn outlines at every angle, motion from the tracks of centroid, area and angle. An attribute
-that cannot be told is None: noise, an empty picture, or an object that does something else than the grammar says.
+that cannot be told is None: noise, an empty image, or an object that does something else than the grammar says.
 """
 
 import math
@@ -83,7 +83,7 @@ def _nearest(colour: np.ndarray, palette: dict[str, tuple[float, float, float]])
 
 def _moments(alpha: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Centroids [F, 2] as x, y in pixels, and areas [F]."""
-    weight = np.where(alpha > 0.15, alpha, 0)  # faint traces of the decoder all over the picture would pull it inwards
+    weight = np.where(alpha > 0.15, alpha, 0)  # faint traces of the decoder all over the image would pull it inwards
     area = weight.sum(axis=(1, 2))
     x = (weight.sum(axis=1) * (np.arange(weight.shape[2]) + 0.5)).sum(axis=1) / area
     y = (weight.sum(axis=2) * (np.arange(weight.shape[1]) + 0.5)).sum(axis=1) / area

@@ -71,7 +71,7 @@ def _fused_norm(self: WanRMS_norm, x: Tensor) -> Tensor:
 
 class FoldedPadding:
     """An attention processor for prompts padded to ``padded`` rows, of which only the first ``rows`` are given; where
-    a model reads a picture too, its tokens come before them.
+    a model reads an image too, its tokens come before them.
 
     The pipeline pads embeddings with zero rows and attends to them too. They are all alike, so one row whose score is
     raised by the logarithm of how many it stands for gives the same softmax at a sixteenth of the work.

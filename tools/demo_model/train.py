@@ -6,7 +6,7 @@
 
 ``video`` and ``image`` go on where an earlier one stopped (``--stop-after``), and write the averaged weights each time.
 ``decoder`` sharpens the VAE's decoder after the fact, on latents that stay as they are. ``image`` is the sibling that
-begins with a picture: it shares the VAE and the text encoder of the finished model ``--base``, in whose folder
+begins with an image: it shares the VAE and the text encoder of the finished model ``--base``, in whose folder
 ``image_to_video`` it is written.
 """
 

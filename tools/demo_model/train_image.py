@@ -1,4 +1,4 @@
-"""The sibling that begins with a picture: image encoder and transformer, on the text encoder and VAE that are there.
+"""The sibling that begins with an image: image encoder and transformer, on the text encoder and VAE that are there.
 
 Wan 2.1's way: the latents of the first frame and of gray ones behind it, and a mask of what is given, are channels
 beside the noise; CLIP's tokens are read by every block.

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "latents", metavar="LATENTS", type=options.path("LATENTS"), help="what `comfy-tpu denoise` made"
     )
-    options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for a picture")
+    options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for an image")
     options.add_fps(parser)
     options.add_force(parser)
     options.add_report(parser)

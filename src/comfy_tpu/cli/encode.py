@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         session.take(images)
         if images and session.pipeline.family.vae.encode_image is not None:
             raise InvalidValueError(
-                f"image is given, but model {session.pipeline.model_name} makes a picture anew while it denoises, and "
+                f"image is given, but model {session.pipeline.model_name} makes an image anew while it denoises, and "
                 "no file hands it on; use comfy-tpu generate",
                 field="image",
             )

@@ -1,4 +1,4 @@
-"""comfy-tpu generate: a prompt becomes a video, or a picture where the model makes those."""
+"""comfy-tpu generate: a prompt becomes a video, or an image where the model makes those."""
 
 from __future__ import annotations
 

@@ -65,13 +65,13 @@ class Session:
         return self.pipeline.settings(**{**known, **said})
 
     def take(self, images: Sequence[Image]) -> None:
-        """Notes which pictures are given."""
+        """Notes which images are given."""
         if self.arguments.last_image is not None and self.makes_images:
             raise InvalidValueError("last_image is for videos; leave it out", field="last_image")
         takes = self.pipeline.family.card.image
         if self.arguments.last_image is not None and takes is not None and takes.last_image == "no":
             raise InvalidValueError(
-                f"last_image is given, but model {self.pipeline.model_name} takes a first picture only; leave it out",
+                f"last_image is given, but model {self.pipeline.model_name} takes a first image only; leave it out",
                 field="last_image",
             )
         self.pictures = fingerprint(images)
@@ -93,7 +93,7 @@ class Session:
             return None, images
         if len(images) > 1:
             raise InvalidValueError(
-                f"image is given {len(images)} times, but model {self.pipeline.model_name} starts from one picture; "
+                f"image is given {len(images)} times, but model {self.pipeline.model_name} starts from one image; "
                 "leave the others out",
                 field="image",
             )
@@ -210,7 +210,7 @@ def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> No
     paths = () if arguments.output is None else media.check_output(arguments.output)
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
-            raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is a picture; give it a name in .png")
+            raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is an image; give it a name in .png")
         atomic.check_place(arguments.contact_sheet, field="contact_sheet")
     if num_videos == 1:  # several have other names
         check_conflicts(_outputs(arguments, paths), options.list_input_files(arguments))

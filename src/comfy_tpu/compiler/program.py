@@ -6,6 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ import jax
 import jax.export
 import numpy as np
 import torch
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from comfy_tpu.bridge import TraceContext, call_module, to_device
@@ -134,6 +136,15 @@ class DeviceProgram(abc.ABC):
         """The outputs without their values (`jax.ShapeDtypeStruct`): traced, and neither compiled nor run."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         return jax.eval_shape(self._jitted(static), dict(weights), kept, donated)
+
+    def used_weights(self, weights: Mapping[str, Any], /, **inputs: Any) -> frozenset[str]:
+        """The weights that the outputs depend on: traced, and neither compiled nor run."""
+        static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
+        traced = self._jitted(static).trace(dict(weights), kept, donated)
+        jaxpr = traced.jaxpr.jaxpr
+        _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        names = sorted(weights)  # the order in which jax flattens a dict, and weights are the first argument
+        return frozenset(itertools.compress(names, used))
 
     def export(self, platform: str, weights: Mapping[str, Any], /, **inputs: Any) -> jax.export.Exported:
         """The program lowered for a platform that need not be attached; its mesh may be abstract."""

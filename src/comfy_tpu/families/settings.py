@@ -105,7 +105,7 @@ def _check_frames(value: int, limits: Limits) -> None:
     step = limits.frames_multiple
     if limits.frames_max == 1 and value != 1:
         raise InvalidValueError(
-            f"num_frames={value!r} is for videos and this model makes pictures; use 1", field="num_frames"
+            f"num_frames={value!r} is for videos and this model makes images; use 1", field="num_frames"
         )
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits.frames_max:
         raise InvalidValueError(

@@ -1,7 +1,7 @@
 """What the stages hand on, as safetensors files that say how they were made.
 
     text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent
-                without guidance; shared.NAME of the pictures that are given
+                without guidance; shared.NAME of the images that are given
     latents     latents [videos, channels, frames, height, width], float32
 
 The file's metadata carry the stage, the format, the model and its fingerprint, the LoRAs in it, the prompt and all
@@ -62,7 +62,7 @@ class Header:
     model_name: str
     model_fingerprint: str
     pictures: str = ""
-    """The fingerprint of the pictures that were given."""
+    """The fingerprint of the images that were given."""
     loras: str = ""
     """As JSON: name, fingerprint and strength of each; empty where there was none."""
 
@@ -85,7 +85,7 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt and pictures by the same model and LoRAs with the same settings in the same precision.
+    """Made from the same prompt and images by the same model and LoRAs with the same settings in the same precision.
 
     The content is then the same but for the mesh, which changes the order of sums.
     """

@@ -59,7 +59,7 @@ def save(
     *,
     pictures: str = "",
 ) -> None:
-    """`pictures`: the fingerprint of those that were given."""
+    """`images`: the fingerprint of those that were given."""
     made_with = {name: getattr(settings, name) for name in _TOLD} | {"prompts": list(prompts)}
     made_with |= {"pictures": pictures} if pictures else {}
     family, fingerprint = pipeline.family.name, pipeline.model_fingerprint

@@ -100,7 +100,7 @@ def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: Ge
 
 
 def check_finite(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> None:
-    """Raises NotFiniteError for what a stage computed: passed on, NaN could end as a picture that looks like one."""
+    """Raises NotFiniteError for what a stage computed: passed on, NaN could end as an image that looks like one."""
     if odd := [name for name, tensor in made.items() if not is_finite(tensor)]:
         advice = "try dtype=float32, or " if dtype != "float32" else ""
         raise NotFiniteError(

@@ -1,4 +1,4 @@
-"""Latents to frames, one latent frame at a time or all together; in tiles where a whole picture does not fit."""
+"""Latents to frames, one latent frame at a time or all together; in tiles where a whole image does not fit."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.noise import image_noise
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.step import latent_shape
+from comfy_tpu.pipeline.vae_backend import split_columns
 
 
 def fit_images(family: ModelFamily, images: Sequence[Image.Image], settings: GenerationSettings) -> list[Image.Image]:
@@ -56,11 +57,13 @@ def encode_images(
 def _encode_latents(running: RunningModel, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     vae, spec = running.vae, running.family.vae.component
     assert vae.encode_frames is not None
-    encode = running.program(spec, vae.encode_frames, input_axes=vae.encode_axes, donate=("cache",))
     latents: list[torch.Tensor] = []
     with running.weights(spec) as weights:
         cache = None
         for done, pixels in enumerate(parts, 1):
+            columns = pixels.shape[-1] // running.family.card.spatial_scale
+            axes = split_columns(vae.encode_axes, columns, running.placement)
+            encode = running.program(spec, vae.encode_frames, input_axes=axes, donate=("cache",))
             latent, after = encode(weights, pixels=pixels, cache=cache)
             cache = None if _takes_references(running.family) else after
             latents.append(to_host(latent))
@@ -89,7 +92,8 @@ def encode_init_image(
     family = running.family
     if family.vae.encode_image is None:
         raise InvalidValueError(f"image cannot be used: {family.name} does not start from an image", field="image")
-    axes = {"image": (None, None, MESH_AXES)}
+    columns = settings.width // family.card.spatial_scale
+    axes = split_columns({"image": (None, None, MESH_AXES)}, columns, running.placement)
     program = running.program(family.vae.component, family.vae.encode_image, input_axes=axes)
     noise, _ = image_noise(latent_shape(family, running.files.latent_channels, settings), settings.seed)
     with running.weights(family.vae.component) as weights:

@@ -1,4 +1,4 @@
-"""Opening picture files that somebody gave: only formats that are named, and nothing unpacked yet."""
+"""Opening image files that somebody gave: only formats that are named, and nothing unpacked yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 def open_image_file(file: Path | IO[bytes], formats: Sequence[str] = FORMATS) -> ImageFile.ImageFile:
-    """The picture's header. Raises what Pillow raises, which is DecompressionBombError over 178,956,970 pixels."""
+    """The image's header. Raises what Pillow raises, which is DecompressionBombError over 178,956,970 pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # from half of that; callers have their limits
         return Image.open(file, formats=list(formats))

@@ -1,4 +1,4 @@
-"""Pictures that are given, as a video's first or last frame or to look at: read, brought to size, as numbers."""
+"""Images that are given, as a video's first or last frame or to look at: read, brought to size, as numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline.image_files import describe_format, open_image_file
 
 _SIDE_MAX = 16384
-"""A picture with a longer side is refused before it is unpacked, or made so long."""
+"""An image with a longer side is refused before it is unpacked, or made so long."""
 _PIXELS_MAX = 89_478_485
-"""A picture of more is refused before it is unpacked: 256 MiB in RGB. Pillow warns of a bomb from there on."""
+"""An image of more is refused before it is unpacked: 256 MiB in RGB. Pillow warns of a bomb from there on."""
 
 
 def read_image(path: Path) -> Image.Image:
     """RGB, upright. Transparency is dropped, as ComfyUI's Load Image does.
 
-    Of an animation or a file of several pages the first picture is read, and the others are not looked for.
+    Of an animation or a file of several pages the first image is read, and the others are not looked for.
     """
     if not path.is_file():
-        raise InvalidValueError(f"image={path} is not a file; give a picture such as first.png", field="image")
+        raise InvalidValueError(f"image={path} is not a file; give an image such as first.png", field="image")
     try:
         with open_image_file(path) as image:
             if max(image.size) > _SIDE_MAX:
@@ -55,7 +55,7 @@ def read_image(path: Path) -> Image.Image:
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         reason = describe_format(path) if isinstance(error, UnidentifiedImageError) else error
         raise InvalidValueError(
-            f"image={path} cannot be read as a picture ({reason}); give a PNG or JPEG", field="image"
+            f"image={path} cannot be read as an image ({reason}); give a PNG or JPEG", field="image"
         ) from error
 
 
@@ -104,7 +104,7 @@ def as_pixels(image: Image.Image) -> torch.Tensor:
 
 
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
-    """As the image encoder was trained to see them: [pictures, 3, side, side]."""
+    """As the image encoder was trained to see them: [images, 3, side, side]."""
     values: torch.Tensor = processor(images=list(images), return_tensors="pt").pixel_values
     return values
 
@@ -112,7 +112,7 @@ def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
 def video_parts(
     images: Sequence[Image.Image], settings: GenerationSettings, temporal_scale: int
 ) -> Iterator[torch.Tensor]:
-    """A video [1, 3, frames, height, width] that is gray but for the given pictures, as a VAE takes it: the first frame
+    """A video [1, 3, frames, height, width] that is gray but for the given images, as a VAE takes it: the first frame
     alone, then as many at a time as a latent holds."""
     first, *last = (as_frame(image, settings)[0].permute(2, 0, 1) * 2.0 - 1.0 for image in images)
     yield first[None, :, None]

@@ -86,7 +86,7 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
         return paths
     if paths[0].suffix == ".png" and not is_sequence(paths[0]) and settings.num_frames > 1:
         raise InvalidValueError(
-            f"output={output} is one picture and the video has {settings.num_frames} frames; write "
+            f"output={output} is one image and the video has {settings.num_frames} frames; write "
             f"{Path(output).with_stem(Path(output).stem + '-%04d')}, or ask for num_frames=1",
             field="output",
         )
@@ -151,7 +151,7 @@ def write_videos(
     metadata: Sequence[Mapping[str, str]],
     sheet: Path | None = None,
 ) -> None:
-    """Frames of all videos as they are decoded; `sheet` is a picture of the first video's, every second one."""
+    """Frames of all videos as they are decoded; `sheet` is an image of the first video's, every second one."""
     pictures = ContactSheet(every=2)
     with open_writers(paths, fps=fps, metadata=metadata) as writers:
         for chunk in chunks:
@@ -211,7 +211,7 @@ def read_metadata(output: str | Path) -> dict[str, str]:
         found = parse_json(read_comment(path) or "{}")
     except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
         return {}
-    # Pillow raises SyntaxError on a damaged picture.
+    # Pillow raises SyntaxError on a damaged image.
     except (OSError, SyntaxError, av.error.FFmpegError, Image.DecompressionBombError) as error:
         raise CheckpointError(f"{path} cannot be read as {path.suffix[1:]} ({error}); write it again") from error
     return found if isinstance(found, dict) else {}

@@ -48,13 +48,17 @@ class _Call:
 class _Weight:
     """A weight of the skeleton, of one layer where blocks are stacked."""
 
-    module: str
+    name: str
     stack: str
     """The path of its list of blocks; empty outside of them."""
     layers: int
     kind: RuleKind
     shape: tuple[int, ...]
     itemsize: int
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
 
     @property
     def is_matrix(self) -> bool:
@@ -120,7 +124,7 @@ def _structure(model: _Model) -> _Structure:
     placement = abstract_placement(MeshSizes(), platform="cpu", chip="")
     component = Component(family.transformer, config, placement, dtype=torch.bfloat16)
     latents = latent_shape(family, model.latent_channels, settings)
-    calls, has_keys = _trace(family, config, settings, component, latents)
+    calls, used, has_keys = _trace(family, config, settings, component, latents)
     weights = list(_weights(component))
     # A list of blocks that no device divides is not the transformer's: it refines the text, and counts as the rest.
     divided = dict.fromkeys(each.stack for each in weights if each.stack and each.kind in ("column", "row"))
@@ -132,7 +136,10 @@ def _structure(model: _Model) -> _Structure:
 
     def matrices(stack: str) -> tuple[Matrix, ...]:
         inside = [each for each in weights if each.is_matrix and (each.stack if each.stack in divided else "") == stack]
-        return tuple(_matrix(each, calls, sizes, per_layer=bool(stack)) for each in inside)
+        return tuple(
+            _matrix(each, calls[each.module] if each.name in used else None, sizes, per_layer=bool(stack))
+            for each in inside
+        )
 
     stacks = tuple(_stack(path, matrices(path), weights, calls) for path in divided)
     return _Structure(
@@ -153,16 +160,19 @@ def _trace(
     settings: GenerationSettings,
     component: Component,
     latents: tuple[int, ...],
-) -> tuple[dict[str, _Call], bool]:
-    """The modules that a step calls; and whether keys of the prompt are prepared, or text goes through the blocks."""
+) -> tuple[dict[str, _Call], frozenset[str], bool]:
+    """The modules that a step calls, the weights that its outputs depend on, and whether keys of the prompt are
+    prepared; if not, the text goes through the blocks."""
     programs = StepPrograms(family.denoiser, component.program)
     weights = component.abstract_weights()
     embeddings = abstract_embeddings(family, config, settings)
     keys, inputs = split_prepared(programs.prepare(embeddings).shapes(weights, **embeddings))
     guided = is_guided(family, settings)
     with _recorded_calls(component.module, batch_rows(family, settings)) as calls:
-        programs.compute().shapes({**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided)
-    return calls, bool(keys)
+        used = programs.compute().used_weights(
+            {**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided
+        )
+    return calls, used, bool(keys)
 
 
 @contextlib.contextmanager
@@ -192,8 +202,7 @@ def _weights(component: Component) -> Iterator[_Weight]:
         path, found, _ = slot.name.partition(f".{INDEX}.")
         layers, shape = (slot.shape[0], slot.shape[1:]) if found else (1, slot.shape)
         kind = component.plan.entries[slot.name].rule.kind
-        module = slot.name.rpartition(".")[0]
-        yield _Weight(module, path if found else "", layers, kind, tuple(shape), slot.dtype.itemsize)
+        yield _Weight(slot.name, path if found else "", layers, kind, tuple(shape), slot.dtype.itemsize)
 
 
 def _columns(stack: Stack) -> list[Matrix]:
@@ -215,8 +224,8 @@ def _stack(path: str, matrices: tuple[Matrix, ...], weights: Collection[_Weight]
     return Stack(inside[0].layers, matrices, norms=len([each for each in split if each.module not in linear]))
 
 
-def _matrix(weight: _Weight, calls: Mapping[str, _Call], sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:
-    call = calls.get(weight.module)
+def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:
+    """`call` None: a step does without it."""
     return Matrix(
         weight.kind,
         weight.shape,

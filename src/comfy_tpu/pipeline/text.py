@@ -26,7 +26,7 @@ class PromptEmbeddings:
     cut: str = ""
     """What of the prompt did not fit."""
     shared: Embeddings = dataclasses.field(default_factory=dict)
-    """What both read of the pictures that are given."""
+    """What both read of the images that are given."""
     pictures: str = ""
     """The fingerprint of those."""
 

@@ -44,7 +44,7 @@ from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_of, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
-from comfy_tpu.pipeline.vae_backend import check_vae_backend
+from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
 
@@ -233,9 +233,8 @@ class VideoPipeline:
     def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
         running, functions, vae = self.running, self.running.vae, self.family.vae
         size = running.size = size_text(settings)
-        program = running.program(
-            vae.component, functions.decode_frame, input_axes=functions.decode_axes, donate=("cache",)
-        )
+        axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
+        program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
         with running.weights(vae.component) as weights:
             total = 1 if vae.decodes_all_frames else latents.shape[2]
             running.report("decoding", "", 0, total, size=size)

@@ -161,7 +161,7 @@ class Npy:
 
 
 class Png:
-    """One picture."""
+    """One image."""
 
     bytes_per_pixel: ClassVar = 0.05
 
@@ -172,7 +172,7 @@ class Png:
     def add(self, frame: Frame) -> None:
         if self._file.tell():
             raise InvalidValueError(
-                "output is one picture, and got a second frame; give it a name with %04d", field="output"
+                "output is one image, and got a second frame; give it a name with %04d", field="output"
             )
         write_png(self._file, Image.fromarray(frame), self._metadata)
 
@@ -184,7 +184,7 @@ class Png:
 
 
 class Pngs:
-    """Numbered pictures in a directory; each carries the metadata."""
+    """Numbered images in a directory; each carries the metadata."""
 
     bytes_per_pixel: ClassVar = 0.05
 
@@ -213,7 +213,7 @@ def comment(metadata: Metadata) -> str:
 
 def write_png(file: IO[bytes], picture: Image.Image, metadata: Metadata) -> None:
     texts = PngImagePlugin.PngInfo()
-    # Not "prompt", which ComfyUI takes for a workflow when the picture is dropped on it.
+    # Not "prompt", which ComfyUI takes for a workflow when the image is dropped on it.
     texts.add_text("Title", metadata.get("prompt", ""))
     texts.add_text("Comment", comment(metadata))
     picture.save(file, "PNG", pnginfo=texts)

@@ -50,7 +50,7 @@ def _convolution(
     convolve = functools.partial(jax.lax.conv_general_dilated, rhs_dilation=dilations, feature_group_count=groups)
     by_taps = on_cpu and rank == 3 and groups == 1
     # XLA turns a CPU's 2-D convolutions to channels last by itself, but not inside a loop. Over a mesh it parts those
-    # wrongly where a device has few columns (64 pixels of the 5B's picture over eight: 44 dB, where all else has 130).
+    # wrongly where a device has few columns (64 pixels of the 5B's image over eight: 44 dB, where all else has 130).
     turned = on_cpu and rank == 2 and placement is not None and placement.mesh.size == 1
     if not (by_taps or turned):
         out = convolve(input, weight, strides, pads)

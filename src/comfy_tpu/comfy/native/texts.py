@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 BUCKET = 256
-"""Texts are filled up to a multiple of this: a few sentences fit into the first, and it is little beside a picture."""
+"""Texts are filled up to a multiple of this: a few sentences fit into the first, and it is little beside an image."""
 SECTION = 77
 """Tokens that a CLIP sees at once. It sees a longer prompt in several."""
 
@@ -28,9 +28,9 @@ class AnyLength:
     names: tuple[str, ...]
     """Its arguments with texts, in the order in which they lie beside each other in its joint attention."""
     place: Literal["before", "behind", "apart"]
-    """Of the texts beside the picture in joint attention. Apart: the picture attends to the text by itself."""
+    """Of the texts beside the image in joint attention. Apart: the image attends to the text by itself."""
     flipped: str = ""
-    """Blocks that say by `flipped_img_txt` whether texts are behind the picture; else they are before it."""
+    """Blocks that say by `flipped_img_txt` whether texts are behind the image; else they are before it."""
     others: str = ""
     """The argument whose tokens lie in front of the texts."""
     usual: tuple[int, ...] = ()
@@ -43,10 +43,10 @@ class AnyLength:
     optional: tuple[tuple[str, str], ...] = ()
     """(text that some prompts have and others do not, the layer that reads it)"""
     patch: str = ""
-    """The attribute with the side of a patch, where pictures also attend to nothing but themselves."""
+    """The attribute with the side of a patch, where images also attend to nothing but themselves."""
 
     def filling(self, length: int, pictures: frozenset[int]) -> int:
-        """How many tokens to add. Never so many that a text would be taken for a picture."""
+        """How many tokens to add. Never so many that a text would be taken for an image."""
         fill = max(-length % self.bucket, 0 if length else self.bucket)
         return fill if length + fill not in pictures else fill + self.bucket
 
@@ -54,7 +54,7 @@ class AnyLength:
 ANY_LENGTH = {
     "QwenImageTransformer2DModel": AnyLength(("context",), "before"),
     # Also HunyuanVideo-1.5 and HunyuanImage. Attention over fewer tokens than the texts have is that of the last alone.
-    # Texts are behind the picture in ComfyUI 0.7, before it in 0.33.
+    # Texts are behind the image in ComfyUI 0.7, before it in 0.33.
     "HunyuanVideo": AnyLength(
         ("txt_byt5", "context"),
         "behind",
@@ -78,10 +78,10 @@ class PaddedTexts:
     counts: tuple[torch.Tensor, ...]
     """[batch] for each text: how many of its tokens are real."""
     picture: int | None
-    """Tokens of a picture that also attends to itself alone."""
+    """Tokens of an image that also attends to itself alone."""
     behind: bool
     before: int
-    """How many tokens lie before texts that are not behind the picture."""
+    """How many tokens lie before texts that are not behind the image."""
 
     def is_real(self, keys: int) -> torch.Tensor | None:
         """[batch, 1, 1, keys], for an attention over so many; None: all of them are."""
@@ -140,7 +140,7 @@ def pad_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict[
 
 
 def _sizes_of_pictures(sample: torch.Tensor) -> frozenset[int]:
-    """Tokens of a picture at every level of a network that halves it."""
+    """Tokens of an image at every level of a network that halves it."""
     return frozenset(math.prod(-(-side // 2**level) for side in sample.shape[2:]) for level in range(8))
 
 

@@ -71,7 +71,7 @@ _METHODS = {"decode": _decode, "encode": _encode}
 
 
 def _axes(x: torch.Tensor) -> tuple[Any, ...]:
-    """Pictures are split by columns over the whole mesh."""
+    """Images are split by columns over the whole mesh."""
     return (*(None,) * (x.ndim - 1), WHOLE_MESH)
 
 

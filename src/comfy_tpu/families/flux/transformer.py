@@ -23,7 +23,7 @@ _FFN = 4
 
 
 class JointBlock(torch.nn.Module):
-    """diffusers' single block over text and picture as one sequence, which it puts together and apart in every block.
+    """diffusers' single block over text and image as one sequence, which it puts together and apart in every block.
 
     Its weights keep their names.
     """
@@ -156,7 +156,7 @@ def predict(
 def rope_tables(
     positions: Any, text_tokens: int, rows: int, columns: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `concat_streams`.
+    """Cosines and sines [1, text and image tokens, 1, head_dim / 2], in the order of `concat_streams`.
 
     Of rows and of columns on the host, in float64 as diffusers has it, and put together on the devices: the whole
     table would be a constant of megabytes in the program. Text is at 0, 0, 0.

@@ -25,7 +25,7 @@ VAE = ComponentSpec(
     name="vae",
     classes=("AutoencoderKL",),
     build=_build_vae,
-    rules=(replicate("*"),),  # 0.17 GB; the picture is split over the mesh, not the weights
+    rules=(replicate("*"),),  # 0.17 GB; the image is split over the mesh, not the weights
 )
 
 
@@ -39,7 +39,7 @@ def latent_statistics(config: Config) -> tuple[list[float], list[float]]:
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, channels, 1, height, width] of the transformer's latents -> the picture. Nothing is remembered."""
+    """[batch, channels, 1, height, width] of the transformer's latents -> the image. Nothing is remembered."""
     mean, std = (torch.tensor(x, device=latent.device).view(1, -1, 1, 1) for x in latent_statistics(module.config))
     x = (latent.squeeze(2) * std + mean).to(module.decoder.conv_in.weight.dtype)
     pixels = module.decoder(x if module.post_quant_conv is None else module.post_quant_conv(x))

@@ -140,7 +140,7 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
 
 
 def prepare(module: Any, text: torch.Tensor, **references: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What of the embeddings no step changes. Pictures are [batch, rows, columns, features] then."""
+    """What of the embeddings no step changes. Images are [batch, rows, columns, features] then."""
     dtype = module.x_embedder.weight.dtype
     seen = {name: module.x_embedder(x.squeeze(2).permute(0, 2, 3, 1).to(dtype)) for name, x in references.items()}
     return {"text": module.context_embedder(text.to(module.context_embedder.weight.dtype)), **seen}
@@ -154,7 +154,7 @@ def predict(
     text: torch.Tensor,
     **references: torch.Tensor,
 ) -> torch.Tensor:
-    """diffusers' forward, from what `prepare` made of the prompt and of pictures to look at."""
+    """diffusers' forward, from what `prepare` made of the prompt and of images to look at."""
     batch, _, _, height, width = latents.shape
     dtype = module.x_embedder.weight.dtype
     looked_at = [references[name] for name in sorted(references)]
@@ -189,9 +189,9 @@ def predict(
 def rope_tables(
     positions: Any, text_tokens: int, pictures: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [1, text and picture tokens, 1, head_dim / 2], in the order of `concat_streams`.
+    """Cosines and sines [1, text and image tokens, 1, head_dim / 2], in the order of `concat_streams`.
 
-    Of each of the four axes on the host, in float64 as diffusers has it, and put together on the devices. The picture
+    Of each of the four axes on the host, in float64 as diffusers has it, and put together on the devices. The image
     that is made is at 0, row, column, 0, those that are looked at are at 10, 20 and so on, and the text is at
     0, 0, 0, token.
     """

@@ -31,7 +31,7 @@ VAE = ComponentSpec(
     build=_build_vae,
     unused=("bn.num_batches_tracked",),
     float32=("bn.*",),
-    rules=(replicate("*"),),  # 0.17 GB; the picture is split over the mesh, not the weights
+    rules=(replicate("*"),),  # 0.17 GB; the image is split over the mesh, not the weights
 )
 
 
@@ -47,7 +47,7 @@ def latent_statistics(config: Config) -> tuple[list[float], list[float]]:
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, 4 × channels, 1, height, width] of the transformer's latents -> the picture. Nothing is remembered."""
+    """[batch, 4 × channels, 1, height, width] of the transformer's latents -> the image. Nothing is remembered."""
     mean, deviation = statistics(module)
     patches = latent.squeeze(2) * deviation + mean
     x = patches.unflatten(1, (-1, 2, 2)).permute(0, 1, 4, 2, 5, 3).flatten(4).flatten(2, 3)
@@ -67,6 +67,6 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
 
 
 def statistics(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the VAE's patches, in the shape of pictures: mean and standard deviation."""
+    """Of the VAE's patches, in the shape of images: mean and standard deviation."""
     mean, variance = (x.view(1, -1, 1, 1) for x in (module.bn.running_mean, module.bn.running_var))
     return mean, torch.sqrt(variance + module.config.batch_norm_eps)

@@ -18,7 +18,7 @@ from comfy_tpu.families.model_family import Cache, ImageEncoding
 from comfy_tpu.families.shared.building import VISION_RULES, without_vision_prefix
 
 IMAGE_TOKENS = 729
-"""Of SigLIP's picture of 384 pixels in patches of 14."""
+"""Of SigLIP's image of 384 pixels in patches of 14."""
 
 
 def _build_image_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -62,7 +62,7 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
 
 
 def condition(given: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    """The channels beside the noise: the picture in the first frame and nothing in the others, and which that is."""
+    """The channels beside the noise: the image in the first frame and nothing in the others, and which that is."""
     batch, channels, _, height, width = given[0].shape
     frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
     channels_beside = torch.zeros(batch, channels + 1, frames, height, width)

@@ -169,7 +169,7 @@ def prepare(
     """Everything of the prompt that does not depend on the timestep, and the order of its tokens.
 
     diffusers puts tokens that count before filling by indexing with masks, whose results have no shape before they are
-    known. A stable sort of the mask is the same order. Without a picture none of diffusers' image tokens counts, and
+    known. A stable sort of the mask is the same order. Without an image none of diffusers' image tokens counts, and
     there are none here.
     """
     embedder, dtype = module.context_embedder, module.context_embedder.proj_in.weight.dtype
@@ -206,7 +206,7 @@ def predict(
     image: torch.Tensor | None = None,
     condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """diffusers' forward, with static shapes. Without a picture its channels and their mask are zeros."""
+    """diffusers' forward, with static shapes. Without an image its channels and their mask are zeros."""
     config, dtype = module.config, module.proj_out.weight.dtype
     batch, channels, *sizes = latents.shape
     if condition is None:

@@ -45,7 +45,7 @@ VAE = ComponentSpec(
     classes=("AutoencoderKLHunyuanVideo15",),
     build=_build_decoder,
     unused=("encoder.*",),
-    rules=(replicate("*"),),  # the picture is split over the mesh, not the weights
+    rules=(replicate("*"),),  # the image is split over the mesh, not the weights
 )
 
 
@@ -84,7 +84,7 @@ def with_edges_repeated(x: torch.Tensor, dim: int, before: int, after: int) -> t
 
 
 def in_columns(x: torch.Tensor) -> torch.Tensor:
-    """What comes out of an attention, split over the mesh as every picture here.
+    """What comes out of an attention, split over the mesh as every image here.
 
     The attention's own layout, tokens over the mesh, would become rows and columns over it, and XLA computes
     convolutions wrongly where neither divides (2 × 3 latents on dp=2,tp=4; jax 0.10.2, on CPUs).

@@ -163,7 +163,7 @@ def predict(
 ) -> torch.Tensor:
     """diffusers' forward on the latents as tokens, from what `prepare` made of the prompt.
 
-    With a picture, the first latent frame is its own and has no noise: tokens of it are told timestep 0.
+    With an image, the first latent frame is its own and has no noise: tokens of it are told timestep 0.
     """
     dtype, (batch, _, frames, height, width) = module.proj_in.weight.dtype, latents.shape
     if condition is not None:

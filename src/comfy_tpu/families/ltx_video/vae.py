@@ -41,7 +41,7 @@ VAE = ComponentSpec(
     name="vae",
     classes=("AutoencoderKLLTXVideo",),
     build=build_vae,
-    rules=(replicate("*"),),  # 0.8 GB; the picture is split over the mesh, not the weights
+    rules=(replicate("*"),),  # 0.8 GB; the image is split over the mesh, not the weights
 )
 
 

@@ -22,7 +22,7 @@ VISION_RULES: tuple[Rule, ...] = (
     replicate("embeddings.*"),
     replicate("post_layernorm.*"),
 )
-"""Of transformers' encoders of pictures: CLIP, SigLIP."""
+"""Of transformers' encoders of images: CLIP, SigLIP."""
 
 
 def refuse_unknown_keys(model_class: type, config: Mapping[str, Any]) -> None:

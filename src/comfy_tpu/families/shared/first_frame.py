@@ -10,7 +10,7 @@ from comfy_tpu.config import GenerationSettings
 
 
 def condition(frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    """For `ImageInput`: the picture's latents."""
+    """For `ImageInput`: the image's latents."""
     return {"condition": frames[0]}
 
 
@@ -19,6 +19,6 @@ def with_first(latents: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 
 
 def finish(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """For `ImageInput`: the first frame is the picture's own, whatever the model said about it."""
+    """For `ImageInput`: the first frame is the image's own, whatever the model said about it."""
     first = embeddings["condition"]
     return with_first(latents, first.expand(latents.shape[0], *first.shape[1:]))

@@ -1,4 +1,4 @@
-"""Text and picture as one sequence, as both generations of Flux have it."""
+"""Text and image as one sequence, as both generations of Flux have it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tp() -> int:
 
 
 def concat_streams(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
-    """[batch, text and picture tokens, …]. Where sp divides both, each device puts its own parts together.
+    """[batch, text and image tokens, …]. Where sp divides both, each device puts its own parts together.
 
     Attention does not mind the order of tokens that bring their positions along, and so nothing moves.
     """

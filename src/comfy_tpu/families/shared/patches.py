@@ -1,4 +1,4 @@
-"""Latents of a picture as the tokens of a transformer, as diffusers' pipelines pack them."""
+"""Latents of an image as the tokens of a transformer, as diffusers' pipelines pack them."""
 
 from __future__ import annotations
 

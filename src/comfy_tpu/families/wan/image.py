@@ -51,7 +51,7 @@ TRANSFORMER = dataclasses.replace(
         column("blocks.*.attn2.norm_added_k.weight"),
     ),
 )
-"""With keys and values of the picture in every cross-attention."""
+"""With keys and values of the image in every cross-attention."""
 
 FIRST_AND_LAST = dataclasses.replace(
     TRANSFORMER, rules=(*TRANSFORMER.rules, replicate("condition_embedder.image_embedder.pos_embed"))
@@ -60,7 +60,7 @@ FIRST_AND_LAST = dataclasses.replace(
 
 
 def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[pictures, 3, height, width] -> {"image": [1, pictures · tokens, features]}"""
+    """[images, 3, height, width] -> {"image": [1, images · tokens, features]}"""
     hidden = module.pre_layrnorm(module.embeddings(pixel_values))
     tokens = module.encoder(inputs_embeds=hidden).last_hidden_state
     return {"image": tokens.flatten(0, 1).unsqueeze(0)}
@@ -69,16 +69,16 @@ def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tens
 def prompt_cache(
     module: Any, text: torch.Tensor, condition: torch.Tensor, image: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """The prompt's keys and values, CLIP's where the model reads them, and the picture's latents as they are."""
+    """The prompt's keys and values, CLIP's where the model reads them, and the image's latents as they are."""
     prepared = transformer.prompt_cache(module, text) | {"condition": condition}
     if image is not None:
         dtype = module.blocks.template.attn2.to_k.weight.dtype
         embedder = module.condition_embedder.image_embedder
-        if embedder.pos_embed is not None:  # it would fold two pictures, which are in one row already, into one
+        if embedder.pos_embed is not None:  # it would fold two images, which are in one row already, into one
             if image.shape[1] != embedder.pos_embed.shape[1]:  # widths are the same in all models with CLIP
                 raise InvalidValueError(
-                    f"the picture was encoded for another model: image has {image.shape[1]} tokens, those of a first "
-                    f"and a last picture are {embedder.pos_embed.shape[1]}; encode both with this model"
+                    f"the image was encoded for another model: image has {image.shape[1]} tokens, those of a first "
+                    f"and a last image are {embedder.pos_embed.shape[1]}; encode both with this model"
                 )
             image = image.unflatten(1, (2, -1)).flatten(0, 1)
         context = embedder(image.to(dtype)).to(dtype)
@@ -106,7 +106,7 @@ def predict(
     guidance_scale: torch.Tensor,
     condition: torch.Tensor,
 ) -> torch.Tensor:
-    """The picture's latents beside the noise, as more channels."""
+    """The image's latents beside the noise, as more channels."""
     channels = torch.cat((latents, condition.to(latents.dtype)), dim=1)
     return transformer.predict(module, channels, timestep, guidance_scale)
 
@@ -125,7 +125,7 @@ def condition(frames: Sequence[torch.Tensor], pictures: int, settings: Generatio
 
 
 def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
-    """As `text.embedding_shapes`, with the picture's."""
+    """As `text.embedding_shapes`, with the image's."""
     frames = (settings.num_frames - 1) // 4 + 1
     channels = config["in_channels"] - config["out_channels"]
     shapes: dict[str, tuple[int, ...]] = dict(wan_text.embedding_shapes(config, settings))

@@ -42,7 +42,7 @@ class WanProcessor:
             query, key = rotated(query, *rotary_emb), rotated(key, *rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
-        if encoder_hidden_states is not None and attn.image_key is not None:  # what the model sees of a given picture
+        if encoder_hidden_states is not None and attn.image_key is not None:  # what the model sees of a given image
             seen = (x.transpose(1, 2) for x in (attn.image_key, attn.image_value))
             out = out + F.scaled_dot_product_attention(query, *seen)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)))

@@ -24,9 +24,9 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def _pad_pictures_in_convolutions(model: torch.nn.Module) -> None:
-    """diffusers pads before the convolution, in time and around the picture; here only in time.
+    """diffusers pads before the convolution, in time and around the image; here only in time.
 
-    It is the same, and a copy of every picture less. XLA's convolution without padding is also a slow one on a CPU: a
+    It is the same, and a copy of every image less. XLA's convolution without padding is also a slow one on a CPU: a
     latent frame of 96×64 pixels, a sixth of the published channels, 0.25 s against 0.13 s.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
@@ -42,7 +42,7 @@ VAE = ComponentSpec(
     name="vae",
     classes=("AutoencoderKLWan",),
     build=_build_vae,
-    rules=(replicate("*"),),  # 0.25 GB; the picture is split over the mesh, not the weights
+    rules=(replicate("*"),),  # 0.25 GB; the image is split over the mesh, not the weights
 )
 
 

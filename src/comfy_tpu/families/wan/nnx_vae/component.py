@@ -23,7 +23,7 @@ from comfy_tpu.parallel.placement import Placement
 
 
 class NnxComponent:
-    """The Wan 2.1 VAE on a placement. Holds no weights. Each device has all of them: the picture is split."""
+    """The Wan 2.1 VAE on a placement. Holds no weights. Each device has all of them: the image is split."""
 
     spec = VAE
 

@@ -29,7 +29,7 @@ Cache = Any
 Layer = Callable[[Video, Cache], tuple[Video, Cache]]
 
 COLUMNS: Axes = (None, None, None, MESH_AXES)
-"""A VAE's pictures are split by columns over the whole mesh."""
+"""A VAE's images are split by columns over the whole mesh."""
 
 _NORM_EPSILON = 1e-24
 """torch's normalize divides by at least 1e-12, which only pixels that are zero come to."""
