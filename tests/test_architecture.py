@@ -98,7 +98,7 @@ ALLOWED = {
 def skeleton(tmp_path):
     """A package with the layers and nothing in them, under our contracts."""
     package = tmp_path / "comfy_tpu"
-    modules = ("__init__", "config", "distribution", "errors", "json_input", "quiet", "terminal_text")
+    modules = ("__init__", "config", "distribution", "errors", "facade", "json_input", "quiet", "terminal_text")
     files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
     files += [f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/rope")]
     files += [f"families/{family}/{name}.py" for family in ("flux", "wan") for name in ("__init__", "card", "model")]

@@ -17,8 +17,8 @@ REGISTRY = PACKAGE / "families" / "registry.py"
 COMFYUI_NAMES = PACKAGE / "comfy" / "native"
 """Runs ComfyUI's own models, by ComfyUI's class and module names ("comfy.ldm.wan.vae", "Flux"): whether we have a
 family of that name does not matter there."""
-NOT_YET = ("porting",)
-"""Is being rewritten to read the cards."""
+NOT_YET: tuple[str, ...] = ()
+"""Parts of the package that are being rewritten to read the cards."""
 
 CARDS = [card for card in family_cards() if card.package in BUILT_IN]
 

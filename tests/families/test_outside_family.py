@@ -133,7 +133,7 @@ def changed(**facts: Any) -> FamilyCard:
     [
         ({"pipeline_classes": ()}, "says of Other that it has no pipeline_classes"),
         ({"spatial_scale": 24}, "sizes are multiples of 32, and a latent has 24 pixels"),
-        ({"temporal_scale": 4}, r"frames are 8n\+1, and a latent has 4"),
+        ({"temporal_scale": 3}, r"frames are 8n\+1, and a latent has 3"),
         ({"transformer_count": 3}, "it has 3 transformers, expected 1 or 2"),
         ({"presets": {"S": {"height": 500}}}, "its size S cannot be used: height=500 is not divisible by 32"),
         ({"presets": {"S": {"heigth": 512}}}, "its size S has heigth, which is no setting"),

@@ -18,6 +18,7 @@ from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.shared.ported import by_pipeline, module_of, own_scheduler, own_text_length
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.rules import column, replicate, row
+from comfy_tpu.pipeline.schedule import noise_levels
 from comfy_tpu.porting.scaffold.small import random_weights
 from tests.parity.small_models import temporary_directory
 from tests.tracing import relative_error
@@ -100,3 +101,13 @@ def test_a_models_own_scheduler_goes_before_the_familys() -> None:
     assert (made.config["snr_shift_scale"], len(made.timesteps)) == (1.0, 3)
     with pytest.raises(UnsupportedError, match="describes a DPM, and this family was written for a CogVideoXDDIM"):
         read(lambda file: {"_class_name": "DPM"})
+
+
+def test_noise_levels_of_a_scheduler_without_sigmas() -> None:
+    """A model directory's scheduler is checked by them when it is opened."""
+    made = own_scheduler("ddim", "CogVideoXDDIMScheduler")(lambda file: {"snr_shift_scale": 1.0})["ddim"](
+        GenerationSettings(num_inference_steps=4)
+    )
+    assert not hasattr(made, "sigmas")
+    levels = noise_levels(made, 0, made.timesteps)
+    assert 1 >= levels[0] > levels[-1] > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel
 
-from comfy_tpu.families.shared.text_encoders import encoded_t5, t5_component, without_filling
+from comfy_tpu.families.shared.text_encoders import encode_t5, t5_component, zero_padding
 
 CONFIG = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
 IDS = torch.tensor([[5, 6, 7, 1, 0, 0], [8, 1, 0, 0, 0, 0]])
@@ -21,12 +21,12 @@ def test_t5_with_and_without_a_mask(mask: torch.Tensor | None) -> None:
     assert rename is not None
     module.load_state_dict({rename(name): weight for name, weight in weights.items()}, strict=False)
     with torch.no_grad():
-        found, wanted = encoded_t5(module, IDS, mask), reference(IDS, mask)[0]
-        other = encoded_t5(module, IDS, MASK if mask is None else None)
+        found, wanted = encode_t5(module, IDS, mask), reference(IDS, mask)[0]
+        other = encode_t5(module, IDS, MASK if mask is None else None)
     torch.testing.assert_close(found, wanted)
     assert (found - other).abs().max() > 1e-3, "a mask is seen"
 
 
 def test_nothing_is_left_of_the_filling() -> None:
-    kept = without_filling(torch.ones(2, 6, 3), MASK)
+    kept = zero_padding(torch.ones(2, 6, 3), MASK)
     assert torch.equal(kept.sum((1, 2)), torch.tensor([12.0, 6.0]))

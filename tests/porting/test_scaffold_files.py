@@ -1,5 +1,6 @@
 """Where `port new` writes, and what it does not write."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,13 +10,16 @@ from typing import Any
 
 import pytest
 
+import comfy_tpu
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
-from comfy_tpu.porting.scaffold import nodes
-from comfy_tpu.porting.scaffold.checkout import Link, check_name, check_writable, find_checkout, write
-from comfy_tpu.porting.scaffold.edits import appended_to_tuple, inserted_before, sorted_into_list
-from comfy_tpu.porting.scaffold.pipelines import find_source, is_hub_id
-from comfy_tpu.porting.scaffold.writing import check_places
+from comfy_tpu.families import registry
+from comfy_tpu.porting.scaffold import destination, pipelines
+from comfy_tpu.porting.scaffold.destination import Checkout, add_to_registry, check_name, find_checkout
+from comfy_tpu.porting.scaffold.facts import SIZE_MIN, check_sizes
+from comfy_tpu.porting.scaffold.files import check_writable, write
+from comfy_tpu.porting.scaffold.pipelines import check_unclaimed, find_source, is_hub_id
+from comfy_tpu.porting.scaffold.templating import drop_unused_imports
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,10 +34,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     {
-        "no such class": (("mine", "--from", "NothingPipeline"), "has no pipeline NothingPipeline; give one such as"),
-        "no pipeline": (("mine", "--from", "AutoencoderKL"), "has no pipeline AutoencoderKL"),
-        "neither": (("mine", "--from", "a/b"), "--from=a/b is neither a model directory nor the name of a pipeline"),
-        "supported": (("mine", "--from", "FluxPipeline"), "FluxPipeline is supported already, as Flux.1 dev"),
+        "no such class": (("mine", "--from", "NothingPipeline"), "--from NothingPipeline is no pipeline of diffusers"),
+        "no pipeline": (("mine", "--from", "AutoencoderKL"), "--from AutoencoderKL is no pipeline of"),
+        "neither": (("mine", "--from", "a/b"), "--from a/b is neither a model directory nor the name of a pipeline"),
+        "supported": (("mine", "--from", "FluxPipeline"), "--from FluxPipeline is supported already, as Flux.1 dev"),
         "no transformer": (("mine", "--from", "StableDiffusionPipeline"), "has no transformer (it has vae, "),
         "another encoder": (
             ("mine", "--from", "SanaPipeline"),
@@ -41,9 +45,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         "another CLIP": (("mine", "--from", "StableDiffusion3Pipeline"), "is a CLIPTextModelWithProjection, for which"),
         "sizes": (("mine", "--from", "LattePipeline"), "no small LattePipeline could be made (TypeError: "),
-        "a picture": (
+        "an image": (
             ("mine", "--from", "CogVideoXImageToVideoPipeline"),
-            "cannot be called without image, and `port new` knows only pipelines that make a picture or a video from a "
+            "cannot be called without image, and `port new` knows only pipelines that make an image or a video from a "
             "prompt alone",
         ),
         "a control": (
@@ -56,12 +60,20 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         "taken": (
             ("wan", "--from", "PixArtSigmaPipeline"),
-            "NAME=wan is taken: src/comfy_tpu/families/wan.py is there",
+            "NAME wan is taken by the family Wan (comfy_tpu.families.wan)",
         ),
-        "no name": (("Pix-Art", "--from", "PixArtSigmaPipeline"), "NAME='Pix-Art' is no name for a module"),
-        "a keyword": (("class", "--from", "PixArtSigmaPipeline"), "NAME='class' is no name for a module"),
-        "a path": (("mine", "--from", "PixArtSigmaPipeline", "--model-id", "../.."), "--model-id=../.. is no id of"),
-        "no id": (("mine", "--from", "PixArtSigmaPipeline", "--model-id", "x"), "--model-id=x is no id of the hub"),
+        "no name": (("Pix-Art", "--from", "PixArtSigmaPipeline"), "NAME 'Pix-Art' is no name for a package"),
+        "a keyword": (("class", "--from", "PixArtSigmaPipeline"), "NAME 'class' is no name for a package"),
+        "a path": (("mine", "--from", "PixArtSigmaPipeline", "--model-id", "../.."), "--model-id ../.. is no id of"),
+        "another family's model": (
+            ("mine", "--from", "PixArtSigmaPipeline", "--model-id", "lightricks/LTX-video"),
+            "--model-id lightricks/LTX-video belongs to comfy_tpu.families.ltx_video already",
+        ),
+        "two places": (
+            ("mine", "--from", "PixArtSigmaPipeline", "--pack", "x"),
+            "--pack x and a checkout are given; give --pack DIR or --into DIR, not both",
+        ),
+        "no id": (("mine", "--from", "PixArtSigmaPipeline", "--model-id", "x"), "--model-id x is no id of the hub"),
     }.values(),
 )
 def test_refusals_are_one_sentence(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,36 +82,67 @@ def test_refusals_are_one_sentence(arguments: tuple[str, ...], said: str, capsys
     assert said in sentence
 
 
-def test_a_directory_without_a_checkout(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="is no checkout of comfy-tpu, and a family is written into one"):
-        find_checkout(str(tmp_path))
+def test_a_directory_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["port", "new", "mine", "--from", "PixArtSigmaPipeline"]
+    assert main([*command, "--into", str(tmp_path)]) == 1
+    sentence = capsys.readouterr().err
+    assert f"--into {tmp_path} is no checkout of comfy-tpu; give --pack DIR for a pack of its own, or git" in sentence
     assert find_checkout(str(ROOT)) == ROOT
-    with pytest.raises(InvalidValueError, match="is taken"):
-        check_name("flux", ROOT)
+    monkeypatch.setattr(comfy_tpu, "__file__", str(tmp_path / "site-packages/comfy_tpu/__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidValueError, match="no checkout is here, nor around this comfy-tpu; give --pack DIR"):
+        find_checkout(None)
+
+
+def test_a_pack_wants_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["port", "new", "mine", "--from", "PixArtSigmaPipeline", "--pack"]
+    (tmp_path / "file").touch()
+    assert main([*command, str(tmp_path)]) == 1
+    assert f"--pack {tmp_path} is not empty, and nothing is overwritten" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "file")]) == 1
+    assert f"--pack {tmp_path / 'file'} is no directory; give a new or an empty one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     {
-        "a family's constant": ("ltx_video", "LTX_VIDEO is a name in src/comfy_tpu/families/registry.py"),
-        "the list of them": ("families", "FAMILIES is a name in src/comfy_tpu/families/registry.py"),
-        "a family of nodes": ("hunyuan", "families/hunyuan.py is there"),
-        "a constant of theirs": ("demo_model", "DEMO_MODEL is a name in src/comfy_tpu/comfy/node_families.py"),
-        "the list of those": ("node_families", "NODE_FAMILIES is a name in src/comfy_tpu/comfy/node_families.py"),
-        **{
-            name: (name, f"{name.upper()} is something else in every family's file or test")
-            for name in ("transformer", "vae", "scheduler", "published", "same", "chosen", "own")
-        },
+        "a family": ("ltx_video", "name=ltx_video is taken by the family LTX-Video (comfy_tpu.families.ltx_video)"),
         "longest": ("a" * 40, None),
-        "too long": ("a" * 300, "has 300 letters; use 40 at most"),
+        "too long": ("a" * 300, "has 300 characters; use 40 at most"),
+        "hidden": ("_a", "is no name for a package"),
     }.values(),
 )
-def test_names_that_mean_something_already(name: str, said: str | None) -> None:
+def test_names_that_cannot_be_used(name: str, said: str | None) -> None:
     if said is None:
-        check_name(name, ROOT)
+        check_name(name)
         return
-    with pytest.raises(InvalidValueError, match=re.escape(said)):
-        check_name(name, ROOT)
+    with pytest.raises(InvalidValueError, match=re.escape(said)) as raised:
+        check_name(name)
+    assert raised.value.field == "name"
+
+
+@pytest.mark.parametrize("name", ["shared", "card", "registry"])
+def test_names_of_other_modules_are_taken(name: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"name={name} is taken: src/comfy_tpu/families/{name}.* exists"):
+        Checkout(ROOT, name).check(writes=False)
+
+
+def test_an_installed_family_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, ltx = registry.family_cards()
+    (nodes,) = ltx.node_sets
+    nodes = dataclasses.replace(nodes, key="PixArtSigma")
+    installed = dataclasses.replace(ltx, package="comfy_tpu_mine", node_sets=(nodes,))
+    for module in (destination, pipelines):
+        monkeypatch.setattr(module, "family_cards", lambda: (installed,))
+    with pytest.raises(
+        InvalidValueError, match="name=mine is taken by the family LTX-Video .comfy_tpu_mine."
+    ) as raised:
+        check_name("mine")
+    assert raised.value.field == "name"
+    with pytest.raises(InvalidValueError, match="would make nodes called PixArtSigma, which comfy_tpu_mine has alr"):
+        check_unclaimed(find_source("PixArtSigmaPipeline"), "a/b")
 
 
 def test_a_model_directory_of_configurations_alone(tmp_path: Path) -> None:
@@ -135,61 +178,39 @@ def test_the_published_size_has_what_the_class_leaves_open() -> None:
 
 
 def test_steps_of_a_size_meet_its_multiples() -> None:
-    """A widget's values are min % step + n * step."""
+    """A widget's values are its smallest plus steps."""
     inputs = (ROOT / "src/comfy_tpu/comfy/inputs.py").read_text(encoding="utf-8")
-    assert f"SIZE_MIN, FRAMES_MIN = {nodes.SIZE_MIN}, " in inputs
+    assert f"SIZE_MIN, FRAMES_MIN = {SIZE_MIN}, " in inputs
     for multiple in (8, 16, 32, 64):
-        facts: Any = types.SimpleNamespace(size_multiple=multiple, title="Mine")
-        step = nodes.size_step(facts)
-        assert step >= 16
-        assert (nodes.SIZE_MIN % step + 3 * step) % multiple == 0
+        check_sizes(types.SimpleNamespace(size_multiple=multiple, title="Mine"))  # type: ignore[arg-type]
     odd: Any = types.SimpleNamespace(size_multiple=12, title="Mine")
-    with pytest.raises(
-        UnsupportedError, match="sizes of Mine are multiples of 12, and the smallest of a node, 256, is"
-    ):
-        nodes.size_step(odd)
+    with pytest.raises(UnsupportedError, match="are multiples of 12, and the smallest of a node, 256, is none"):
+        check_sizes(odd)
 
 
-def test_lines_go_where_there_is_one_place() -> None:
-    assert inserted_before("a\nb\n", "^b", "new\n", where="x.py") == "a\nnew\nb\n"
-    with pytest.raises(UnsupportedError, match=r"x\.py has 2 places like '\^b', expected one to write before"):
-        inserted_before("b\nb\n", "^b", "new\n", where="x.py")
+def test_one_line_of_the_registry() -> None:
+    text = (ROOT / "src/comfy_tpu/families/registry.py").read_text(encoding="utf-8")
+    after = add_to_registry(text, "comfy_tpu.families.mine").splitlines()
+    added = after.index('    "comfy_tpu.families.mine",')
+    assert after[:added] + after[added + 1 :] == text.splitlines()
+    assert after[added + 1] == ")"
+    with pytest.raises(UnsupportedError, match="has no list BUILT_IN to add a line to"):
+        add_to_registry("BUILT_IN = []\n", "mine")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "X = ()\n",
-        "X = (1,)\n",
-        "X = (1, 2)\n",
-        "X = (\n    1,\n    2,\n)\n",
-        "X: tuple[int, ...] = (\n    1,\n    2\n)\n",
-    ],
-)
-def test_tuples_grow(text: str) -> None:
-    before: dict[str, tuple[int, ...]] = {}
-    after: dict[str, tuple[int, ...]] = {}
-    exec(text, before)
-    exec(appended_to_tuple(text, "X", "9", where="x.py"), after)
-    assert after["X"] == (*before["X"], 9)
-
-
-def test_what_has_no_place_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="has no tuple Y to add to"):
-        appended_to_tuple("X = ()\n", "Y", "9", where="x.py")
-    assert sorted_into_list('X = ["a", "c"]\n', "X", "b", where="x.py") == 'X = [\n    "a",\n    "b",\n    "c",\n]\n'
-    with pytest.raises(UnsupportedError, match="has no list Y to add to"):
-        sorted_into_list("X = []\n", "Y", "b", where="x.py")
+def test_imports_that_nothing_uses_are_left_out() -> None:
+    text = "from __future__ import annotations\nimport re\nimport html\nfrom a import (\n    b,\n    c,\n)\n\nc(html)\n"
+    assert drop_unused_imports(text) == (
+        "from __future__ import annotations\nimport html\nfrom a import c\n\nc(html)\n"
+    )
 
 
 def test_all_files_or_none(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("before")
-    write(tmp_path, {"old": "after", "new/file": b"1", "link": Link("new/file")})
-    assert ((tmp_path / "old").read_text(), (tmp_path / "link").read_text()) == ("after", "1")
+    write(tmp_path, {"old": "after", "new/file": "1"})
+    assert ((tmp_path / "old").read_text(), (tmp_path / "new/file").read_text()) == ("after", "1")
     (tmp_path / "directory").mkdir()
-    with pytest.raises(
-        InvalidValueError, match=r"directory cannot be written \(is there already\); everything is as it"
-    ):
+    with pytest.raises(InvalidValueError, match=r"directory cannot be written \(.*\); everything is as it was$"):
         write(tmp_path, {"old": "again", "another": "x", "deep/er/file": "x", "directory": "cannot be a file"})
     assert (tmp_path / "old").read_text() == "after"
     assert not (tmp_path / "another").exists()
@@ -198,12 +219,9 @@ def test_all_files_or_none(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=r"old.* cannot be written \("):
         write(tmp_path, {"another": "x", "old/file": "old is a file"})
     assert not (tmp_path / "another").exists()
-    with pytest.raises(InvalidValueError, match="link cannot be written"):
-        write(tmp_path, {"link": Link("another")})
-    assert (tmp_path / "link").read_text() == "1", "a link that was there"
 
 
-@pytest.mark.parametrize("at", ["mkdir", "replace", "symlink_to"])
+@pytest.mark.parametrize("at", ["mkdir", "replace"])
 def test_a_signal_at_any_moment_leaves_nothing(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may come when something was done, and before the next line could note that."""
     (tmp_path / "old").write_text("before")
@@ -216,7 +234,7 @@ def test_a_signal_at_any_moment_leaves_nothing(at: str, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, at, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, {"new/er/file": "1", "new/link": Link("er/file"), "old": "after"})
+        write(tmp_path, {"new/er/file": "1", "old": "after"})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old").read_text() == "before"
 
@@ -231,16 +249,12 @@ def test_room_is_looked_for_before_the_work(tmp_path: Path, monkeypatch: pytest.
         check_writable(tmp_path, ["c"])
 
 
-def test_places_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_places(ROOT, "mine", "Mine", writes=True)
-    with pytest.raises(InvalidValueError, match="there are nodes called LTXVideo already|web/docs/LTXVideo"):
-        check_places(ROOT, "mine", "LTXVideo", writes=False)
-    with pytest.raises(InvalidValueError, match=r"example_workflows/wan21_tpu_basic\.json is there already"):
-        check_places(ROOT, "wan21", "Mine", writes=False)
+def test_room_in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    Checkout(ROOT, "mine").check(writes=True)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    check_places(ROOT, "mine", "Mine", writes=False)
+    Checkout(ROOT, "mine").check(writes=False)
     with pytest.raises(InvalidValueError, match="cannot be written to"):
-        check_places(ROOT, "mine", "Mine", writes=True)
+        Checkout(ROOT, "mine").check(writes=True)
 
 
 @pytest.mark.parametrize("origin", [[], ["diffusers"], ["diffusers", None], "AutoencoderKL", [1, 2]])

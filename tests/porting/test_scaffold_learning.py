@@ -1,8 +1,6 @@
 """What `port new` learns of a pipeline that runs, and what it says where nothing explains it."""
 
-import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,29 +10,23 @@ from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
 from comfy_tpu.families.shared.ported import in_vae_scale, module_of, unexplained
 from comfy_tpu.porting.scaffold import hypotheses, new
+from comfy_tpu.porting.scaffold.destination import Checkout
 from comfy_tpu.porting.scaffold.facts import Facts, default_settings, own_scheduler, patch_of
-from comfy_tpu.porting.scaffold.family_file import family_file
+from comfy_tpu.porting.scaffold.family_package import family_package
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, agrees, first_that_holds
 from comfy_tpu.porting.scaffold.learning import Learner
-from comfy_tpu.porting.scaffold.pipelines import Source, find_source
 from comfy_tpu.porting.scaffold.proposing import Proposal
 from comfy_tpu.porting.scaffold.runs import Learned
-from comfy_tpu.porting.scaffold.small import small_configs, small_pipeline
+from tests.porting import small_pixart
+from tests.porting.small_pixart import pixart
 
 ROOT = Path(__file__).parents[2]
 LATENTS = torch.randn(2, 4, 1, 6, 10, generator=torch.Generator().manual_seed(0))
 
 
-@functools.cache
-def pixart() -> tuple[Source, Any]:
-    source = find_source("PixArtSigmaPipeline")
-    return source, small_pipeline(source, small_configs(source))
-
-
 @pytest.fixture(scope="module")
 def learner() -> Learner:
-    found = Learner(*pixart())
-    learned = found.learn()
+    found, learned = small_pixart.learner()
     found.learn = lambda: learned  # type: ignore[method-assign]
     return found
 
@@ -86,7 +78,7 @@ def test_pixart_is_explained(learned: Learned) -> None:
     assert learned.clean == "text.lower().strip()"
     assert learned.statistics == '[0.0] * channels, [1 / config["scaling_factor"]] * channels'
     assert [each.reading.written for each in learned.embeddings] == [
-        "encoded_t5(module, input_ids, attention_mask)",
+        "encode_t5(module, input_ids, attention_mask)",
         "attention_mask",
     ]
 
@@ -111,10 +103,11 @@ def test_what_nothing_explains_is_said_and_fails_where_it_is_needed(monkeypatch:
         "the scheduler is given float32 (1, 4, 6, 10), which is no guided sum of the transformer's answers float32 "
         "(2, 8, 6, 10)",
         "the VAE is given float32 (1, 4, 6, 10), and no scale of the last latents is that",
-        "the picture is another than what the VAE decodes, brought to 0..1",
+        "the image is another than what the VAE decodes, brought to 0..1",
     ]
-    proposal = Proposal((), (), {}, {}, False, None, ())
-    text = family_file(Facts("mine", source, found, proposal, {}, "a/b", default_settings(source, found)))
+    proposal = Proposal((), (), {}, None, ())
+    facts = Facts("mine", "mine", source, found, proposal, {}, "a/b", default_settings(source, found))
+    text = family_package(facts)["transformer.py"]
     assert 'timestep=unexplained("timestep"),' in text
     assert 'return unexplained("answer")' in text
     with pytest.raises(NotImplementedError, match="timestep: diffusers' pipeline computes it in a way that"):
@@ -149,9 +142,9 @@ def test_a_model_that_does_not_run_is_not_written(
     monkeypatch.setattr(new, "judged", lambda findings, trial, why: ("will not run", "it was made up"))
     monkeypatch.setattr(new, "try_small", lambda small, files: None)
     monkeypatch.setattr(new, "corrected", lambda findings, trial: [])
-    monkeypatch.setattr(new, "all_files", lambda facts, checkout: pytest.fail("files were made"))
+    monkeypatch.setattr(Checkout, "files", lambda self, facts: pytest.fail("files were made"))
     assert main(["port", "new", "mine", "--from", "PixArtSigmaPipeline", "--into", str(ROOT)]) == 1
     out = capsys.readouterr().out
     assert "PixArtTransformer2DModel: will not run: it was made up" in out
     assert "Nothing was written" in out
-    assert not (ROOT / "src/comfy_tpu/families/mine.py").exists()
+    assert not (ROOT / "src/comfy_tpu/families/mine").exists()

@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.set_defaults(port=_ops)
     new = commands.add_parser(
         "new",
-        help="write a family for a pipeline of diffusers: nodes, example, help pages and a parity test",
+        help="write a family for a pipeline of diffusers, and its parity test",
         description="Builds a small random pipeline, watches how it calls its parts, and writes a family that does the "
-        "same, into a checkout of comfy-tpu. Nothing that is there is overwritten.",
+        "same: into a checkout of comfy-tpu, or with --pack as a pack of its own. Nothing is overwritten.",
     )
     port_new.add_arguments(new)
     new.set_defaults(port=port_new.run)

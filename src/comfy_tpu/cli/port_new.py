@@ -8,6 +8,7 @@ src/comfy_tpu/porting/scaffold/report.py.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -17,30 +18,35 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import comfy_tpu
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.cli.streams import write_error
+from comfy_tpu.distribution import pip_command
 from comfy_tpu.errors import GUIDE
 from comfy_tpu.terminal_text import sanitize
 
 if TYPE_CHECKING:
     from comfy_tpu.porting.scaffold.new import Scaffold
 
-_FIRST_FRAME = "[single] PASSED"
+_FIRST_FRAME = "single] PASSED"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of the family's file: small letters, digits and _")
+    parser.add_argument("name", metavar="NAME", help="of the family: small letters, digits and _")
     parser.add_argument(
         "--from",
         dest="model",
         metavar="MODEL",
         required=True,
-        help="a pipeline of diffusers (PixArtSigmaPipeline), or a model directory; its configurations do",
+        help="a pipeline class of diffusers, or a model directory, of which the JSON files do",
     )
     parser.add_argument(
         "--model-id", metavar="ID", help="the model on the hub; default: that of the pipeline's example"
     )
     parser.add_argument("--into", metavar="DIR", help="another checkout of comfy-tpu than this command's")
+    parser.add_argument(
+        "--pack", metavar="DIR", help="write an independent pack ComfyUI-<Model>-TPU into this new directory instead"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     parser.add_argument("--no-test", action="store_true", help="do not run the parity test that was written")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -48,10 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    from comfy_tpu.porting.scaffold.checkout import write
+    from comfy_tpu.porting.scaffold.files import undo_command, write
     from comfy_tpu.porting.scaffold.new import make_scaffold
     from comfy_tpu.porting.scaffold.report import as_document, as_lines
-    from comfy_tpu.porting.scaffold.way_back import way_back
 
     def tell(text: str) -> None:
         write_error(sanitize(f"[{time.perf_counter() - begin:5.1f} s] {text}"))
@@ -60,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.name,
         arguments.model,
         into=arguments.into,
+        pack=arguments.pack,
         model_id=arguments.model_id,
         writes=not arguments.dry_run,
         tell=tell,
@@ -71,10 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
     left = scaffold.facts.learned.unexplained
     outcome: dict[str, Any] = {"tested": None, "seconds_to_a_frame": None, "undo": None}
     if not arguments.dry_run:
-        outcome["undo"] = way_back(scaffold.checkout, scaffold.files, scaffold.facts.name)
-        write(scaffold.checkout, scaffold.files)
-        if not arguments.no_test and not left:
-            tell(f"running {scaffold.test}")
+        root = scaffold.destination.root
+        outcome["undo"] = undo_command(root, scaffold.files, scaffold.facts.name)
+        write(root, scaffold.files)
+        if not arguments.no_test and not left and importlib.util.find_spec("pytest") is not None:
+            tell(f"running {scaffold.destination.test[0]}")
             try:
                 outcome |= _test(scaffold, begin, quiet=arguments.json)
             except BaseException:  # Ctrl-C and other signals: they go on from here
@@ -101,19 +108,13 @@ def _blocked(scaffold: Scaffold, arguments: argparse.Namespace) -> int:
 
 def _test(scaffold: Scaffold, begin: float, *, quiet: bool) -> dict[str, Any]:
     """Line by line, for the moment at which the first frame was there."""
-    root: Path = scaffold.checkout
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "--no-header",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        scaffold.test,
-    ]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    destination = scaffold.destination
+    root = destination.root
+    options = ("-v", "--no-header", "--tb=short", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *options, *destination.test]
+    # Behind it what this process imports comfy_tpu from: a pack has none of its own.
+    places = [*(str(root / place) for place in destination.source_path), str(Path(comfy_tpu.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((*places, os.environ.get("PYTHONPATH", "")))}
     frame = None
     with subprocess.Popen(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -133,10 +134,11 @@ def _test(scaffold: Scaffold, begin: float, *, quiet: bool) -> dict[str, Any]:
 
 def _kept(scaffold: Scaffold, undo: str) -> list[str]:
     """For a test that did not pass, or did not end."""
-    again = f"cd {shlex.quote(str(scaffold.checkout))} && {shlex.join([sys.executable, '-m', 'pytest', scaffold.test])}"
+    root, test = scaffold.destination.root, shlex.join([sys.executable, "-m", "pytest", *scaffold.destination.test])
+    again = f"cd {shlex.quote(str(root))} && {test}"
     return [
         f"The {len(scaffold.files)} files of {scaffold.facts.name} are written, and stay. Test again: {again}",
-        f"Take all of it back: {undo}",
+        f"Remove all of it: {undo}",
     ]
 
 
@@ -144,7 +146,7 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
     would = "would be written" if arguments.dry_run else "written"
     lines = [
         "",
-        f"{len(scaffold.files)} files {would} in {scaffold.checkout}:",
+        f"{len(scaffold.files)} files {would} in {scaffold.destination.root}:",
         *(f"  {name}" for name in scaffold.files),
     ]
     if arguments.dry_run:
@@ -158,10 +160,12 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
     if outcome["tested"] is False:
         lines += [f"The parity test fails: see above, and {GUIDE}.", *_kept(scaffold, outcome["undo"])]
     elif left := scaffold.facts.learned.unexplained:
-        where = f"src/comfy_tpu/families/{scaffold.facts.name}.py"
-        lines += ["What remains is to be written by hand, where the family's file says `unexplained`, then tested:"]
-        lines += [f"  {sentence}" for sentence in left] + [f"  edit {where}; pytest {scaffold.test}"]
+        where, test = scaffold.destination.package_directory, shlex.join(scaffold.destination.test)
+        lines += ["What remains is to be written by hand, where the family says `unexplained`, then tested:"]
+        lines += [f"  {sentence}" for sentence in left] + [f"  edit {where}; python -m pytest {test}"]
     else:
+        if outcome["tested"] is None and not arguments.no_test:
+            lines.append(f"The parity test has not run: {pip_command('install', 'pytest')}, then python -m pytest")
         lines += _next(scaffold)
     return lines
 
@@ -174,7 +178,7 @@ def _next(scaffold: Scaffold) -> list[str]:
         plan = "comfy-tpu plan DIR --tpu v6e-8   # DIR: the model's JSON files; a class does not say what was published"
     return [
         f"Next, {GUIDE}:",
-        "  make test",
+        *(f"  {step}" for step in scaffold.destination.next_steps(scaffold.facts)),
         f"  {plan}",
         f'  comfy-tpu generate "a purple star" --model {model}   # downloads the weights',
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 
 from comfy_api.latest import ComfyExtension, io
 
@@ -11,7 +12,7 @@ from comfy_tpu.comfy.family_nodes import make_nodes
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
 from comfy_tpu.comfy.routes import add_routes
-from comfy_tpu.families.registry import family_cards
+from comfy_tpu.families.registry import family_cards, register_family
 from comfy_tpu.terminal_text import SanitizeRecords
 
 NODES: tuple[type[io.ComfyNode], ...] = (
@@ -25,9 +26,19 @@ NODES: tuple[type[io.ComfyNode], ...] = (
 )
 
 
+_OWNERS: dict[str, str] = {}
+"""The extension that gave ComfyUI a node, by the node's id: ours and a family's own pack both know that family."""
+
+
 class TPUExtension(ComfyExtension):
+    """Nodes that no other extension has given to ComfyUI before."""
+
+    def __init__(self, name: str, nodes: Sequence[type[io.ComfyNode]]) -> None:
+        super().__init__()
+        self.name, self.nodes = name, nodes
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return list(NODES)
+        return [node for node in self.nodes if _OWNERS.setdefault(node.__name__, self.name) == self.name]
 
 
 def sanitize_warnings() -> None:
@@ -40,4 +51,15 @@ def sanitize_warnings() -> None:
 async def comfy_entrypoint() -> ComfyExtension:
     sanitize_warnings()
     add_routes()
-    return TPUExtension()
+    return TPUExtension("comfy-tpu", NODES)
+
+
+def family_entrypoint(package: str) -> Callable[[], Awaitable[ComfyExtension]]:
+    """`comfy_entrypoint` of a pack with one family, which is registered here if pip has not installed it."""
+
+    async def comfy_entrypoint() -> ComfyExtension:
+        sanitize_warnings()
+        card = register_family(package)
+        return TPUExtension(package, [node for nodes in card.node_sets for node in make_nodes(nodes)])
+
+    return comfy_entrypoint

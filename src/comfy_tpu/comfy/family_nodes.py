@@ -303,7 +303,7 @@ def _take_images(chosen: dict[str, Any]) -> list[Any]:
 
 
 def _latent_frames(family: NodeSet, chosen: Mapping[str, Any]) -> int:
-    return int(chosen.get("num_frames", 1) - 1) // family.limits.frames_multiple + 1
+    return int(chosen.get("num_frames", 1) - 1) // family.models[0].temporal_scale + 1
 
 
 def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:

@@ -31,6 +31,9 @@ BUILT_IN = (
 ENTRY_POINT_GROUP = "comfy_tpu.families"
 """An installed distribution adds a family by an entry point of this group, whose value is the family's package."""
 
+_REGISTERED: list[str] = []
+"""Packages that `register_family` added."""
+
 
 @functools.cache
 def family_cards() -> tuple[FamilyCard, ...]:
@@ -38,13 +41,29 @@ def family_cards() -> tuple[FamilyCard, ...]:
     cards: list[FamilyCard] = []
     for package in BUILT_IN:
         cards.append(_read_card(package, cards))
-    for name, package in _installed():
+    for name, package in (*_installed(), *((package, package) for package in _REGISTERED)):
+        if any(package == card.package for card in cards):
+            continue
         try:
             cards.append(_read_card(package, cards))
         except Exception as error:  # noqa: BLE001 - code of others, which must not take ours along
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             logger.warning("family %s (package %s) is left out: %s", name, package, reason)
     return tuple(cards)
+
+
+def register_family(package: str) -> FamilyCard:
+    """Adds the family of an importable package, as its entry point would, and returns its card.
+
+    For a pack that ComfyUI loads from a directory pip does not know. Raises CardError for a card that cannot be used.
+    """
+    known = next((card for card in family_cards() if card.package == package), None)
+    if known is not None:
+        return known
+    card = _read_card(package, family_cards())
+    _REGISTERED.append(package)
+    family_cards.cache_clear()
+    return card
 
 
 def model_cards() -> tuple[ModelCard, ...]:

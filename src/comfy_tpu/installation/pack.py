@@ -16,7 +16,9 @@ FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows",
 """What ComfyUI reads, and the pages that messages and notes name; the wheel holds the same (pyproject.toml)."""
 
 _ENTRY = "comfy_tpu.comfy"
-"""Every version of our entry point imports this, and nobody else's does."""
+"""Every version of our entry point imports this."""
+_FAMILY_ENTRY = "family_entrypoint"
+"""The packs of single families (`port new --pack`) import this from there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,4 +45,5 @@ class Pack:
 def is_pack(directory: Path) -> bool:
     """Is it ours, of whatever version?"""
     entry = directory / "__init__.py"
-    return entry.is_file() and _ENTRY in entry.read_text(encoding="utf-8", errors="replace")
+    text = entry.read_text(encoding="utf-8", errors="replace") if entry.is_file() else ""
+    return _ENTRY in text and _FAMILY_ENTRY not in text

@@ -27,6 +27,7 @@ from comfy_tpu.families.settings import check_settings
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.schedule import noise_levels
 from comfy_tpu.pipeline.step_work import count_step
 from comfy_tpu.quiet import quiet
 from comfy_tpu.terminal_text import excerpt
@@ -179,7 +180,7 @@ class ModelFiles:
         """The one that the settings name, with its timesteps set."""
         with self.scheduler_errors(), np.errstate(all="ignore"):  # a division by zero shows in the levels
             scheduler = self.schedulers[settings.scheduler](settings)
-            levels = scheduler.sigmas.tolist()
+            levels = noise_levels(scheduler, 0, scheduler.timesteps).tolist()
         if not all(math.isfinite(level) for level in levels):
             raise InvalidValueError(
                 f"num_inference_steps={settings.num_inference_steps} at flow_shift={settings.flow_shift:g} gives noise "

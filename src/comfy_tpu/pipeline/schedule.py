@@ -57,13 +57,14 @@ def make_schedule(scheduler: Any, begin: int = 0) -> Schedule:
         after = scheduler.step(outputs[-1][None], timestep, samples[-1][None], return_dict=False)[0][0]
         table.append(_weights(after.double(), samples, outputs, scheduler))
         samples.append(after.double())
-    sigmas = _noise_levels(scheduler, begin, timesteps)
+    sigmas = noise_levels(scheduler, begin, timesteps)
     return Schedule(
         timesteps.numpy().astype(np.float32), sigmas.numpy().astype(np.float32), np.array(table, np.float32)
     )
 
 
-def _noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.Tensor:
+def noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.Tensor:
+    """The share of noise at each of the timesteps; `begin`: the number of steps before the first."""
     if hasattr(scheduler, "sigmas"):
         levels: torch.Tensor = scheduler.sigmas[begin : begin + len(timesteps)]
         return levels

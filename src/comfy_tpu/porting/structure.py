@@ -17,17 +17,13 @@ from comfy_tpu.compiler.stacking import LayerStack, block_difference
 from comfy_tpu.config import ShardingConfig
 from comfy_tpu.families.registry import load_families
 from comfy_tpu.parallel.rules import Rule, column, row
+from comfy_tpu.porting.layer_names import COLUMN, ROW
 from comfy_tpu.porting.traps import Finding, finding
 
 BLOCKS_MIN = 4
 """Shorter lists are not worth a scan."""
 
-_COLUMN = (
-    *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "q_proj", "k_proj", "v_proj", "to_qkv", "qkv"),
-    *("net.0.proj", "fc1", "gate_proj", "up_proj", "w1", "w3", "linear_in", "proj_mlp", "linear_1"),
-)
-_ROW = ("to_out.0", "to_out", "to_add_out", "o_proj", "net.2", "fc2", "down_proj", "w2", "linear_out", "linear_2")
-CONVENTIONAL = (*(column(f"*.{name}.weight") for name in _COLUMN), *(row(f"*.{name}.weight") for name in _ROW))
+CONVENTIONAL = (*(column(f"*.{name}.weight") for name in COLUMN), *(row(f"*.{name}.weight") for name in ROW))
 """Rules by the usual names of layers, which every family shards in the same way."""
 
 

@@ -141,8 +141,7 @@ def _diffusers_target(name: str) -> Target:
     found = find_package("diffusers").classes(name)
     if not found:
         raise InvalidValueError(
-            f"diffusers has no class {name}; give one of its models (FluxTransformer2DModel), a model directory, "
-            "model.py:Class or module:Class"
+            f"diffusers has no class {name}; give one of its models, a model directory, model.py:Class or module:Class"
         )
     if not is_module_class(found[0]):
         raise InvalidValueError(_not_a_model(name, found[0]))

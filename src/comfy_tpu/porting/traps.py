@@ -126,8 +126,8 @@ _TRAPS: dict[Severity, dict[Section, tuple[str, str]]] = {
             "rotate by cos and sin on real tensors",
         ),
         "strided-write": (
-            "a write to every second element is a pad and a select of the whole tensor (a forward of Wan 14B took 3.47 "
-            "s when it was a scatter, and takes 2.71 s without)",
+            "a write to every second element is a pad and a select of the whole tensor (a forward of a 14B model took "
+            "3.47 s when it was a scatter, and takes 2.71 s without)",
             "compute the parts and join them: torch.stack((even, odd), dim=-1).flatten(-2)",
         ),
         "square-mask": (

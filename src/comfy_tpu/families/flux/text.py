@@ -9,7 +9,7 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import TextEncoder
-from comfy_tpu.families.shared.text_encoders import clip_component, encoded_t5, pooled_clip, t5_component
+from comfy_tpu.families.shared.text_encoders import clip_component, encode_t5, pooled_clip, t5_component
 
 
 def encode_pooled(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -17,7 +17,7 @@ def encode_pooled(module: Any, input_ids: torch.Tensor, attention_mask: torch.Te
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"text": encoded_t5(module, input_ids)}
+    return {"text": encode_t5(module, input_ids)}
 
 
 def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:

@@ -72,9 +72,9 @@ def pooled_clip(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def encoded_t5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """[batch, tokens, features], of the filling too. Without a mask it is read as if it were text: some of diffusers'
-    pipelines do that."""
+def encode_t5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, tokens, features], padding included. Without a mask the padding is read like text, as some of diffusers'
+    pipelines do."""
     hidden = module.shared(input_ids)
     attention = module.encoder.block[0].layer[0].SelfAttention
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -94,14 +94,14 @@ def encoded_t5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tenso
     return result
 
 
-def encoded_umt5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """[batch, tokens, features], of the filling too."""
+def encode_umt5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, tokens, features], padding included."""
     result: torch.Tensor = module(input_ids, attention_mask, return_dict=False)[0]
     return result
 
 
-def without_filling(embeddings: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Zeros behind the text, which is what some models were trained on."""
+def zero_padding(embeddings: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """The embeddings with zeros in place of the padding, which is what some models were trained on."""
     return embeddings * attention_mask.unsqueeze(-1).to(embeddings.dtype)
 
 

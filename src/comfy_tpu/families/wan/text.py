@@ -10,7 +10,7 @@ import torch
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.shared.text_encoders import encoded_umt5, umt5_component, without_filling
+from comfy_tpu.families.shared.text_encoders import encode_umt5, umt5_component, zero_padding
 
 TEXT_ENCODER = umt5_component("text_encoder")
 
@@ -24,7 +24,7 @@ def clean_prompt(text: str) -> str:
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    return without_filling(encoded_umt5(module, input_ids, attention_mask), attention_mask)
+    return zero_padding(encode_umt5(module, input_ids, attention_mask), attention_mask)
 
 
 def encode_prompt(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.porting.scaffold.pipelines import Source
 from comfy_tpu.porting.scaffold.proposing import Proposal
 from comfy_tpu.porting.scaffold.runs import Learned
@@ -23,45 +24,37 @@ _SHORT = (
     ("DEIS", "deis"),
 )
 
+SIZE_MIN = 256
+"""The smallest height and width of a node, as in comfy/inputs.py, which only ComfyUI can import."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
     name: str
-    """Of the file, and in capitals of the family."""
+    """The NAME of the command."""
+    package: str
+    """The importable package of the family."""
     source: Source
     learned: Learned
     proposal: Proposal
     configs: Mapping[str, Mapping[str, Any]]
-    """Of the small pipeline."""
+    """Configurations of the small pipeline."""
     model_id: str
-    """On the hub."""
+    """The model on the hub."""
     defaults: GenerationSettings
 
     @property
-    def constant(self) -> str:
-        return self.name.upper()
-
-    @property
     def title(self) -> str:
+        """The model's name in tables, and the prefix of its node ids."""
         return self.source.title
 
     @property
-    def key(self) -> str:
-        """What the ids of its nodes begin with."""
-        return self.title
-
-    @property
-    def template(self) -> str:
-        """The example workflow."""
-        return template_of(self.name)
-
-    @property
-    def picture(self) -> bool:
-        return self.learned.picture
+    def makes_images(self) -> bool:
+        return self.learned.makes_images
 
     @property
     def noun(self) -> str:
-        return "picture" if self.picture else "video"
+        return "image" if self.makes_images else "video"
 
     @property
     def schedulers(self) -> tuple[str, ...]:
@@ -79,15 +72,15 @@ class Facts:
         return self.learned.spatial_scale * self.patch[1]
 
     @property
-    def written_defaults(self) -> str:
-        """In Python: what is not as in every family."""
+    def defaults_expression(self) -> str:
+        """The defaults in Python, without those that every family has."""
         chosen = {field.name: getattr(self.defaults, field.name) for field in dataclasses.fields(GenerationSettings)}
         own = {name: value for name, value in chosen.items() if value != getattr(GenerationSettings, name)}
         return f"GenerationSettings({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
     @property
-    def extras(self) -> dict[str, str]:
-        """Embeddings besides "text" -> what a CONDITIONING calls them."""
+    def conditioning_keys(self) -> dict[str, str]:
+        """Embeddings besides "text" -> their keys in a CONDITIONING."""
         return {
             each.name: "pooled_output" if each.name == "pooled" else f"tpu_{each.name}"
             for each in self.learned.embeddings
@@ -95,8 +88,13 @@ class Facts:
         }
 
 
-def template_of(name: str) -> str:
-    return f"{name}_tpu_basic"
+def check_sizes(facts: Facts) -> None:
+    """Raises UnsupportedError for sizes that a node cannot offer: a widget's values are its smallest plus steps."""
+    if SIZE_MIN % facts.size_multiple:
+        raise UnsupportedError(
+            f"sizes of {facts.title} are multiples of {facts.size_multiple}, and the smallest of a node, {SIZE_MIN}, "
+            f"is none; write the family by hand, {GUIDE} says how. Nothing was written"
+        )
 
 
 def own_scheduler(class_name: str) -> str:
@@ -131,7 +129,7 @@ def default_settings(source: Source, learned: Learned) -> GenerationSettings:
         for side in ("height", "width")
     }
     scheduler = source.full_config("scheduler") if learned.scheduler else {}
-    frames = 1 if learned.picture else given.get("num_frames") or config.get("sample_frames") or 49
+    frames = 1 if learned.makes_images else given.get("num_frames") or config.get("sample_frames") or 49
     short = "euler" if learned.scheduler else own_scheduler(source.parts["scheduler"].__name__)
     return GenerationSettings(
         height=int(sides["height"]),
@@ -141,6 +139,6 @@ def default_settings(source: Source, learned: Learned) -> GenerationSettings:
         guidance_scale=float(given.get("guidance_scale") or 5.0),
         flow_shift=float(scheduler.get("shift") or 1.0),
         scheduler=short,
-        fps=GenerationSettings.fps if learned.picture else _fps(source),
+        fps=GenerationSettings.fps if learned.makes_images else _fps(source),
         max_sequence_length=int(given.get("max_sequence_length") or 256),
     )

@@ -43,7 +43,7 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("as a picture", "latents.squeeze(2)", "{}.unsqueeze(2)", lambda c, f, h, w: (c, h, w), videos=False),
+    Layout("as an image", "latents.squeeze(2)", "{}.unsqueeze(2)", lambda c, f, h, w: (c, h, w), videos=False),
     Layout("as they are", "latents", "{}", lambda c, f, h, w: (c, f, h, w)),
     Layout(
         "frames first",
@@ -107,7 +107,7 @@ class Reading:
     """What a text encoder may make of a prompt."""
 
     written: str
-    """The expression for the family's file, with functions of families/text_encoders.py."""
+    """The expression for the family's file, with functions of families/shared/text_encoders.py."""
     compute: Encode
     """The same on transformers' own module: (module, input_ids, attention_mask)."""
 
@@ -121,15 +121,15 @@ def _t5_readings(function: str) -> tuple[Reading, ...]:
     return (
         Reading(plain, lambda m, ids, mask: m(ids)[0]),
         Reading(masked, lambda m, ids, mask: m(ids, mask)[0]),
-        Reading(f"without_filling({masked}, attention_mask)", lambda m, ids, mask: _masked(m(ids, mask)[0], mask)),
-        Reading(f"without_filling({plain}, attention_mask)", lambda m, ids, mask: _masked(m(ids)[0], mask)),
+        Reading(f"zero_padding({masked}, attention_mask)", lambda m, ids, mask: _masked(m(ids, mask)[0], mask)),
+        Reading(f"zero_padding({plain}, attention_mask)", lambda m, ids, mask: _masked(m(ids)[0], mask)),
         Reading("attention_mask", lambda m, ids, mask: mask),
     )
 
 
 READINGS: Mapping[str, tuple[Reading, ...]] = {
-    "T5EncoderModel": _t5_readings("encoded_t5"),
-    "UMT5EncoderModel": _t5_readings("encoded_umt5"),
+    "T5EncoderModel": _t5_readings("encode_t5"),
+    "UMT5EncoderModel": _t5_readings("encode_umt5"),
     "CLIPTextModel": (
         Reading("pooled_clip(module, input_ids)", lambda m, ids, mask: m(ids).pooler_output),
         Reading("module(input_ids).last_hidden_state", lambda m, ids, mask: m(ids).last_hidden_state),

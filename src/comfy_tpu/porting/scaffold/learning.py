@@ -16,7 +16,7 @@ from comfy_tpu.families.shared.ported import as_frames, in_vae_scale
 from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.porting.scaffold import hypotheses
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, READINGS, Layout, Reading, agrees, first_that_holds
-from comfy_tpu.porting.scaffold.pipelines import PROMPT_ALONE, Source, pictures_of
+from comfy_tpu.porting.scaffold.pipelines import PROMPT_ALONE, Source, image_arguments
 from comfy_tpu.porting.scaffold.runs import (
     Embedding,
     Learned,
@@ -59,18 +59,15 @@ class Learner:
         self.unexplained: list[str] = []
         self.channels = int(pipeline.vae.config.get("latent_channels") or pipeline.vae.config.get("z_dim"))
         self.scale = spatial_scale(pipeline.vae)
-        self.picture = "num_frames" not in self.parameters
+        self.makes_images = "num_frames" not in self.parameters
         self.calls: tuple[Call, Call]
-        """Of the transformer and of the VAE's decode, in the first run."""
-        self.sizes: tuple[int, int, int]
-        """Frames, height and width of the latents then."""
-        self.layouts = [each for each in LAYOUTS if self.picture or each.videos]
+        """The first calls of the transformer and of the VAE's decode."""
+        self.layouts = [each for each in LAYOUTS if self.makes_images or each.videos]
 
     def learn(self) -> Learned:
         layout, temporal = self._layout()
         runs = [self._run(number, layout, temporal) for number in (0, 1)]
         self.calls = runs[0].watched.transformer[0], runs[0].watched.decodes[0]
-        self.sizes = runs[0].frames, runs[0].height, runs[0].width
         self._check_start(runs, layout)
         clean = self._clean(runs)
         rows = [self._tokens(run, clean) for run in runs]
@@ -79,7 +76,7 @@ class Learner:
         statistics, vae_layout = self._vae(runs, layout)
         self._check_pixels(runs)
         return Learned(
-            picture=self.picture,
+            makes_images=self.makes_images,
             layout=layout,
             arguments=arguments,
             embeddings=embeddings,
@@ -98,7 +95,7 @@ class Learner:
     def _call(self, number: int, **more: Any) -> tuple[dict[str, int], Watched]:
         height, width = _SIZES[number]
         sizes = {"height": height * self.scale, "width": width * self.scale}
-        if not self.picture:
+        if not self.makes_images:
             sizes["num_frames"] = _FRAMES[number]
         chosen: dict[str, Any] = {**sizes, "num_inference_steps": _STEPS[number], "guidance_scale": GUIDANCE}
         if "max_sequence_length" in self.parameters:
@@ -107,8 +104,8 @@ class Learner:
         try:
             watched = watch(self.pipeline, prompt=PROMPTS[number], negative_prompt=NEGATIVE[number], **chosen, **more)
         except Exception as error:
-            pictures = pictures_of(self.source)
-            why = f"it may want {' or '.join(pictures)}, {PROMPT_ALONE}" if pictures else no_sizes(self.source)
+            images = image_arguments(self.source)
+            why = f"it may want {' or '.join(images)}, {PROMPT_ALONE}" if images else no_sizes(self.source)
             raise UnsupportedError(
                 f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}); {why}"
             ) from error
@@ -119,7 +116,7 @@ class Learner:
         sizes, watched = self._call(0, generator=torch.Generator().manual_seed(0))
         shape = tuple(watched.steps[0].given["sample"].shape[1:])
         height, width = sizes["height"] // self.scale, sizes["width"] // self.scale
-        scales = (1,) if self.picture else (4, 8, 2, 1)
+        scales = (1,) if self.makes_images else (4, 8, 2, 1)
         for temporal in scales:
             frames = (sizes.get("num_frames", 1) - 1) // temporal + 1
             for layout in self.layouts:
@@ -132,7 +129,7 @@ class Learner:
 
     def _run(self, number: int, layout: Layout, temporal: int) -> Run:
         height, width = _SIZES[number]
-        frames = 1 if self.picture else (_FRAMES[number] - 1) // temporal + 1
+        frames = 1 if self.makes_images else (_FRAMES[number] - 1) // temporal + 1
         noise = initial_noise((1, self.channels, frames, height, width), seed=number)
         _, watched = self._call(number, latents=layout.to(noise))
         return Run(height, width, frames, _STEPS[number], PROMPTS[number], NEGATIVE[number], watched, noise)
@@ -148,8 +145,6 @@ class Learner:
     def _say(self, sentence: str) -> None:
         if sentence not in self.unexplained:
             self.unexplained.append(sentence)
-
-    # Prompts
 
     def _clean(self, runs: list[Run]) -> str:
         texts = [
@@ -187,8 +182,6 @@ class Learner:
             length = int(runs[0].watched.encoders[encoder][0].given["input_ids"].shape[1])
             found[encoder] = None if "max_sequence_length" in self.parameters and length == TOKENS else length
         return found
-
-    # The transformer
 
     def _arguments(
         self, runs: list[Run], tokens: list[Tokens], layout: Layout
@@ -334,8 +327,6 @@ class Learner:
                 return False
         return True
 
-    # The VAE
-
     def _vae(self, runs: list[Run], layout: Layout) -> tuple[str, Layout]:
         config = dict(self.pipeline.vae.config)
         for layout_there in self.layouts:
@@ -367,13 +358,13 @@ class Learner:
         for run in runs:
             frames = as_frames(tensor(run.watched.decodes[0].result))[0].permute(0, 3, 1, 2)
             if not agrees(frames, run.watched.output.reshape(-1, *run.watched.output.shape[-3:]).float()):
-                noun = "picture" if self.picture else "video"
+                noun = "image" if self.makes_images else "video"
                 self._say(f"the {noun} is another than what the VAE decodes, brought to 0..1")
                 return
 
     def _frames_multiple(self, temporal: int) -> int:
         """How many frames a video may have, by what the VAE makes of a few latents."""
-        if self.picture:
+        if self.makes_images:
             return 1
         vae, good = self.pipeline.vae, []
         for count in range(1, 6):
@@ -388,8 +379,6 @@ class Learner:
             return temporal
         return temporal * (good[1] - 1)
 
-    # The scheduler
-
     def _scheduler(self, runs: list[Run]) -> str:
         """A function of families/shared/schedulers.py; empty for the pipeline's own class."""
         own = self.pipeline.scheduler
@@ -402,5 +391,7 @@ class Learner:
         found = euler_scheduler(own.config["shift"], runs)
         if found is None:
             sigmas = runs[0].watched.sigmas
-            self._say(f"the sigmas {sigmas} are none of families/schedulers.py: a shift that depends on the size?")
+            self._say(
+                f"the sigmas {sigmas} are none of families/shared/schedulers.py: a shift that depends on the size?"
+            )
         return found or "euler"

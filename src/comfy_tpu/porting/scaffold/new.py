@@ -6,20 +6,19 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from comfy_tpu.bridge import build_skeleton
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.porting.check import Check, corrected, judged, read_source
-from comfy_tpu.porting.scaffold.checkout import Files, check_name, find_checkout
-from comfy_tpu.porting.scaffold.facts import Facts, default_settings, patch_of
+from comfy_tpu.porting.scaffold.destination import Destination, find_destination
+from comfy_tpu.porting.scaffold.facts import Facts, check_sizes, default_settings
+from comfy_tpu.porting.scaffold.files import Files
 from comfy_tpu.porting.scaffold.learning import Learner
-from comfy_tpu.porting.scaffold.pipelines import Source, check_supported, find_source, is_hub_id
+from comfy_tpu.porting.scaffold.pipelines import Source, check_supported, check_unclaimed, find_source, is_hub_id
 from comfy_tpu.porting.scaffold.proposing import propose
-from comfy_tpu.porting.scaffold.small import TOKENS, small_configs, small_pipeline
+from comfy_tpu.porting.scaffold.small import small_configs, small_pipeline
 from comfy_tpu.porting.scaffold.watching import Call
-from comfy_tpu.porting.scaffold.writing import all_files, check_places
 from comfy_tpu.porting.small_models import SmallModel
 from comfy_tpu.porting.targets import find_targets
 from comfy_tpu.porting.trial import try_small
@@ -30,20 +29,16 @@ Tell = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Scaffold:
-    checkout: Path
+    destination: Destination
     facts: Facts
     checks: tuple[Check, ...]
-    """Of the transformer and of the VAE."""
+    """The checks of the transformer and the VAE."""
     files: Files
-    """None of them is written if a check is blocked."""
+    """Empty if a check is blocked."""
 
     @property
     def blocked(self) -> bool:
         return any(check.blocked for check in self.checks)
-
-    @property
-    def test(self) -> str:
-        return f"tests/families/test_{self.facts.name}.py"
 
 
 def make_scaffold(
@@ -51,23 +46,27 @@ def make_scaffold(
     model: str,
     *,
     into: str | None = None,
+    pack: str | None = None,
     model_id: str | None = None,
     writes: bool = True,
     tell: Tell = lambda text: None,
 ) -> Scaffold:
-    """`writes`: its files will be written; it must be known now that they can be."""
-    checkout = find_checkout(into)
-    check_name(name, checkout)
+    """`into`, `pack`: as `find_destination` has them. `writes`: raises InvalidValueError at once if the files cannot be
+    written."""
+    destination = find_destination(name, into=into, pack=pack)
+    destination.check(writes=writes)
     source = find_source(model)
     check_supported(source)
-    check_places(checkout, name, source.title, writes=writes)
     hub = model_id or source.hub_model
     if hub is None:
         raise InvalidValueError(
-            f"{source.directory or source.name} does not say which model of the hub it is; give --model-id owner/name"
+            f"model={source.directory or source.name} does not say which model of the hub it is; give --model-id "
+            "owner/name",
+            field="model",
         )
     if not is_hub_id(hub):
-        raise InvalidValueError(f"--model-id={hub} is no id of the hub; give owner/name")
+        raise InvalidValueError(f"model_id={hub} is no id of the hub; give owner/name", field="model_id")
+    check_unclaimed(source, hub)
     tell(f"a small {source.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own, and many
@@ -82,16 +81,15 @@ def make_scaffold(
             _checked(source, "transformer", pipeline, "forward", transformer),
             _checked(source, "vae", pipeline, "decode", decode),
         )
-        patch = patch_of(dict(pipeline.transformer.config))
-        frames, height, width = learner.sizes
-        tokens = (max(frames // patch[0], 1) * (height // patch[1]) * (width // patch[2]), TOKENS)
-        proposal = propose(source, pipeline.transformer, lambda: pipeline.transformer(**transformer.given), tokens)
-    facts = Facts(name, source, learned, proposal, configs, hub, default_settings(source, learned))
+        proposal = propose(source, pipeline.transformer, lambda: pipeline.transformer(**transformer.given))
+    defaults = default_settings(source, learned)
+    facts = Facts(name, destination.package, source, learned, proposal, configs, hub, defaults)
+    check_sizes(facts)
     files: Files = {}
     if not any(check.blocked for check in checks):
         tell("writing its files")
-        files = all_files(facts, checkout)
-    return Scaffold(checkout, facts, checks, files)
+        files = destination.files(facts)
+    return Scaffold(destination, facts, checks, files)
 
 
 def _checked(source: Source, part: str, pipeline: Any, method: str, call: Call) -> Check:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import GUIDE, InvalidValueError, UnsupportedError
-from comfy_tpu.families.registry import model_cards
+from comfy_tpu.families.registry import family_cards, model_cards
 from comfy_tpu.porting.small_models import known_small_models
 from comfy_tpu.porting.targets import read_object
 from comfy_tpu.quiet import quiet
@@ -98,20 +98,21 @@ def find_source(model: str) -> Source:
         return _of_directory(path)
     if "/" in model or not model.isidentifier():
         raise InvalidValueError(
-            f"--from={model} is neither a model directory nor the name of a pipeline; give a directory with "
-            "model_index.json, or a class of diffusers such as PixArtSigmaPipeline"
+            f"model={model} is neither a model directory nor the name of a pipeline; give a directory with "
+            "model_index.json, or the name of a pipeline class of diffusers",
+            field="model",
         )
     return _of_class(model)
 
 
 PROMPT_ALONE = (
-    "and `port new` knows only pipelines that make a picture or a video from a prompt alone: write the family by hand, "
+    "and `port new` knows only pipelines that make an image or a video from a prompt alone: write the family by hand, "
     f"{GUIDE} says how"
 )
 
 
-def pictures_of(source: Source) -> list[str]:
-    """Arguments of a call that are pictures or videos; None by default does not say that it does without."""
+def image_arguments(source: Source) -> list[str]:
+    """Arguments of a call that are images or videos; None by default does not say that it does without."""
     given = inspect.signature(source.pipeline.__call__).parameters
     return [name for name in given if re.fullmatch(r"(\w+_)?(image|video|mask)s?|controls", name)]
 
@@ -120,7 +121,9 @@ def check_supported(source: Source) -> None:
     """What a family is made of must be there, and no family for it yet."""
     for family in model_cards():
         if source.name in family.pipeline_classes:
-            raise InvalidValueError(f"{source.name} is supported already, as {family.name}; there is nothing to port")
+            raise InvalidValueError(
+                f"model={source.name} is supported already, as {family.name}; there is nothing to port", field="model"
+            )
     required = [
         name
         for name, each in inspect.signature(source.pipeline.__call__).parameters.items()
@@ -141,7 +144,25 @@ def check_supported(source: Source) -> None:
         if name not in ENCODERS:
             raise UnsupportedError(
                 f"the {encoder} of {source.name} is a {name}, for which there is no component; known are "
-                f"{', '.join(ENCODERS)}: add one to families/text_encoders.py first"
+                f"{', '.join(ENCODERS)}: add one to families/shared/text_encoders.py first"
+            )
+
+
+def check_unclaimed(source: Source, model_id: str) -> None:
+    """Raises InvalidValueError where another family has the title, which node ids begin with, or the hub id."""
+    for card in family_cards():
+        keys = {nodes.key for nodes in card.node_sets} | {model.name for model in card.models}
+        hub_ids = {hub_id.lower() for model in card.models for hub_id in model.published}
+        if source.title in keys:
+            raise InvalidValueError(
+                f"model={source.name} would make nodes called {source.title}, which {card.package} has already; "
+                "uninstall that family, or port another pipeline",
+                field="model",
+            )
+        if model_id.lower() in hub_ids:
+            raise InvalidValueError(
+                f"model_id={model_id} belongs to {card.package} already; give the id of another model",
+                field="model_id",
             )
 
 
@@ -152,8 +173,9 @@ def _of_class(name: str) -> Source:
         pipeline = getattr(diffusers, name, None)
     if not isinstance(pipeline, type) or not issubclass(pipeline, diffusers.DiffusionPipeline):
         raise InvalidValueError(
-            f"diffusers {diffusers.__version__} has no pipeline {name}; give one such as PixArtSigmaPipeline, or a "
-            "model directory"
+            f"model={name} is no pipeline of diffusers {diffusers.__version__}; give the name of one, "
+            "or a model directory",
+            field="model",
         )
     return Source(pipeline, _annotated(pipeline), {})
 

@@ -16,17 +16,11 @@ import torch
 from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.compiler.stacking import LayerStack, block_difference
 from comfy_tpu.parallel.rules import Rule, RuleKind
-from comfy_tpu.parallel.workload import Rows
+from comfy_tpu.porting.layer_names import is_column, is_row
 from comfy_tpu.porting.scaffold.pipelines import Source
 
-_COLUMN = re.compile(
-    r"(^|\.)(to_[qkv]|to_qkv|to_kv|add_[qkv]_proj|[qkv]_proj|qkv|net\.0\.proj|fc1|gate_proj|up_proj|w[13]|linear_in|"
-    r"proj_mlp|linear_[12])$"
-)
-_ROW = re.compile(r"(^|\.)(to_out\.0|to_out|to_add_out|o_proj|net\.2|fc2|down_proj|w2|linear_out|out_projection)$")
 _MODULATION = re.compile(r"norm[^.]*\.(linear|linear_1)$|(^|\.)(adaLN_modulation|modulation)(\.\d+)?(\.lin(ear)?)?$")
 _GATHER_MIN = 64 * 1024
-_TOKENS_ADDED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +30,6 @@ class Proposal:
     """Every weight matches exactly one."""
     nbytes: Mapping[str, int]
     """What each rule divides or keeps, by its pattern, at the published size in bfloat16."""
-    rows: Mapping[str, Rows]
-    """Globs of weights that do not multiply the tokens of the video."""
-    joint: bool
-    """The text goes through the blocks with the video."""
     heads: str | None
     """The key of the configuration that counts them."""
     left_out: tuple[str, ...]
@@ -53,29 +43,24 @@ class _Seen:
     calls: dict[str, list[tuple[dict[str, Any], list[Any]]]] = dataclasses.field(default_factory=dict)
     """Of every list of blocks: arguments and outputs, call by call."""
     order: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    lengths: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Rows that every linear layer multiplied, for one sample; 0: one for each sample."""
 
 
-def propose(
-    source: Source, transformer: torch.nn.Module, run: Callable[[], object], tokens: tuple[int, int]
-) -> Proposal:
-    """`run`: calls the small transformer as the pipeline does, with that many tokens of the video and of the text."""
+def propose(source: Source, transformer: torch.nn.Module, run: Callable[[], object]) -> Proposal:
+    """`run`: calls the small transformer as the pipeline does."""
     seen = _watch_blocks(transformer, run)
     config = source.full_config("transformer")
     full = build_skeleton(lambda: source.parts["transformer"](**config))
     stacks, left_out = _stacks(transformer, full, seen)
     weights = {_starred(name, stacks): weight for name, weight in weight_shapes(full).items()}
     hidden = _hidden(config)
-    kinds = {name: _kind(name, weight, weights, stacks, hidden, seen) for name, weight in weights.items()}
+    kinds = {name: _kind(name, weight, weights, stacks, hidden) for name, weight in weights.items()}
     patterns = merged(kinds)
     sizes: dict[str, int] = collections.Counter()
     for name, weight in weight_shapes(full).items():
         pattern = next(rule.pattern for rule in patterns if fnmatch.fnmatchcase(_starred(name, stacks), rule.pattern))
         sizes[pattern] += math.prod(weight.shape) * torch.bfloat16.itemsize
-    joint, rows = _rows(seen, stacks, patterns, kinds, *tokens)
     heads = next((key for key in ("num_attention_heads", "num_heads", "n_heads") if key in config), None)
-    return Proposal(stacks, patterns, sizes, rows, joint, heads, left_out)
+    return Proposal(stacks, patterns, sizes, heads, left_out)
 
 
 def _watch_blocks(transformer: torch.nn.Module, run: Callable[[], object]) -> _Seen:
@@ -85,8 +70,6 @@ def _watch_blocks(transformer: torch.nn.Module, run: Callable[[], object]) -> _S
         if isinstance(blocks, torch.nn.ModuleList):
             for index, block in enumerate(blocks):
                 handles.append(block.register_forward_hook(_noting(seen, path, index), with_kwargs=True))
-        elif isinstance(blocks, torch.nn.Linear):
-            handles.append(blocks.register_forward_pre_hook(_measuring(seen, path)))
     try:
         with torch.no_grad():
             run()
@@ -102,14 +85,6 @@ def _noting(seen: _Seen, path: str, index: int) -> Any:
         outputs = list(output) if isinstance(output, (tuple, list)) else [output]
         seen.calls.setdefault(path, []).append((dict(names), outputs))
         seen.order.setdefault(path, []).append(index)
-
-    return hook
-
-
-def _measuring(seen: _Seen, path: str) -> Any:
-    def hook(module: Any, args: Any) -> None:
-        value = args[0]
-        seen.lengths[path] = 0 if value.ndim < 3 else math.prod(value.shape[1:-1])
 
     return hook
 
@@ -178,19 +153,18 @@ def _kind(
     weights: Mapping[str, torch.Tensor],
     stacks: Sequence[LayerStack],
     hidden: int | None,
-    seen: _Seen,
 ) -> RuleKind:
     owner, _, leaf = name.rpartition(".")
     large = weight.ndim >= 2 and math.prod(weight.shape) * torch.bfloat16.itemsize >= _GATHER_MIN
     if not any(name.startswith(f"{stack.path}.") for stack in stacks):
         return "gather" if large else "replicate"
-    attention = _ROW.search(owner) is not None or _COLUMN.search(owner) is not None
+    attention = is_row(owner) or is_column(owner)
     if _MODULATION.search(owner) and leaf in ("weight", "bias"):
         return "column"  # one row a sample: the answer is cheap to gather, the weight is not
     if attention and _has_partner(owner, weights):
-        if _COLUMN.search(owner) and leaf in ("weight", "bias"):
+        if is_column(owner) and leaf in ("weight", "bias"):
             return "column"
-        if _ROW.search(owner) and leaf == "weight" and weight.ndim == 2:
+        if is_row(owner) and leaf == "weight" and weight.ndim == 2:
             return "row"
         return "replicate"
     is_norm = re.search(r"norm_(added_)?[qk]$|[qk]_norm$", owner) is not None
@@ -202,9 +176,9 @@ def _kind(
 def _has_partner(owner: str, weights: Mapping[str, torch.Tensor]) -> bool:
     """A column without a row behind it would be gathered again, and a row without a column before it cut first."""
     around = {owner.rsplit(".", depth)[0] for depth in (1, 2, 3) if owner.count(".") >= depth}
-    wanted = _ROW if _COLUMN.search(owner) else _COLUMN
+    is_partner = is_row if is_column(owner) else is_column
     others = {name.rpartition(".")[0] for name in weights}
-    return any(wanted.search(other) and any(other.startswith(f"{prefix}.") for prefix in around) for other in others)
+    return any(is_partner(other) and any(other.startswith(f"{prefix}.") for prefix in around) for other in others)
 
 
 def merged(kinds: Mapping[str, RuleKind]) -> tuple[Rule, ...]:
@@ -251,36 +225,3 @@ def _same_letter(patterns: Mapping[str, RuleKind]) -> dict[str, list[str]]:
 
 def _same_number(patterns: Mapping[str, RuleKind]) -> dict[str, list[str]]:
     return _groups(patterns, lambda name: re.sub(r"(linear_|norm|attn)[12](?=\.)", r"\1[12]", name))
-
-
-def _rows(
-    seen: _Seen,
-    stacks: Sequence[LayerStack],
-    rules: Sequence[Rule],
-    kinds: Mapping[str, RuleKind],
-    video_tokens: int,
-    text_tokens: int,
-) -> tuple[bool, dict[str, Rows]]:
-    """Of every rule, what its weights multiplied in the small run: all of them the same, or nothing is said."""
-    lengths = {_starred(f"{path}.weight", stacks): length for path, length in seen.lengths.items()}
-    counted = collections.Counter(length for name, length in lengths.items() if length and "*" in name)
-    if not counted:
-        return False, {}
-    # A model may add tokens of its own to the text.
-    longest = text_tokens + _TOKENS_ADDED
-    text = {length for length in counted if text_tokens <= length <= longest and length != video_tokens}
-    both = {length for length in counted if video_tokens + text_tokens <= length <= video_tokens + longest}
-    carried = any("encoder_hidden_states" in stack.carry for stack in stacks)
-    rows: dict[str, Rows] = {}
-    for rule in rules:
-        found = {lengths[name] for name in kinds if name in lengths and fnmatch.fnmatchcase(name, rule.pattern)}
-        if len(found) != 1:
-            continue
-        (length,) = found
-        if length == 0:
-            rows[rule.pattern] = "samples"
-        elif length in both:
-            rows[rule.pattern] = "both"
-        elif length in text:
-            rows[rule.pattern] = "text"
-    return carried or bool(both), rows

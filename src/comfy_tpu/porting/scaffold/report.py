@@ -10,7 +10,9 @@ The keys of the JSON stay; new ones may be added:
     files                      what was written, or with --dry-run would be
     tested                     whether the parity test passed; null: it did not run
     seconds_to_a_frame         from the command's start to the first decoded frame; null: none was
-    undo                       the command that takes back what was written; null: nothing was
+    undo                       the command that removes what was written; null: nothing was
+    directory                  what the paths of `files` are relative to
+    package                    the family's importable package
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def as_lines(scaffold: Scaffold) -> list[str]:
 def learned(scaffold: Scaffold) -> dict[str, str]:
     found = scaffold.facts.learned
     scheduler = found.scheduler or f"{scaffold.facts.source.parts['scheduler'].__name__} with its own timesteps"
-    frames = "" if found.picture else f", {found.temporal_scale} frames"
+    frames = "" if found.makes_images else f", {found.temporal_scale} frames"
     return {
         "prompt": found.clean,
         **{each.name: f"{each.encoder}: {each.reading.written}" for each in found.embeddings},
@@ -77,5 +79,7 @@ def as_document(scaffold: Scaffold) -> dict[str, Any]:
         ],
         "learned": learned(scaffold),
         "unexplained": list(facts.learned.unexplained),
+        "directory": str(scaffold.destination.root),
+        "package": facts.package,
         "files": list(scaffold.files),
     }

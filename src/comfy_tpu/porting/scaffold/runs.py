@@ -42,7 +42,7 @@ class Embedding:
 
 @dataclasses.dataclass
 class Learned:
-    picture: bool
+    makes_images: bool
     layout: Layout
     """Of the latents between steps, in the pipeline."""
     arguments: dict[str, str]
@@ -56,7 +56,7 @@ class Learned:
     temporal_scale: int
     frames_multiple: int
     scheduler: str
-    """ "euler", "euler_from_one": of families/schedulers.py. "": the scheduler's own class, with its configuration."""
+    """A function of families/shared/schedulers.py; empty: the scheduler's own class, with its configuration."""
     unexplained: list[str]
     """One sentence each."""
     lengths: dict[str, int | None]
@@ -106,7 +106,7 @@ def cast(value: torch.Tensor, reading: Reading) -> str:
 
 
 def euler_scheduler(shift: float, runs: Sequence[Run]) -> str | None:
-    """The Euler scheduler of families/schedulers.py with the sigmas of every run."""
+    """The Euler scheduler of families/shared/schedulers.py with the sigmas of every run."""
     for name in ("euler", "euler_from_one"):
         settings = (GenerationSettings(num_inference_steps=run.steps, flow_shift=shift) for run in runs)
         made = [getattr(schedulers, name)(each) for each in settings]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from comfy_tpu.errors import GUIDE, UnsupportedError
+from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.scaffold.pipelines import Source
 from comfy_tpu.porting.small_models import config_kind
 from comfy_tpu.quiet import quiet
@@ -20,52 +23,8 @@ TOKENS = 12
 """Of text, where a model is made for a number of them."""
 _GAIN = 2.0
 """On the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another one
-changes the picture by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
+changes the image by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 HEADS, HEAD_DIM, LAYERS, CHANNELS = 4, 16, 2, 4
-
-_ENCODERS: dict[str, dict[str, Any]] = {
-    "T5EncoderModel": {
-        "vocab_size": 96,
-        "d_model": WIDTH,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_layers": LAYERS,
-        "num_heads": 8,
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-    },
-    "CLIPTextModel": {
-        "vocab_size": 32,
-        "hidden_size": WIDTH,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 77,
-        "hidden_act": "quick_gelu",
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-        "projection_dim": WIDTH,
-    },
-}
-_ENCODERS["UMT5EncoderModel"] = _ENCODERS["T5EncoderModel"]
-
-_VAES: dict[str, dict[str, Any]] = {
-    "AutoencoderKL": {
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (8, 8, 16, 16),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-    },
-    "AutoencoderKLCogVideoX": {
-        "block_out_channels": (8, 8, 8, 8),
-        "layers_per_block": 1,
-        "norm_num_groups": 2,
-    },
-}
-"""Sizes that names do not tell, or that the defaults of a class are no model's."""
-
 
 _SMALL_SIZES = {
     "heads": HEADS,
@@ -80,11 +39,18 @@ _SMALL_SIZES = {
 """Sizes of a small transformer, by what a key counts or by the key."""
 
 
+@functools.cache
+def _small_parts() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Configurations by class: of text encoders, and of VAEs whose sizes do not follow from names and defaults."""
+    table: Mapping[str, Mapping[str, Mapping[str, Any]]] = read_json(Path(__file__).with_name("small_parts.json"))
+    return table
+
+
 def small_configs(source: Source) -> dict[str, dict[str, Any]]:
     """Of every part with a configuration: only what differs from the class's defaults."""
     configs: dict[str, dict[str, Any]] = {}
     for encoder in source.encoders:
-        configs[encoder] = dict(_ENCODERS[source.parts[encoder].__name__])
+        configs[encoder] = dict(_small_parts()["text_encoders"][source.parts[encoder].__name__])
     configs["vae"] = _small_vae(source)
     configs["transformer"] = _small_transformer(source)
     configs["scheduler"] = dict(source.configs.get("scheduler", {}))
@@ -95,8 +61,9 @@ def _small_vae(source: Source) -> dict[str, Any]:
     given, full = dict(source.configs.get("vae", {})), source.full_config("vae")
     name = source.parts["vae"].__name__
     small: dict[str, Any] = {"latent_channels": CHANNELS} if "latent_channels" in full else {}
-    small |= _VAES.get(name, {})
-    if name not in _VAES:
+    known = _small_parts()["vaes"]
+    small |= known.get(name, {})
+    if name not in known:
         for key, value in full.items():
             if key.endswith("block_out_channels") and isinstance(value, (tuple, list)):
                 small[key] = tuple(8 for _ in value)

@@ -1,4 +1,4 @@
-"""What is said of a family whose test did not pass: that it is there, how to test it, and how to be rid of it."""
+"""A family whose test did not pass stays: the messages say how to test it again, and how to remove it."""
 
 import argparse
 import re
@@ -14,8 +14,9 @@ from comfy_tpu.cli import port_new
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.porting.scaffold import new, report
-from comfy_tpu.porting.scaffold.checkout import MARK, check_name, write
-from comfy_tpu.porting.scaffold.way_back import way_back
+from comfy_tpu.porting.scaffold.destination import Checkout, Pack
+from comfy_tpu.porting.scaffold.files import undo_command, write
+from comfy_tpu.porting.scaffold.templating import MARK
 
 ROOT = Path(__file__).parents[2]
 FILES = {"src/mine.py": "x = 1\n", "docs/Mine/en.md": "mine\n", "docs/Mine/zh.md": "mine\n", "registry.py": "after\n"}
@@ -40,8 +41,8 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_command_takes_all_of_it_back(checkout: Path) -> None:
-    line = way_back(checkout, FILES, "mine")
+def test_the_command_removes_all_of_it(checkout: Path) -> None:
+    line = undo_command(checkout, FILES, "mine")
     write(checkout, FILES)
     assert len(git(checkout, "status", "--short").splitlines()) == 3
     subprocess.run(line, shell=True, check=True)
@@ -51,8 +52,8 @@ def test_the_command_takes_all_of_it_back(checkout: Path) -> None:
 
 def test_changes_that_git_does_not_have_are_not_thrown_away(checkout: Path) -> None:
     (checkout / "registry.py").write_text("mine, not committed\n")
-    line = way_back(checkout, FILES, "mine")
-    assert line.endswith("  # and take the lines of mine out of registry.py, of which git has no copy")
+    line = undo_command(checkout, FILES, "mine")
+    assert line.endswith("  # and remove the lines of mine from registry.py, of which git has no copy")
     write(checkout, FILES)
     subprocess.run(line, shell=True, check=True)
     assert (checkout / "registry.py").read_text() == "after\n"
@@ -61,16 +62,14 @@ def test_changes_that_git_does_not_have_are_not_thrown_away(checkout: Path) -> N
 
 def test_without_git(tmp_path: Path) -> None:
     (tmp_path / "registry.py").write_text("before\n")
-    assert "git restore" not in way_back(tmp_path, FILES, "mine")
-    assert "out of registry.py" in way_back(tmp_path, FILES, "mine")
+    assert "git restore" not in undo_command(tmp_path, FILES, "mine")
+    assert "from registry.py" in undo_command(tmp_path, FILES, "mine")
 
 
 def scaffold(checkout: Path) -> Any:
     learned = types.SimpleNamespace(unexplained=[])
     facts = types.SimpleNamespace(name="mine", learned=learned)
-    return types.SimpleNamespace(
-        checkout=checkout, files=FILES, facts=facts, blocked=False, test="tests/families/test_mine.py"
-    )
+    return types.SimpleNamespace(destination=Checkout(checkout, "mine"), files=FILES, facts=facts, blocked=False)
 
 
 @pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -94,8 +93,8 @@ def test_an_interrupted_test(
     assert ended == status
     said = capsys.readouterr().err
     assert "The 4 files of mine are written, and stay. Test again: cd " in said
-    assert f"{sys.executable} -m pytest tests/families/test_mine.py" in said
-    found = re.search(r"^Take all of it back: (.*)$", said, flags=re.MULTILINE)
+    assert f"{sys.executable} -m pytest tests/families/test_ported_parity.py -k mine" in said
+    found = re.search(r"^Remove all of it: (.*)$", said, flags=re.MULTILINE)
     assert found is not None
     subprocess.run(found[1], shell=True, check=True)
     assert git(checkout, "status", "--short") == ""
@@ -103,9 +102,10 @@ def test_an_interrupted_test(
 
 def ending(checkout: Path, *, dry_run: bool, directory: Path | None) -> str:
     made = scaffold(checkout)
-    made.facts.model_id, made.facts.source = "owner/model", types.SimpleNamespace(directory=directory)
+    made.facts.model_id, made.facts.title = "owner/model", "Mine"
+    made.facts.source = types.SimpleNamespace(directory=directory)
     outcome = {"tested": None, "seconds_to_a_frame": None, "undo": "undo"}
-    return "\n".join(port_new._ending(made, outcome, argparse.Namespace(dry_run=dry_run)))
+    return "\n".join(port_new._ending(made, outcome, argparse.Namespace(dry_run=dry_run, no_test=True)))
 
 
 def test_the_next_steps_can_be_run(checkout: Path) -> None:
@@ -138,17 +138,26 @@ def test_a_signal_ends_the_test_too(checkout: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(subprocess, "Popen", noted)
     monkeypatch.setattr(port_new, "_print", interrupted)
     slow = scaffold(checkout)
-    slow.test = "slow.py"
+    slow.destination.test = ("slow.py",)
     with pytest.raises(SystemExit):
         port_new._test(slow, 0.0, quiet=False)
     assert begun[0].returncode == -15
 
 
 def test_a_name_that_an_earlier_run_took(tmp_path: Path) -> None:
-    families = tmp_path / "src/comfy_tpu/families"
-    families.mkdir(parents=True)
-    (families / "mine.py").write_text(f'"""Mine. {MARK} from X."""')
-    with pytest.raises(InvalidValueError, match="NAME=mine is taken: .* or go on with it: an earlier `port new mine`"):
-        check_name("mine", tmp_path)
-    with pytest.raises(InvalidValueError, match="choose another name$"):
-        check_name("wan", ROOT)
+    family = tmp_path / "src/comfy_tpu/families/mine"
+    family.mkdir(parents=True)
+    (family / "__init__.py").write_text(f'"""Mine. {MARK} from X."""')
+    with pytest.raises(InvalidValueError, match="name=mine is taken: .*/mine exists; an earlier `port new mine` wrote"):
+        Checkout(tmp_path, "mine").check(writes=True)
+    with pytest.raises(InvalidValueError, match="name=wan is taken: .*/wan exists, and nothing is overwritten"):
+        Checkout(ROOT, "wan").check(writes=True)
+
+
+def test_a_pack_is_removed_whole(tmp_path: Path) -> None:
+    pack = tmp_path / "a pack"
+    line = undo_command(pack, FILES, "mine")
+    write(pack, FILES)
+    subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    assert not pack.exists()
+    assert Pack(pack, "mine").package == "comfy_tpu_mine"

@@ -1,21 +1,24 @@
-"""The values of templates/family.py.txt, the family's file; ruff formats the text and removes unused imports."""
+"""The package of a new family: card.py, model.py, text.py, transformer.py and vae.py, from their templates."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
 
-from comfy_tpu.porting.scaffold.checkout import MARK
+from comfy_tpu.families.card import NodeSet
 from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS, STATISTICS
 from comfy_tpu.porting.scaffold.runs import Embedding
-from comfy_tpu.porting.scaffold.template_files import render
+from comfy_tpu.porting.scaffold.templating import MARK, render, render_module
 
 _COMPONENTS = {
     "T5EncoderModel": "t5_component",
     "UMT5EncoderModel": "umt5_component",
     "CLIPTextModel": "clip_component",
 }
+_ENCODERS = {"T5EncoderModel": "T5", "UMT5EncoderModel": "UMT5", "CLIPTextModel": "CLIP"}
+_IMAGE = "[batch, channels, 1, height, width] of the transformer's latents -> the image, without a cache."
+_VIDEO = "[batch, channels, frames, height, width] of the transformer's latents -> all frames at once, without a cache."
 _TEXT_WIDTHS = (
     *("caption_channels", "text_embed_dim", "joint_attention_dim", "cap_feat_dim", "text_dim", "context_dim"),
     *("cross_attention_input_dim", "cross_attention_dim"),
@@ -23,25 +26,72 @@ _TEXT_WIDTHS = (
 """Keys of configurations for the width of a text's embeddings."""
 
 
-def family_file(facts: Facts) -> str:
-    values: dict[str, object] = {
-        "name": facts.name,
-        "title": facts.title,
-        "noun": facts.noun,
-        "constant": facts.constant,
+def family_package(facts: Facts) -> dict[str, str]:
+    """The modules of the family's package, by their file names."""
+    values: dict[str, object] = {"title": facts.title, "pipeline": facts.source.name, "package": facts.package}
+    modules = {"card": _card, "model": _model, "text": _text, "transformer": _transformer, "vae": _vae}
+    files = {f"{name}.py": render_module(f"{name}.py", **values, **fill(facts)) for name, fill in modules.items()}
+    return {"__init__.py": render("family_init.py", **values, mark=MARK), **files}
+
+
+def _card(facts: Facts) -> dict[str, object]:
+    source, defaults = facts.source, facts.defaults
+    height, width, tokens = defaults.height, defaults.width, defaults.max_sequence_length
+    encoders = dict.fromkeys(_ENCODERS[source.parts[each].__name__] for each in source.encoders)
+    scheduler, *others = facts.schedulers
+    published = "The configuration of the published model."
+    assumed = "diffusers' defaults, which the published model's config.json may replace."
+    return {
         "mark": MARK,
-        "pipeline": facts.source.name,
-        "embedding_arguments": ", ".join(f"{each.name}: torch.Tensor" for each in facts.learned.embeddings),
-        "embedding_entries": ", ".join(f'"{each.name}": {each.name}' for each in facts.learned.embeddings),
-        "encoders": "\n\n".join(_encoder_functions(facts)),
-        "shapes": ", ".join(_embedding_shapes(facts)),
+        "transformer_config": source.full_config("transformer"),
+        "transformer_source": published if source.directory is not None else assumed,
+        "size_multiple": facts.size_multiple,
+        "frames_multiple": facts.learned.frames_multiple,
+        "frames_max": 1 if facts.makes_images else 1025,
+        "schedulers": facts.schedulers,
+        "tokens_max": f"tokens_max={tokens}," if tokens > 512 else "",
+        "defaults": facts.defaults_expression,
+        "presets": {f"{width}×{height}": {"height": height, "width": width}},
         "spatial_scale": facts.learned.spatial_scale,
         "temporal_scale": facts.learned.temporal_scale,
+        "model_id": facts.model_id,
+        "key": facts.title,
+        "conditioning_keys": facts.conditioning_keys,
+        "node_options": _node_options(facts),
+        "encoders": f"{' and '.join(encoders)} encoder{'s' if len(source.encoders) > 1 else ''}",
+        "scheduler_words": f"{scheduler} is {facts.title}'s own"
+        + (f"; {' and '.join(others)} are multistep ones" if others else ""),
+        "width": width,
+        "height": height,
+        "words": "" if facts.makes_images else _video_words(facts),
     }
-    parts = (_transformer, _vae, _prompt, _predict, _workload, _schedulers, _limits, _own_settings)
-    for part in parts:
-        values |= part(facts)
-    return render("family.py", **values)
+
+
+def _node_options(facts: Facts) -> str:
+    lines = [f"size_max={max(2048 if facts.makes_images else 1280, facts.defaults.height, facts.defaults.width)},"]
+    if facts.defaults.num_frames > NodeSet.frames_max:
+        lines.append(f"frames_max={facts.defaults.num_frames},")
+    return "\n".join(lines)
+
+
+def _video_words(facts: Facts) -> str:
+    frames, fps = facts.defaults.num_frames, facts.defaults.fps
+    shift = "a factor on the model's own" if facts.learned.scheduler else "this model's scheduler does not use it"
+    return "\n".join(
+        (
+            f'frames="{frames} frames at {fps} frames a second are {frames / fps:.0f} seconds.",',
+            f'flow_shift="{shift}",',
+            f'trained_fps="{fps}",',
+        )
+    )
+
+
+def _model(facts: Facts) -> dict[str, object]:
+    return {
+        "schedulers": _schedulers(facts),
+        "own_settings": _own_settings(facts),
+        "vae_options": "" if facts.makes_images else "decodes_all_frames=True,",
+    }
 
 
 def _transformer(facts: Facts) -> dict[str, object]:
@@ -59,6 +109,9 @@ def _transformer(facts: Facts) -> dict[str, object]:
         "stacks": f"stacks=(\n{stacks}),\n" if stacks else "",
         "float32": f"float32={_tuple(tuple(f'*{each}*' for each in keep))}," if keep else "",
         "rules": "\n".join(_rules(facts)),
+        "embedding_arguments": ", ".join(f"{each.name}: torch.Tensor" for each in facts.learned.embeddings),
+        "embedding_entries": ", ".join(f'"{each.name}": {each.name}' for each in facts.learned.embeddings),
+        **_predict(facts),
     }
 
 
@@ -91,12 +144,11 @@ def _vae(facts: Facts) -> dict[str, object]:
         "statistics_head": head,
         "statistics": expression,
         "vae_latents": facts.learned.vae_layout.there.replace("latents", "scaled"),
-        "frames": "1" if facts.picture else "frames",
-        "decoded": "the picture. Nothing is remembered." if facts.picture else "the video, all of it at once.",
+        "decoded": _IMAGE if facts.makes_images else _VIDEO,
     }
 
 
-def _prompt(facts: Facts) -> dict[str, object]:
+def _text(facts: Facts) -> dict[str, object]:
     clean = facts.learned.clean
     as_given = "diffusers' pipeline changes nothing."
     cleaned = "As diffusers' pipeline does, so that the same prompt is the same tokens."
@@ -105,6 +157,8 @@ def _prompt(facts: Facts) -> dict[str, object]:
         "clean_help": as_given if clean == "text" else cleaned,
         "clean_head": "import ftfy\n\n    " if "ftfy" in clean else "",
         "text_encoders": "".join(_text_encoder(facts, encoder) for encoder in facts.source.encoders),
+        "encoder_functions": "\n\n".join(_encoder_functions(facts)),
+        "shapes": ", ".join(_embedding_shapes(facts)),
     }
 
 
@@ -162,66 +216,32 @@ def _predict(facts: Facts) -> dict[str, object]:
     return {"predict_head": head, "transformer_arguments": arguments, "answer": facts.learned.answer}
 
 
-def _workload(facts: Facts) -> dict[str, object]:
-    full = facts.source.full_config("transformer")
-    heads = facts.proposal.heads
-    size = next((key for key in ("attention_head_dim", "head_dim") if isinstance(full.get(key), int)), None)
-    return {
-        "patch": facts.patch,
-        "text_kind": "joint" if facts.proposal.joint else "keys",
-        "head_count": f'config.get("{heads}", {full[heads]})' if heads else "1",
-        "head_size": f'config.get("{size}", {full[size]})' if size else "64",
-        "workload_channels": facts.source.full_config("vae").get("latent_channels", 16),
-        "rows": ", ".join(f'"{pattern}": "{kind}"' for pattern, kind in facts.proposal.rows.items()),
-    }
-
-
-def _schedulers(facts: Facts) -> dict[str, object]:
-    source, lines = facts.source, []
+def _schedulers(facts: Facts) -> str:
+    source = facts.source
     if facts.learned.scheduler:
-        schedulers = f'{{"euler": {facts.learned.scheduler}, "unipc": unipc, "dpm++": dpm}}'
-    else:
-        cls = source.parts["scheduler"]
-        known, given = inspect.signature(cls).parameters, source.configs.get("scheduler", {})
-        config = {key: value for key, value in given.items() if key in known}
-        lines.append(f"SCHEDULER: Config = {config!r}")
-        if not config:
-            lines.append('"""Of models that say nothing of theirs: diffusers\' defaults."""')
-        lines.append("")
-        schedulers = f'{{"{facts.schedulers[0]}": scheduler_of("{cls.__name__}", SCHEDULER)}}'
-    lines.append(f"SCHEDULERS = {schedulers}")
-    if source.directory is not None:
-        lines += ["", f"PUBLISHED: Config = {dict(source.configs.get('transformer', {}))!r}"]
-    published = f'"{facts.model_id}": PUBLISHED' if source.directory is not None else ""
-    return {"schedulers": "\n".join(lines), "published": published}
+        return f'SCHEDULERS = {{"euler": {facts.learned.scheduler}, "unipc": unipc, "dpm++": dpm}}'
+    scheduler = source.parts["scheduler"]
+    known, given = inspect.signature(scheduler).parameters, source.configs.get("scheduler", {})
+    config = {key: value for key, value in given.items() if key in known}
+    lines = [f"SCHEDULER: Config = {config!r}"]
+    if not config:
+        lines.append('"""diffusers\' defaults, for models without a scheduler_config.json."""')
+    name = scheduler.__name__
+    return "\n".join((*lines, "", f'SCHEDULERS = {{"{facts.schedulers[0]}": scheduler_of("{name}", SCHEDULER)}}'))
 
 
-def _limits(facts: Facts) -> dict[str, object]:
-    height, width, tokens = facts.defaults.height, facts.defaults.width, facts.defaults.max_sequence_length
-    return {
-        "size_multiple": facts.size_multiple,
-        "frames_multiple": facts.learned.frames_multiple,
-        "frames_max": 1 if facts.picture else 1025,
-        "tokens_max": f"tokens_max={tokens}," if tokens > 512 else "",
-        "defaults": facts.written_defaults,
-        "presets": {f"{width}×{height}": {"height": height, "width": width}},
-    }
-
-
-def _own_settings(facts: Facts) -> dict[str, object]:
+def _own_settings(facts: Facts) -> str:
     readers = ["own_shift"] if facts.learned.scheduler else []
     if "max_text_seq_length" in facts.source.full_config("transformer"):
         readers.append("own_text_length")
     merged = f"lambda read: {{{', '.join(f'**{name}(read)' for name in readers)}}}"
     lines = []
-    if readers:
-        lines.append(f"own_settings={readers[0] if len(readers) == 1 else merged},")
     if not facts.learned.scheduler:
         scheduler = facts.source.parts["scheduler"].__name__
         lines.append(f'own_schedulers=own_scheduler("{facts.schedulers[0]}", "{scheduler}"),')
-    if not facts.picture:
-        lines.append("whole=True,")
-    return {"own_settings": "\n".join(lines)}
+    if readers:
+        lines.append(f"own_settings={readers[0] if len(readers) == 1 else merged},")
+    return "\n".join(lines)
 
 
 def _tuple(values: tuple[str, ...]) -> str:
