@@ -17,14 +17,12 @@ REGISTRY = PACKAGE / "families" / "registry.py"
 COMFYUI_NAMES = PACKAGE / "comfy" / "native"
 """Runs ComfyUI's own models, by ComfyUI's class and module names ("comfy.ldm.wan.vae", "Flux"): whether we have a
 family of that name does not matter there."""
-NOT_YET: tuple[str, ...] = ()
-"""Parts of the package that are being rewritten to read the cards."""
 
 CARDS = [card for card in family_cards() if card.package in BUILT_IN]
 
 
 def files():
-    exempt = [REGISTRY, COMFYUI_NAMES, *(PACKAGE / name for name in NOT_YET)]
+    exempt = [REGISTRY, COMFYUI_NAMES]
     for path in sorted(PACKAGE.rglob("*.py")):
         if not any(path == other or other in path.parents for other in exempt):
             yield path
@@ -107,12 +105,3 @@ def test_the_search_finds_what_it_should(source, is_found, tmp_path):
     path.write_text(source)
     (wan,) = [card for card in CARDS if card.name == "wan"]
     assert any(pattern(wan).search(text) for _, text in words(path)) is is_found
-
-
-def test_every_exemption_is_needed():
-    """Take an entry off the list when its files read the cards."""
-    for name in NOT_YET:
-        path = PACKAGE / name
-        paths = [path] if path.is_file() else sorted(path.rglob("*.py"))
-        found = [text for each in paths for _, text in words(each) for card in CARDS if pattern(card).search(text)]
-        assert found, f"{name} names no family any more; take it off NOT_YET"
