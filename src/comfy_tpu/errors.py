@@ -187,7 +187,8 @@ def trace_errors(part: str, model: str) -> Iterator[None]:
             raise
         raise TraceError(
             f"model={model}: the {part} cannot be run as its config.json describes it ({_short(error)}); download the "
-            f"model again, or report it with that file{see('trace')}"
+            f"model again, or report it with that file{see('trace')}",
+            field="model",
         ) from error
 
 

@@ -107,7 +107,7 @@ def test_they_are_refused_before_the_text_encoder_is_loaded() -> None:
 def test_too_many_and_those_of_other_models() -> None:
     pipeline = opened("klein")
     settings = pipeline.settings(**CHOSEN)
-    with pytest.raises(InvalidValueError, match=r"image is given 5 times, but model .* looks at 4 at most; leave"):
+    with pytest.raises(InvalidValueError, match=r"image is given 5 times, but model .* takes 4 at most; leave"):
         pipeline.encode(PROMPT, settings, ONE * 5)
     embeddings = pipeline.encode(PROMPT, settings, ONE)
     assert {name: tuple(rows.shape) for name, rows in embeddings.shared.items()} == {"reference_1": (1, 16, 1, 4, 6)}

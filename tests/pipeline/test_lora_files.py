@@ -14,7 +14,7 @@ import torch
 from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.config import Lora
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
-from comfy_tpu.families.model_family import ModelFamily, Rows
+from comfy_tpu.families.model_family import Denoiser, Rows
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.lora_keys import LoraFile, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -226,8 +226,9 @@ def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
 
 def test_a_family_without_names_takes_those_of_diffusers(tmp_path: Path) -> None:
     files = ModelFiles.open(small_pipeline.directory())
-    (names,) = (field.default for field in dataclasses.fields(ModelFamily) if field.name == "lora_names")
-    ported = dataclasses.replace(files, family=dataclasses.replace(files.family, lora_names=names))
+    (names,) = (field.default for field in dataclasses.fields(Denoiser) if field.name == "lora_names")
+    denoiser = dataclasses.replace(files.family.denoiser, lora_names=names)
+    ported = dataclasses.replace(files, family=dataclasses.replace(files.family, denoiser=denoiser))
     path = write(tmp_path / "a.safetensors", small_loras.diffusers_style())
     made, expected = (open_loras([Lora(path)], given).read("blocks.1.ffn.net.2.weight") for given in (ported, files))
     assert torch.equal(made.up, expected.up)

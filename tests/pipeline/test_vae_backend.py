@@ -54,11 +54,11 @@ def test_the_same_latents_of_a_picture() -> None:
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        (flux_model.FLUX_SCHNELL, {}, "vae_backend=nnx: the VAE of Flux.* is not written in Flax NNX; choose torchax"),
+        (flux_model.FLUX_SCHNELL, {}, "vae_backend=nnx: the VAE of Flux.* has no such implementation; choose torchax"),
         (
             hunyuan_model.HUNYUAN15,
             {},
-            "vae_backend=nnx: the VAE of Hunyuan.* is not written in Flax NNX; choose torchax",
+            "vae_backend=nnx: the VAE of Hunyuan.* has no such implementation; choose torchax",
         ),
         (wan_model.WAN22_5B, {"is_residual": True, "patch_size": 2}, "as in Wan 2.2 5B, is not written in Flax NNX"),
     ],

@@ -303,7 +303,7 @@ def test_a_video_that_is_decoded_whole(fits: bool) -> None:
         # Every frame needs the last one.
         return to_device((latent + latent[:, :, -1:]).permute(0, 2, 3, 4, 1)), []
 
-    (made,) = decode.decode_frames(decode_frame, latents, whole=True, tiles=SMALL_TILES)
+    (made,) = decode.decode_frames(decode_frame, latents, all_frames=True, tiles=SMALL_TILES)
     torch.testing.assert_close(made, (latents + latents[:, :, -1:]).permute(0, 2, 3, 4, 1))
     assert set(seen) == {(4, 6, 20 if fits else 6)}
 

@@ -24,6 +24,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
 from comfy_tpu.families.settings import check_settings
+from comfy_tpu.families.shared.building import check_sizes
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
@@ -93,6 +94,7 @@ class ModelFiles:
                 f"{', '.join([*(spec.name for spec in family.components), *folders])}: {_advice(directory)}",
                 field="model",
             )
+        check_sizes(transformer, next(iter(family.card.published.values()), {}))
         for spec in family.components:
             files._check_architecture(spec)
             if to_run:

@@ -81,13 +81,26 @@ def _kind(value: Any) -> str:
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), type(value).__name__)
 
 
-def check_whole_numbers(config: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        if not isinstance(config[name], int) or config[name] < 1:
-            raise CheckpointError(
-                f"the config.json of the transformer has {name}={config[name]!r}, expected a whole number; "
-                "download the model again"
-            )
+def check_sizes(config: Mapping[str, Any], published: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a size that is no whole number from 1, or not as many as a published model has."""
+    for name, usual in published.items():
+        given = config.get(name, usual)
+        if _is_size(usual) and not _is_size(given):
+            raise _damaged(name, given, "a whole number")
+        if isinstance(usual, tuple) and all(map(_is_size, usual)):
+            fits = isinstance(given, (list, tuple)) and len(given) == len(usual) and all(map(_is_size, given))
+            if not fits:
+                raise _damaged(name, given, f"{len(usual)} whole numbers")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _damaged(name: str, given: object, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"the config.json of the transformer has {name}={repr(given)[:60]}, expected {expected}; download the model again"
+    )
 
 
 def without_vision_prefix(name: str) -> str:
