@@ -99,7 +99,8 @@ def _is_size(value: object) -> bool:
 
 def _damaged(name: str, given: object, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"the config.json of the transformer has {name}={repr(given)[:60]}, expected {expected}; download the model again"
+        f"the config.json of the transformer has {name}={repr(given)[:60]}, expected {expected}; download the model "
+        "again"
     )
 
 
