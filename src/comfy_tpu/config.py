@@ -11,7 +11,6 @@ MESH_AXES = ("dp", "sp", "tp")
 
 DEMO_MODEL, DEMO_IMAGE_MODEL = "demo", "demo-image"
 """The models that come with the package: from a prompt, and from a prompt and a first frame."""
-"""The name of the model that comes with the package."""
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
@@ -129,6 +128,10 @@ class Lora:
     """Negative ones take away what the file adds."""
     noise: LoraNoise = "all"
     """Of a model with two transformers, which of them gets it."""
+
+
+INIT_IMAGE_STRENGTH = 0.6
+"""The share of an image that denoising starts from which is made anew, unless another is asked for."""
 
 
 @dataclasses.dataclass(frozen=True)

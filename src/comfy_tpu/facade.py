@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypedDict, Unpack, overload
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, GenerationSettings, Lora, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
@@ -32,8 +32,6 @@ LoraLike: TypeAlias = "str | Path | tuple[str | Path, float] | Lora"
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | torch.Tensor"
 """A file, a PIL image, or pixels [height, width, 3]: uint8, or floats in 0..1."""
-
-INIT_IMAGE_STRENGTH = 0.6
 
 
 class Settings(TypedDict, total=False):
@@ -180,7 +178,7 @@ class Pipeline:
                 for frame in _as_bytes(part[0]):
                     yield frame
         finally:
-            await asyncio.to_thread(_close, parts)
+            await asyncio.to_thread(parts.close)
 
     def settings(self, **chosen: Unpack[Settings]) -> GenerationSettings:
         """The model's defaults with what was chosen in their place, checked."""
@@ -218,13 +216,13 @@ class Pipeline:
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
-    def _parts(self, request: _Request) -> Iterator[torch.Tensor]:
+    def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
         """Frames [num_videos, t, height, width, 3] in 0..1, as they come."""
         stages, settings = self.stages, request.settings
         before, stages.on_progress = stages.on_progress, request.on_progress
         try:
             init_image, images = None, request.images
-            if images and stages.family.vae.encode_image is not None:
+            if images and stages.family.card.starts_from_image:
                 (image, *others), images = images, ()
                 if others:
                     raise InvalidValueError(
@@ -306,9 +304,3 @@ def _plain(value: Any) -> Any:
     """Python's own number for one of numpy's."""
     is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
     return value.item() if is_scalar else value
-
-
-def _close(parts: Iterator[torch.Tensor]) -> None:
-    close = getattr(parts, "close", None)
-    if close is not None:
-        close()

@@ -31,10 +31,10 @@ class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
     family = types.SimpleNamespace(
         name="Fake",
-        vae=types.SimpleNamespace(encode_image=None),
         card=types.SimpleNamespace(
             guidance="classifier_free",
             image=None,
+            starts_from_image=False,
             presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
             limits=limits,
         ),

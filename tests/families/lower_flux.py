@@ -9,6 +9,7 @@ from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.flux import model as flux_model
+from comfy_tpu.families.shared.published_configs import T5_XXL
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step, tell
 
@@ -22,16 +23,6 @@ CLIP = {
     "max_position_embeddings": 77,
     "eos_token_id": 2,
     "projection_dim": 768,
-}
-T5 = {
-    "vocab_size": 32128,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
 }
 VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -52,7 +43,7 @@ def main(width: int, height: int) -> dict[str, Any]:
     config = FAMILY.card.published["black-forest-labs/FLUX.1-dev"]
     settings = dataclasses.replace(FAMILY.card.defaults, height=height, width=width)
     programs = lower_step(FAMILY, config, settings, PLACEMENT, latent[1])
-    for encoder, config in zip(FAMILY.text.encoders, (CLIP, T5), strict=True):
+    for encoder, config in zip(FAMILY.text.encoders, (CLIP, T5_XXL), strict=True):
         made = component(encoder.component, config, PLACEMENT)
         tokens = array(1, encoder.length or 512, dtype=INT32)
         programs[encoder.encode.__name__] = made.program(encoder.encode).export(

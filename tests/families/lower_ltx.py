@@ -11,20 +11,11 @@ from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.ltx_video import model as ltx_model
 from comfy_tpu.families.ltx_video import text as ltx_text
 from comfy_tpu.families.ltx_video import vae as ltx_vae
+from comfy_tpu.families.shared.published_configs import T5_XXL
 from comfy_tpu.families.shared.text_encoders import t5_component
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step, tell
 
-T5 = {
-    "vocab_size": 32128,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-}
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
 COLUMNS = (None, None, None, None, MESH_AXES)
 
@@ -33,7 +24,7 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 128, (frames - 1) // 8 + 1, height // 32, width // 32)
     config, settings = ltx_model.LTX_VIDEO.card.published["Lightricks/LTX-Video"], ltx_model.LTX_VIDEO.card.defaults
     programs = {}
-    encoder, tokens = component(t5_component("text_encoder"), T5, PLACEMENT), array(2, 128, dtype=INT32)
+    encoder, tokens = component(t5_component("text_encoder"), T5_XXL, PLACEMENT), array(2, 128, dtype=INT32)
     programs["encode_text"] = encoder.program(ltx_text.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )

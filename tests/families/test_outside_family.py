@@ -19,6 +19,7 @@ import pytest
 from comfy_tpu.families.card import FamilyCard, ImageInput, NodeSet
 from comfy_tpu.families.card_checks import CardError, check_card
 from comfy_tpu.families.ltx_video.card import CARD, LTX_VIDEO
+from comfy_tpu.families.registry import check_code, load_family
 from tests.comfy_pack.loading import load_pack
 from tests.families import small_ltx
 
@@ -145,6 +146,25 @@ def changed(**facts: Any) -> FamilyCard:
 def test_contradictory_facts_are_named(facts: dict[str, Any], message: str) -> None:
     with pytest.raises(CardError, match=rf"the card of other .*{message}.*; correct its card\.py"):
         check_card(changed(**facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({}, None),
+        ({"transformer_count": 2}, "says transformer_count: 2, outside.model 1; make them the same"),
+        ({"image": None}, "says an image input: False, outside.model True"),
+        ({"image": ImageInput("initial")}, "says an image to start from: True, outside.model False"),
+        ({"limits": dataclasses.replace(LTX_VIDEO.limits, schedulers=("euler",))}, "has the schedulers euler, unipc"),
+    ],
+)
+def test_code_that_is_not_what_the_card_says_is_named(facts: dict[str, Any], message: str | None) -> None:
+    card, family = dataclasses.replace(LTX_VIDEO, **facts), load_family("LTX-Video")
+    if message is None:
+        check_code(card, family, "outside")
+        return
+    with pytest.raises(CardError, match=message):
+        check_code(card, family, "outside")
 
 
 @pytest.mark.parametrize(

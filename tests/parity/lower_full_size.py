@@ -8,36 +8,14 @@ import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
+from comfy_tpu.families.shared.published_configs import UMT5_XXL
 from comfy_tpu.families.wan import text as wan_text
 from comfy_tpu.families.wan import vae as wan_vae
+from comfy_tpu.families.wan.card import TRANSFORMER_14B
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step, outputs, tell
 
-TRANSFORMER = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 40,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 13824,
-    "num_layers": 40,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 1024,
-}
-TEXT_ENCODER = {
-    "vocab_size": 256384,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-}
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
 
 
@@ -45,14 +23,14 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
     programs = {}
 
-    encoder = component(wan_text.TEXT_ENCODER, TEXT_ENCODER, PLACEMENT)
+    encoder = component(wan_text.TEXT_ENCODER, UMT5_XXL, PLACEMENT)
     tokens = array(2, 512, dtype=INT32)
     programs["encode_text"] = encoder.program(wan_text.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
 
     settings = dataclasses.replace(WAN21.card.defaults, height=height, width=width, num_frames=frames)
-    programs |= lower_step(WAN21, TRANSFORMER, settings, PLACEMENT, latent[1])
+    programs |= lower_step(WAN21, TRANSFORMER_14B, settings, PLACEMENT, latent[1])
 
     vae = component(wan_vae.VAE, {}, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)

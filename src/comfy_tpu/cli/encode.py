@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         session.check_outputs(output)
         settings = session.settings()
         session.take(images)
-        if images and session.pipeline.family.vae.encode_image is not None:
+        if images and session.pipeline.family.card.starts_from_image:
             raise InvalidValueError(
                 f"image is given, but model {session.pipeline.model_name} makes an image anew while it denoises, and "
                 "no file hands it on; use comfy-tpu generate",

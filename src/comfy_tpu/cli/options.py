@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 from comfy_tpu.cli import card_texts
-from comfy_tpu.config import VAE_BACKEND, VAE_BACKENDS, Lora
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, VAE_BACKENDS, Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 Name = TypeVar("Name", bound=str)
@@ -242,16 +242,14 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-STRENGTH = 0.6
-
-
 def add_strength(parser: argparse.ArgumentParser) -> None:
-    families = card_texts.families_with(lambda model: model.image is not None and model.image.role == "initial")
+    families = card_texts.families_with(lambda model: model.starts_from_image)
     parser.add_argument(
         "--strength",
         type=number(float),
         metavar="X",
-        help=f"how much of --image is redrawn, above 0 and up to 1, which is all of it, for {families} ({STRENGTH})",
+        help=f"how much of --image is redrawn, above 0 and up to 1, which is all of it, for {families} "
+        f"({INIT_IMAGE_STRENGTH})",
     )
 
 

@@ -30,7 +30,7 @@ from PIL.Image import Image
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_paths, say
-from comfy_tpu.config import VAE_BACKEND, CacheConfig, GenerationSettings, RuntimeConfig
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, CacheConfig, GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings
@@ -81,9 +81,9 @@ class Session:
     ) -> tuple[InitImage | None, Sequence[Image]]:
         """The image that denoising starts from, where the model takes one; and the images that the model reads."""
         strength = self.arguments.strength
-        starts = self.pipeline.family.vae.encode_image is not None
+        starts = self.pipeline.family.card.starts_from_image
         if strength is not None and not (starts and images):
-            able = [card.name for card in model_cards() if card.image is not None and card.image.role == "initial"]
+            able = [card.name for card in model_cards() if card.starts_from_image]
             raise InvalidValueError(
                 f"strength={strength} is for an image that denoising starts from; give --image too, and a model such "
                 f"as {able[0]}",
@@ -103,7 +103,7 @@ class Session:
     @property
     def _strength(self) -> float:
         said = self.arguments.strength
-        strength: float = options.STRENGTH if said is None else said
+        strength: float = INIT_IMAGE_STRENGTH if said is None else said
         return strength
 
     def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:

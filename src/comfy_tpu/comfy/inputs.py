@@ -10,7 +10,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import model_choices
-from comfy_tpu.config import Lora
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 
@@ -179,7 +179,7 @@ def initial_image() -> list[io.Input]:
         ),
         io.Float.Input(
             "strength",
-            default=0.6,
+            default=INIT_IMAGE_STRENGTH,
             min=0.01,
             max=1.0,
             step=0.01,

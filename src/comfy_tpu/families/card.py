@@ -99,6 +99,11 @@ class ModelCard:
     def makes_images(self) -> bool:
         return self.limits.frames_max == 1
 
+    @property
+    def starts_from_image(self) -> bool:
+        """Denoising may start from an image."""
+        return self.image is not None and self.image.role == "initial"
+
     def accepts(self, index: Config, config: Config) -> bool:
         """Whether a model directory holds a model of this kind."""
         return index.get("_class_name") in self.pipeline_classes and self.matches(index, config)

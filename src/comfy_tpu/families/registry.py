@@ -90,15 +90,27 @@ def load_family(name: str) -> ModelFamily:
     models: dict[str, ModelFamily] = importlib.import_module(f"{owner.package}.model").MODELS
     if name not in models:
         raise CardError(f"{owner.package}.model has no {name} in MODELS; its card.py names that model")
-    family = models[name]
+    check_code(card, models[name], owner.package)
+    return models[name]
+
+
+def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
+    """Raises CardError where the code of a model is not what its card says."""
     if tuple(family.scheduling.factories) != card.limits.schedulers:
         raise CardError(
-            f"{owner.package}.model has the schedulers {', '.join(family.scheduling.factories)} for {name}, its card "
+            f"{package}.model has the schedulers {', '.join(family.scheduling.factories)} for {card.name}, its card "
             f"{', '.join(card.limits.schedulers)}; make them the same"
         )
     if unknown := set(card.vae_backends) - {VAE_BACKEND, *family.vae.other_backends}:
-        raise CardError(f"{owner.package}.model has no VAE backend {min(unknown)} for {name}; its card.py names it")
-    return family
+        raise CardError(f"{package}.model has no VAE backend {min(unknown)} for {card.name}; its card.py names it")
+    encodes = card.image is not None and not card.starts_from_image
+    for fact, said, found in (
+        ("transformer_count", card.transformer_count, len(family.denoiser.transformers)),
+        ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
+        ("an image input", encodes, family.image is not None),
+    ):
+        if said != found:
+            raise CardError(f"the card of {card.name} says {fact}: {said}, {package}.model {found}; make them the same")
 
 
 def find_published(model: str) -> tuple[str, ModelCard] | None:

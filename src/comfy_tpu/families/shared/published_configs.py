@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-Config = Mapping[str, Any]
+from comfy_tpu.families.card import Config
 
 T5_XXL: Config = {
     "vocab_size": 32128,
