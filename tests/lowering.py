@@ -1,17 +1,13 @@
-"""Programs at their full size, lowered for TPUs in a process of their own; and what such a process tells.
+"""Programs at their full size, lowered for TPUs, and the work that lowering takes.
 
 Lowering is bounded by its work (operators traced, operations lowered, peak memory), never by its time, which is the
 machine's.
 """
 
 import contextlib
-import json
-import os
+import gc
 import re
 import resource
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,13 +76,13 @@ def facts(exported: jax.export.Exported, *, sequence: int) -> dict[str, Any]:
     }
 
 
-def tell(lower: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
-    """The last thing such a process does: prints the facts of the programs that `lower` returns, and what it took."""
-    begin = time.process_time()
+def measure_lowering(lower: Callable[..., Mapping[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """The facts of the programs that `lower` returns, and what lowering them took."""
+    gc.collect()
+    before = _reset_peak()
     with _counted_operators() as traced:
         programs = lower(*arguments)
-    report = {"programs": programs, "operators": len(traced), "peak": _peak_bytes()}
-    sys.stdout.write(json.dumps({**report, "seconds": time.process_time() - begin}) + "\n")
+    return {"programs": programs, "operators": len(traced), "peak": _peak_bytes() - before}
 
 
 @contextlib.contextmanager
@@ -103,20 +99,6 @@ def _counted_operators() -> Iterator[list[str]]:
         yield traced
 
 
-def lowered(module: str, *arguments: str) -> Any:
-    """What the process of this module tells."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": "src"},
-        cwd=Path(__file__).parents[1],
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def assert_bounded_work(seen: Mapping[str, Any], *, operators: int) -> None:
     """`operators`: a quarter more than were traced when this was written. Blocks that are not scanned, or are traced
     anew for every frame, are over it; how long the machine took is not asked."""
@@ -131,8 +113,15 @@ def _shapes(text: str) -> list[list[int]]:
     return [[int(size) for size in shape.split("x")[:-1]] for shape in found]
 
 
+def _reset_peak() -> int:
+    """Starts counting the peak anew; returns the bytes held now. Without /proc: the peak so far."""
+    reset = Path("/proc/self/clear_refs")
+    if reset.exists():
+        reset.write_text("5")
+    return _peak_bytes()
+
+
 def _peak_bytes() -> int:
-    """Of this program alone: getrusage also counts what the test's worker held when it started this one."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,17 +1,13 @@
-"""Lowers every program of Flux.1 dev for eight v6e chips, without weights, memory or a TPU; prints what came out.
-
-Arguments: width, height.
-"""
+"""Lowers every program of Flux.1 dev for eight v6e chips, without weights, memory or a TPU; returns their facts."""
 
 import dataclasses
-import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.flux import model as flux_model
 from comfy_tpu.families.shared.published_configs import T5_XXL
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import INT32, array, component, facts, lower_step, tell
+from tests.lowering import INT32, array, component, facts, lower_step
 
 FAMILY = flux_model.FLUX_DEV
 CLIP = {
@@ -38,7 +34,7 @@ VAE = {
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
 
 
-def main(width: int, height: int) -> dict[str, Any]:
+def lower_programs(width: int, height: int) -> dict[str, Any]:
     latent = (1, 16, 1, height // 8, width // 8)
     config = FAMILY.card.published["black-forest-labs/FLUX.1-dev"]
     settings = dataclasses.replace(FAMILY.card.defaults, height=height, width=width)
@@ -55,6 +51,3 @@ def main(width: int, height: int) -> dict[str, Any]:
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
     return {name: facts(exported, sequence=4096) for name, exported in programs.items()}
-
-
-tell(main, *map(int, sys.argv[1:3]))

@@ -1,17 +1,13 @@
-"""Lowers every program of a Flux.2 for eight v6e chips, without weights, memory or a TPU; prints what came out.
-
-Arguments: the model's id on the hub, width, height.
-"""
+"""Lowers every program of a Flux.2 for eight v6e chips, without weights, memory or a TPU; returns their facts."""
 
 import dataclasses
-import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.flux2.model import FLUX2_DEV, FLUX2_KLEIN
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import INT32, array, component, facts, lower_step, tell
+from tests.lowering import INT32, array, component, facts, lower_step
 
 QWEN_4B = {
     "vocab_size": 151936,
@@ -52,7 +48,7 @@ MODELS: dict[str, tuple[ModelFamily, dict[str, Any]]] = {
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
 
 
-def main(model: str, width: int, height: int) -> dict[str, Any]:
+def lower_programs(model: str, width: int, height: int) -> dict[str, Any]:
     family, text_config = MODELS[model]
     latent = (1, 128, 1, height // 16, width // 16)
     settings = dataclasses.replace(family.card.defaults, height=height, width=width)
@@ -69,6 +65,3 @@ def main(model: str, width: int, height: int) -> dict[str, Any]:
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
     return {name: facts(exported, sequence=4096) for name, exported in programs.items()}
-
-
-tell(main, sys.argv[1], *map(int, sys.argv[2:4]))

@@ -1,10 +1,6 @@
-"""Lowers every program of HunyuanVideo-1.5 for eight v6e chips, without weights, memory or a TPU; prints what came out.
-
-Arguments: width, height, frames.
-"""
+"""Lowers all programs of HunyuanVideo-1.5 for eight v6e chips, without weights, memory or a TPU; returns the facts."""
 
 import dataclasses
-import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
@@ -12,7 +8,7 @@ from comfy_tpu.families.hunyuan_video import model as hunyuan_model
 from comfy_tpu.families.hunyuan_video import text as hunyuan_text
 from comfy_tpu.families.hunyuan_video import vae as hunyuan_vae
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import INT32, array, component, facts, lower_step, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, outputs
 
 TEXT_ENCODER = {
     "vocab_size": 152064,
@@ -40,7 +36,7 @@ PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e"
 SETTINGS = hunyuan_model.HUNYUAN15.card.defaults
 
 
-def main(width: int, height: int, frames: int) -> dict[str, Any]:
+def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 32, (frames - 1) // 4 + 1, height // 16, width // 16)
     config = next(iter(hunyuan_model.HUNYUAN15.card.published.values()))
     programs = {}
@@ -66,6 +62,3 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
         cache = outputs(exported)[1]
         programs[f"decode_frame {index}"] = exported
     return {name: facts(exported, sequence=10_000) for name, exported in programs.items()}
-
-
-tell(main, *map(int, sys.argv[1:4]))

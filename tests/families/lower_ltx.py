@@ -1,10 +1,6 @@
-"""Lowers every program of LTX-Video for eight v6e chips, without weights, memory or a TPU; prints what came out.
-
-Arguments: width, height, frames.
-"""
+"""Lowers every program of LTX-Video for eight v6e chips, without weights, memory or a TPU; returns their facts."""
 
 import dataclasses
-import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
@@ -14,13 +10,13 @@ from comfy_tpu.families.ltx_video import vae as ltx_vae
 from comfy_tpu.families.shared.published_configs import T5_XXL
 from comfy_tpu.families.shared.text_encoders import t5_component
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import INT32, array, component, facts, lower_step, tell
+from tests.lowering import INT32, array, component, facts, lower_step
 
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
 COLUMNS = (None, None, None, None, MESH_AXES)
 
 
-def main(width: int, height: int, frames: int) -> dict[str, Any]:
+def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 128, (frames - 1) // 8 + 1, height // 32, width // 32)
     config, settings = ltx_model.LTX_VIDEO.card.published["Lightricks/LTX-Video"], ltx_model.LTX_VIDEO.card.defaults
     programs = {}
@@ -43,6 +39,3 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
         "tpu", vae.abstract_weights(), pixels=array(1, 3, 1, height, width), cache=None
     )
     return {name: facts(exported, sequence=13_000) for name, exported in programs.items()}
-
-
-tell(main, *map(int, sys.argv[1:4]))

@@ -27,10 +27,10 @@ from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tests.covering import covering
-from tests.families import small_flux
+from tests.families import lower_flux, small_flux
 from tests.families.meshes import AUTO, on_every_mesh
 from tests.families.pieces import component
-from tests.lowering import assert_bounded_work, lowered
+from tests.lowering import assert_bounded_work, measure_lowering
 from tests.tracing import relative_error
 
 PROMPT = "a red circle moving left"
@@ -371,7 +371,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: 
 
 
 def test_flux_dev_lowers_for_eight_chips() -> None:
-    seen = lowered("tests.families.lower_flux", "1024", "1024")
+    seen = measure_lowering(lower_flux.lower_programs, 1024, 1024)
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]

@@ -20,10 +20,10 @@ from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tests.covering import covering
-from tests.families import small_flux2
+from tests.families import lower_flux2, small_flux2
 from tests.families.meshes import AUTO, MESHES
 from tests.families.pieces import component
-from tests.lowering import assert_bounded_work, lowered
+from tests.lowering import assert_bounded_work, measure_lowering
 from tests.tracing import relative_error
 
 PROMPT = "a red circle moving left"
@@ -265,7 +265,7 @@ def test_it_does_not_start_from_a_picture() -> None:
 
 @pytest.mark.parametrize("model", ["black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-dev"])
 def test_full_size_models_lower_for_eight_chips(model: str) -> None:
-    seen = lowered("tests.families.lower_flux2", model, "1024", "1024")
+    seen = measure_lowering(lower_flux2.lower_programs, model, 1024, 1024)
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]

@@ -10,7 +10,8 @@ from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import parse_size
 from comfy_tpu.planning.program import lower_step
-from tests.lowering import assert_bounded_work, lowered
+from tests.families import lower_images
+from tests.lowering import assert_bounded_work, measure_lowering
 
 PUBLISHED = [name for family in load_families() for name in family.card.published]
 WAN = {
@@ -68,7 +69,7 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     }.items(),
 )
 def test_what_a_picture_goes_through_lowers_for_eight_chips(name: str, wanted: dict[str, list[int]]) -> None:
-    seen = lowered("tests.families.lower_pictures", name)
+    seen = measure_lowering(lower_images.lower_programs, name)
     assert_bounded_work(seen, operators=3_000)
     programs = seen["programs"]
     assert {program: programs[program]["outputs"][0] for program in wanted} == wanted

@@ -25,9 +25,9 @@ from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tests.counted_work import published_work
 from tests.covering import covering
-from tests.families import small_hunyuan
+from tests.families import lower_hunyuan, small_hunyuan
 from tests.families.meshes import MESHES, on_every_mesh
-from tests.lowering import assert_bounded_work, lowered
+from tests.lowering import assert_bounded_work, measure_lowering
 from tests.parity.small_models import SmallModel
 from tests.tracing import relative_error
 
@@ -263,7 +263,7 @@ def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str, sid
     ("width", "height"), [(1280, 720), pytest.param(848, 480, marks=pytest.mark.slow)], ids=["720P", "480P"]
 )
 def test_full_size_lowers_for_eight_chips(width: int, height: int) -> None:
-    seen = lowered("tests.families.lower_hunyuan", str(width), str(height), "121")
+    seen = measure_lowering(lower_hunyuan.lower_programs, width, height, 121)
     assert_bounded_work(seen, operators=10_000)
     programs = seen["programs"]
     for program in programs.values():

@@ -29,9 +29,9 @@ from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tests.counted_work import published_work
-from tests.families import small_ltx
+from tests.families import lower_ltx, small_ltx
 from tests.families.meshes import AUTO, on_every_mesh
-from tests.lowering import assert_bounded_work, lowered
+from tests.lowering import assert_bounded_work, measure_lowering
 from tests.tracing import relative_error
 
 LONG, SHORT = "a red circle moving left on a black background", "blue"
@@ -316,7 +316,7 @@ def test_all_frames_are_decoded_together(mesh: str, sides: tuple[int, int]) -> N
 
 
 def test_full_size_lowers_for_eight_chips() -> None:
-    seen = lowered("tests.families.lower_ltx", "1216", "704", "257")
+    seen = measure_lowering(lower_ltx.lower_programs, 1216, 704, 257)
     assert_bounded_work(seen, operators=4_000)
     programs = seen["programs"]
     for program in programs.values():

@@ -1,10 +1,6 @@
-"""Lowers every program of Wan 2.1 14B for eight v6e chips, without weights, memory or a TPU; prints what came out.
-
-Arguments: width, height, frames.
-"""
+"""Lowers every program of Wan 2.1 14B for eight v6e chips, without weights, memory or a TPU; returns their facts."""
 
 import dataclasses
-import sys
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
@@ -14,12 +10,12 @@ from comfy_tpu.families.wan import vae as wan_vae
 from comfy_tpu.families.wan.card import TRANSFORMER_14B
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import INT32, array, component, facts, lower_step, outputs, tell
+from tests.lowering import INT32, array, component, facts, lower_step, outputs
 
 PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")
 
 
-def main(width: int, height: int, frames: int) -> dict[str, Any]:
+def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
     programs = {}
 
@@ -41,6 +37,3 @@ def main(width: int, height: int, frames: int) -> dict[str, Any]:
         cache = outputs(exported)[1]
         programs[f"decode_frame {index}"] = exported
     return {name: facts(exported, sequence=30_000) for name, exported in programs.items()}
-
-
-tell(main, *map(int, sys.argv[1:4]))

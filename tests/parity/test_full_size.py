@@ -2,14 +2,15 @@
 
 import pytest
 
-from tests.lowering import assert_bounded_work, lowered
+from tests.lowering import assert_bounded_work, measure_lowering
+from tests.parity import lower_full_size
 
 
 @pytest.mark.parametrize(
     ("width", "height"), [(1280, 720), pytest.param(848, 480, marks=pytest.mark.slow)], ids=["720P", "480P"]
 )
 def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
-    seen = lowered("tests.parity.lower_full_size", str(width), str(height), "81")
+    seen = measure_lowering(lower_full_size.lower_programs, width, height, 81)
     programs = seen["programs"]
     latent = [1, 16, 21, height // 8, width // 8]
     for program in programs.values():

@@ -1,9 +1,8 @@
 """Lowers what families that begin with an image have besides the transformer, for eight v6e chips and without weights.
 
-The encoder that looks at the image, the VAE's encoder, and the 5B's VAE. Prints what came out.
+The encoder that looks at the image, the VAE's encoder, and the 5B's VAE. Returns the facts of each program.
 """
 
-import sys
 from typing import Any
 
 import jax.export
@@ -13,7 +12,7 @@ from comfy_tpu.families.hunyuan_video.model import HUNYUAN15_IMAGE
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.wan.model import WAN21_IMAGE, WAN22_5B
 from comfy_tpu.parallel.mesh import abstract_placement
-from tests.lowering import array, component, facts, outputs, tell
+from tests.lowering import array, component, facts, outputs
 
 CLIP = {
     "hidden_size": 1280,
@@ -54,7 +53,7 @@ PLACEMENT = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e"
 COLUMNS = (None, None, None, None, MESH_AXES)
 
 
-def main(name: str) -> dict[str, Any]:
+def lower_programs(name: str) -> dict[str, Any]:
     family, vae_config, encoder_config, (height, width) = FAMILIES[name]
     image = family.image
     assert image is not None
@@ -81,6 +80,3 @@ def main(name: str) -> dict[str, Any]:
             programs[f"decode_frame {index}"] = exported
             cache = outputs(exported)[1]
     return {program: facts(exported, sequence=30_000) for program, exported in programs.items()}
-
-
-tell(main, sys.argv[1])
