@@ -11,6 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock
 
 from benchmarks.vae import whole_videos
 from comfy_tpu.families.wan.nnx_vae import decoding
+from tests.covering import covering
 from tests.nnx.small_vaes import four_levels, irregular, random, run, tiny
 from tests.tracing import relative_error
 
@@ -21,22 +22,19 @@ TORCH_DECODE = (whole_videos.decode_scanned, whole_videos.decode_unrolled)
 TORCH_ENCODE = (whole_videos.encode_scanned, whole_videos.encode_unrolled)
 
 
-def every_length(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> pytest.MarkDecorator:
-    """Every function by turns on one device and on a mesh. Scans of 17 and 81 frames are one program but for a number;
-    unrolled, they take minutes to compile."""
+def every_length(
+    backend: tuple[Callable[..., Any], Callable[..., Any]], study: tuple[Callable[..., Any], Callable[..., Any]]
+) -> pytest.MarkDecorator:
+    """By default what a user can run, scanned over one frame and several, on one device and on a mesh, and the other
+    three ways through one short video. Scans of 17 and 81 frames are one program but for a number; unrolled, they take
+    minutes to compile."""
+    default = [(backend[0], 1, "single"), (backend[0], 5, "dp=2,sp=4"), (backend[0], 17, "single")]
+    default += [(backend[1], 5, "single"), (study[0], 5, "dp=2,sp=4"), (study[1], 5, "single")]
     cases = []
-    turns = itertools.cycle(MESHES)
-    for scanned, unrolled in pairs:
-        of = "torchax" if scanned.__module__ == whole_videos.__name__ else "flax"
-        for function, frames in itertools.product((scanned, unrolled), (1, 5, 17, 81)):
-            turn = next(turns)
-            most = 17 if function is scanned else 5
-            for mesh in MESHES:
-                marks = [] if frames <= most and mesh == turn else [pytest.mark.slow]
-                cases.append(
-                    pytest.param(frames, function, mesh, marks=marks, id=f"{of}-{function.__name__}-{frames}-{mesh}")
-                )
-        next(turns)
+    for function, frames, mesh in itertools.product((*backend, *study), (1, 5, 17, 81), MESHES):
+        name = f"{'torchax' if function in study else 'flax'}-{function.__name__}-{frames}-{mesh}"
+        marks = [] if (function, frames, mesh) in default else [pytest.mark.slow]
+        cases.append(pytest.param(frames, function, mesh, marks=marks, id=name))
     return pytest.mark.parametrize(("frames", "function", "mesh"), cases)
 
 
@@ -68,22 +66,21 @@ def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     assert relative_error(actual, expected) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("columns", "mesh"),
-    [
-        (7, "single"),
-        pytest.param(7, "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param(16, "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
-    ],
+@covering(
+    "columns, mesh, functions",
+    [7, 16],
+    ["single", "dp=2,sp=2,tp=2"],
+    [(decoding.decode, decoding.encode), (whole_videos.decode_scanned, whole_videos.encode_scanned)],
+    strength=0,
+    always=[(7, "single", (decoding.decode, decoding.encode))],
 )
-def test_published_depth(columns: int, mesh: str) -> None:
+def test_published_depth(columns: int, mesh: str, functions: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     """Four levels, as the published models have, with 8 × 8 pixels for a latent."""
+    decode, encode = functions
     latents, pixels = decoded(four_levels, 3, 5, columns)
-    for decode in (decoding.decode, whole_videos.decode_scanned):
-        assert relative_error(run(four_levels(), decode, mesh, latents), pixels) <= 1e-4
+    assert relative_error(run(four_levels(), decode, mesh, latents), pixels) <= 1e-4
     video, moments = encoded(four_levels, 9, 40, 8 * columns)
-    for encode in (decoding.encode, whole_videos.encode_scanned):
-        assert relative_error(run(four_levels(), encode, mesh, video), moments) <= 1e-4
+    assert relative_error(run(four_levels(), encode, mesh, video), moments) <= 1e-4
 
 
 def test_irregular_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,25 +99,27 @@ def test_several_videos_at_once() -> None:
     assert relative_error(run(tiny(), decoding.decode, "dp=2,sp=4", latents), expected) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("pixels", "mesh"),
-    [(39, "single"), (41, "single"), pytest.param(41, "dp=2,sp=4", marks=pytest.mark.slow)],
+@covering(
+    "pixels, mesh, encode",
+    [39, 41],
+    MESHES,
+    [decoding.encode, whole_videos.encode_scanned],
+    strength=0,
+    always=[(41, "single", decoding.encode)],
 )
-@pytest.mark.parametrize("encode", [decoding.encode, whole_videos.encode_scanned], ids=["flax", "torchax"])
-def test_encode_pixels_that_make_no_whole_latents(encode: Callable[..., Any], pixels: int, mesh: str) -> None:
+def test_encode_pixels_that_make_no_whole_latents(pixels: int, mesh: str, encode: Callable[..., Any]) -> None:
     video, expected = encoded(four_levels, 5, pixels, pixels + 2)
     actual = run(four_levels(), encode, mesh, video)
     assert actual.shape == expected.shape
     assert relative_error(actual, expected) <= 1e-4
 
 
-@pytest.mark.parametrize("frames", [pytest.param(4, marks=pytest.mark.slow), 7])
-def test_frames_behind_the_last_whole_part_are_left_out(frames: int) -> None:
+@covering("frames, encode", [4, 7], [*ENCODE, *TORCH_ENCODE], strength=0, always=[(7, decoding.encode)])
+def test_frames_behind_the_last_whole_part_are_left_out(frames: int, encode: Callable[..., Any]) -> None:
     video, expected = encoded(tiny, frames, 12, 20)
-    for function in (*ENCODE, *TORCH_ENCODE):
-        actual = run(tiny(), function, "single", video)
-        assert actual.shape == expected.shape
-        assert relative_error(actual, expected) <= 1e-4
+    actual = run(tiny(), encode, "single", video)
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) <= 1e-4
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
