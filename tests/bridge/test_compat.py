@@ -53,7 +53,7 @@ def test_importing_torchax_leaves_torch_as_it_was() -> None:
 
 def test_the_stand_in_answers_torchax_only() -> None:
     found: list[str] = []
-    with compat._answer_for_missing_names(found):
+    with compat._substitute_missing_names(found):
         assert not hasattr(torch.ops.aten, "no_such_operator")
         assert not hasattr(torch.ops.aten.add, "no_such_overload")
         asked_by_torchax = eval(

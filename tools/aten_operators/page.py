@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from comfy_tpu.bridge.catalogue import Row, brought_by_torchax, overloads
+from comfy_tpu.bridge.catalogue import Row, count_torchax_operators, overloads
 from tools.aten_operators.use import compared_with_torch, used_by_families
 from tools.versions import installed
 
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 def make_page(compared: set[Row] | None = None, used: Mapping[str, set[Row]] | None = None) -> str:
     """`compared` and `used`, by family: what is traced for them, where they are not given."""
-    lowered, decomposed = brought_by_torchax()
+    lowered, decomposed = count_torchax_operators()
     rows = overloads()
     compared = compared_with_torch() if compared is None else compared
     used = used_by_families() if used is None else used

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from comfy_tpu.bridge import TraceContext, call_function, to_device
-from comfy_tpu.bridge.catalogue import Row, row_of
-from comfy_tpu.bridge.compat import replaced
+from comfy_tpu.bridge.catalogue import Row, find_row
+from comfy_tpu.bridge.compat import replace_attribute
 from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import RuntimeConfig
@@ -78,7 +78,7 @@ def used_by_families() -> dict[str, set[Row]]:
 
 def used_by(column: str) -> set[Row]:
     """Operators that the small models of a column are traced to."""
-    with _dispatched() as rows, replaced(DeviceProgram, "__call__", _traced_only):
+    with _dispatched() as rows, replace_attribute(DeviceProgram, "__call__", _traced_only):
         for small in SMALL[column]:
             pipeline = _opened(small)
             images = [wan_pipelines.picture(seed) for seed in range(small.pictures)]
@@ -128,11 +128,11 @@ def _dispatched() -> Iterator[set[Row]]:
 
     def noting(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = dispatch(self, func, types, args, kwargs)
-        row = row_of(func)
+        row = find_row(func)
         # What a model computes on the host while it is traced comes this way too, and stays torch's.
         if row and any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs, result))):
             rows.add(row)
         return result
 
-    with replaced(TraceEnvironment, "dispatch", noting):
+    with replace_attribute(TraceEnvironment, "dispatch", noting):
         yield rows

@@ -11,10 +11,10 @@ from comfy_tpu.parallel.constraints import even_batch
 
 
 def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torch.Tensor:
-    """Asks that `tensor` be split over the mesh, an axis name (or several, or None) per dimension.
+    """Constrains `tensor` to be split over the mesh: an axis name (or several, or None) per dimension.
 
-    `constrain(hidden_states, "dp", "sp", None)`. Outside a trace, and on one device, it does nothing: a model that
-    has such lines stays an ordinary torch model. A batch that dp does not divide stays whole.
+    `constrain(hidden_states, "dp", "sp", None)`. Outside a trace, and on one device, the tensor is returned unchanged,
+    so the model can still be run by torch. A batch that dp does not divide is not split.
     """
     if not isinstance(tensor, DeviceTensor):
         return tensor

@@ -23,7 +23,7 @@ import jax
 import torch
 
 from comfy_tpu.bridge import to_host, weight_shapes
-from comfy_tpu.bridge.failures import explained
+from comfy_tpu.bridge.failures import model_code_errors
 from comfy_tpu.bridge.model_source import raising_line
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch, held_as
@@ -204,7 +204,7 @@ class HostedModule:
 def _somebody_elses_code(name: str) -> Iterator[None]:
     """Runs only while it is traced: whatever it raises then, it may be right where its inputs have values."""
     try:
-        with explained():
+        with model_code_errors():
             yield
     except MeshError:
         raise  # what a user chose

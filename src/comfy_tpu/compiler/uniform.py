@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from comfy_tpu.bridge import BlockCall, content_of, run_layer, run_layers
+from comfy_tpu.bridge import BlockCall, run_layer, run_layers, tensor_content
 from comfy_tpu.compiler.stacking import StackedBlocks, block_difference
 from comfy_tpu.errors import StackingError
 
@@ -379,7 +379,7 @@ def _held(tree: Any) -> list[Any]:
         return [item for name, value in tree.items() for item in (name, *_held(value))]
     if isinstance(tree, list):
         return [item for value in tree for item in _held(value)]
-    return [tree, content_of(tree)] if isinstance(tree, torch.Tensor) else [tree]
+    return [tree, tensor_content(tree)] if isinstance(tree, torch.Tensor) else [tree]
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:
