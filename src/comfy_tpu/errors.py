@@ -198,8 +198,8 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
-def listed(names: Iterable[str], most: int = 5, separator: str = ", ", before_rest: str = " ") -> str:
-    """The first few of many names, and how many more there are: an error over a whole model stays readable."""
+def join_names(names: Iterable[str], limit: int = 5, separator: str = ", ", before_rest: str = " ") -> str:
+    """The first `limit` names and the number of the others, so that an error about a whole model stays readable."""
     names = list(names)
-    more = len(names) - most
-    return separator.join(names[:most]) + (f"{before_rest}and {more} more" if more > 0 else "")
+    more = len(names) - limit
+    return separator.join(names[:limit]) + (f"{before_rest}and {more} more" if more > 0 else "")

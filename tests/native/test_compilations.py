@@ -96,14 +96,14 @@ def test_blocks_are_scanned(architecture, monkeypatch):
     from tests.native.sampling import sample
 
     found = {}
-    decide = uniform._Watch.segments
+    decide = uniform._LoopRecorder.segments
 
     def deciding(self):
         segments = decide(self)
         found[self._run.path] = len(segments)
         return segments
 
-    monkeypatch.setattr(uniform._Watch, "segments", deciding)
+    monkeypatch.setattr(uniform._LoopRecorder, "segments", deciding)
     sample(compile_model(architecture.build(seed=12)), architecture, steps=1)
     assert {path for path, pieces in found.items() if pieces == 1} >= SCANNED[architecture.name], found
 

@@ -7,7 +7,7 @@ import torch
 from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.parallel.constraints import constrain as constrain_array
-from comfy_tpu.parallel.constraints import even_batch
+from comfy_tpu.parallel.constraints import even_batch_spec
 
 
 def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torch.Tensor:
@@ -22,6 +22,6 @@ def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torc
     if placement is None:
         return tensor
     bridge = environment()
-    spec = even_batch(axes, tuple(tensor.shape), placement)
+    spec = even_batch_spec(axes, tuple(tensor.shape), placement)
     constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, spec))
     return constrained

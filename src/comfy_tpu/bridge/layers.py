@@ -14,7 +14,7 @@ from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.bridge.skeleton import weight_shapes
 from comfy_tpu.errors import StackingError, see
-from comfy_tpu.parallel.constraints import constrain, even_batch
+from comfy_tpu.parallel.constraints import constrain, even_batch_spec
 
 
 class BlockCall:
@@ -55,7 +55,7 @@ def run_layers(
     def place(value: jax.Array) -> jax.Array:
         if trace.placement is None or value.ndim != len(carry_axes):
             return value
-        return constrain(value, trace.placement, even_batch(carry_axes, value.shape, trace.placement))
+        return constrain(value, trace.placement, even_batch_spec(carry_axes, value.shape, trace.placement))
 
     def layer(carried: tuple[jax.Array, ...], weights: dict[str, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
         nonlocal output_count

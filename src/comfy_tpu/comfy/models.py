@@ -11,7 +11,7 @@ import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
-from comfy_tpu.errors import InvalidValueError, listed
+from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.json_input import read_json
 
@@ -45,7 +45,7 @@ def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) 
     if model_id not in (*family.model_ids, *local):
         raise InvalidValueError(
             f"model_id={model_id!r} is not a {family.name} model that is known here; choose from "
-            f"{listed(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
+            f"{join_names(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
         )
     place = local.get(model_id)
     stamp = _stamp(place) if place else ()

@@ -75,7 +75,7 @@ def start() -> None:
     from comfy_tpu.compiler.residency import shared_residency
 
     STATUS.start()
-    shared_residency().listen(lambda event: announce(now=True))  # a Free between two prompts, above all
+    shared_residency().add_callback(lambda event: announce(now=True))  # a Free between two prompts, above all
 
 
 def report_idle() -> None:

@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from comfy_tpu.diagnosis import facts, repairs
 from comfy_tpu.diagnosis.checks import Finding
 from comfy_tpu.distribution import install_command
-from comfy_tpu.errors import listed
+from comfy_tpu.errors import join_names
 
 # ComfyUI starts without it, less its audio nodes. No command is suggested: PyPI's may not import beside this torch.
 _DISPENSABLE = "torchaudio"
@@ -62,7 +62,7 @@ def _check_packages(
     fix = repairs.install_requirements(directory / "requirements.txt", versions)
     name = "its packages"
     if missing := [requirement.name for requirement in essential if versions.get(requirement.name) is None]:
-        return Finding(name, "blocked", f"ComfyUI needs {listed(missing)}, not installed here", fix)
+        return Finding(name, "blocked", f"ComfyUI needs {join_names(missing)}, not installed here", fix)
     unmet = {
         requirement.name: f"{requirement} (here: {versions.get(requirement.name) or 'none'})"
         for requirement in (*essential, *others)
@@ -72,7 +72,7 @@ def _check_packages(
     if list(unmet) == [_DISPENSABLE]:
         return Finding(name, "warning", f"ComfyUI asks for {unmet[_DISPENSABLE]}, which only its audio nodes need")
     if unmet:
-        return Finding(name, "warning", f"ComfyUI asks for {listed(unmet.values())}", fix)
+        return Finding(name, "warning", f"ComfyUI asks for {join_names(unmet.values())}", fix)
     return Finding(name, "ok", f"all {len(essential) + len(others)} of ComfyUI's requirements.txt")
 
 

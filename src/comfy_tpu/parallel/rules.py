@@ -19,12 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from comfy_tpu.config import MeshSizes, ShardingConfig
-from comfy_tpu.errors import ShardingError, listed, see
+from comfy_tpu.errors import ShardingError, join_names, see
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport, make_report
 
 _LARGEST_TP_SUGGESTED = 64
-_listed = functools.partial(listed, before_rest=", ")
+_join = functools.partial(join_names, before_rest=", ")
 
 RuleKind = Literal["column", "row", "gather", "replicate"]
 
@@ -112,7 +112,7 @@ class ShardingPlan:
 
     def _entry(self, name: str) -> WeightSharding:
         if name not in self.entries:
-            raise ShardingError(f"no weight {name!r} in this plan; it has {_listed(self.entries)}")
+            raise ShardingError(f"no weight {name!r} in this plan; it has {_join(self.entries)}")
         return self.entries[name]
 
 
@@ -128,7 +128,7 @@ def plan_shardings(
     config = config or ShardingConfig()
     unknown = [name for name in stacked if name not in weights]
     if unknown:
-        raise ShardingError(f"stacked names that are not weights: {_listed(unknown)}; weights are {_listed(weights)}")
+        raise ShardingError(f"stacked names that are not weights: {_join(unknown)}; weights are {_join(weights)}")
     matched = _match(rules, weights)
     shapes = {name: _layer_shape(name, weights[name].shape, name in stacked) for name in weights}
     _check_tensor_parallel(matched, shapes, placement.sizes.tp)
@@ -173,16 +173,16 @@ def _match(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
     unmatched = [name for name, found in matches.items() if not found]
     if unmatched:
         problems.append(
-            f"no rule matches {_listed(unmatched)}; add a rule for each (replicate(...) keeps a weight whole on every "
+            f"no rule matches {_join(unmatched)}; add a rule for each (replicate(...) keeps a weight whole on every "
             f"device). The rules are {', '.join(map(str, rules)) or 'none'}"
         )
     twice = [f"{name} ({' and '.join(map(str, found))})" for name, found in matches.items() if len(found) > 1]
     if twice:
-        problems.append(f"more than one rule matches {_listed(twice)}; narrow the patterns until one is left for each")
+        problems.append(f"more than one rule matches {_join(twice)}; narrow the patterns until one is left for each")
     idle = [str(rule) for rule in rules if not any(rule in found for found in matches.values())]
     if idle:
         problems.append(
-            f"rules that match no weight: {_listed(idle)}; correct or remove them. Weights are {_listed(names)}"
+            f"rules that match no weight: {_join(idle)}; correct or remove them. Weights are {_join(names)}"
         )
     if problems:
         raise ShardingError("\n".join(problems) + see("no-sharding-rule"))
@@ -213,7 +213,7 @@ def _check_tensor_parallel(rules: Mapping[str, Rule], shapes: Mapping[str, tuple
     ]
     if uneven:
         choices = _divisors([size for _, size in split.values()])
-        raise ShardingError(f"{listed(uneven, separator='; ', before_rest='; ')}; choose tp from {choices}")
+        raise ShardingError(f"{join_names(uneven, separator='; ', before_rest='; ')}; choose tp from {choices}")
 
 
 def _divisors(sizes: Iterable[int]) -> str:

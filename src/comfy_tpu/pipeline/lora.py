@@ -15,7 +15,7 @@ import torch
 
 from comfy_tpu.compiler.merging import WeightChange
 from comfy_tpu.config import Lora
-from comfy_tpu.errors import InvalidValueError, listed
+from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.model_family import Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
@@ -154,7 +154,7 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
     matched = file.match(targets)
     if not matched.factors:
         raise InvalidValueError(
-            f"lora={lora.path} fits nothing in model {files.name}, it holds {listed(file.checkpoint.tensors, 3)}; "
+            f"lora={lora.path} fits nothing in model {files.name}, it holds {join_names(file.checkpoint.tensors, 3)}; "
             f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}",
             field="lora",
         )
@@ -163,7 +163,7 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
     if matched.unmatched_keys > matched.known:
         raise InvalidValueError(
             f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known} of its "
-            f"{matched.known + matched.unmatched_keys} modules, and not for {listed(matched.unknown, 3)}; use a LoRA "
+            f"{matched.known + matched.unmatched_keys} modules, and not for {join_names(matched.unknown, 3)}; use a LoRA "
             f"made for {files.family.name}",
             field="lora",
         )

@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
-from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, join_names
 from comfy_tpu.families.model_family import LoraNames, Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.json_input import parse_json
@@ -187,7 +187,7 @@ class LoraFile:
                 modules.setdefault(key.removesuffix(f".{suffix}"), {})[_PARTS[suffix]] = key
         if not modules:
             raise InvalidValueError(
-                f"lora={path} holds no LoRA, but {listed(others, 3)}; expected keys that end in lora_A.weight and "
+                f"lora={path} holds no LoRA, but {join_names(others, 3)}; expected keys that end in lora_A.weight and "
                 "lora_B.weight, or in lora_down.weight and lora_up.weight",
                 field="lora",
             )

@@ -20,7 +20,7 @@ from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Denoiser, ModelFamily
-from comfy_tpu.parallel.constraints import Axes, evenly
+from comfy_tpu.parallel.constraints import Axes, even_spec
 from comfy_tpu.pipeline.schedule import HISTORY
 
 MakeProgram = Callable[..., DeviceProgram]
@@ -170,7 +170,7 @@ def place_prepared(
         name: jax.ShapeDtypeStruct(
             shape.shape,
             shape.dtype,
-            sharding=placement.sharding(*evenly(axes.get(name, _BRANCHES), shape.shape, placement)),
+            sharding=placement.sharding(*even_spec(axes.get(name, _BRANCHES), shape.shape, placement)),
         )
         for name, shape in shapes.items()
     }

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from comfy_tpu.compiler.arranging import Packed, pack_features
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.building import refuse_unknown_keys
@@ -60,9 +60,9 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
-def _packed(config: Config) -> tuple[Packed, ...]:
+def _packed(config: Config) -> tuple[PackedWeight, ...]:
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
-    return (Packed("single_transformer_blocks.*.proj_out.weight", (hidden, _FFN * hidden)),)
+    return (PackedWeight("single_transformer_blocks.*.proj_out.weight", (hidden, _FFN * hidden)),)
 
 
 TRANSFORMER = ComponentSpec(

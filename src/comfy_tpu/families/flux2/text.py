@@ -109,7 +109,7 @@ QWEN = ComponentSpec(
     build=_build_qwen,
     unused=_UNUSED,
     stacks=_STACKS,
-    shared=False,  # 512 tokens; the products are divided all the same
+    shard_attention=False,  # 512 tokens; the products are divided all the same
     rules=(*_RULES, replicate("parts.*.self_attn.[qk]_norm.weight")),
     rename=_renaming(KLEIN_LAYERS),
 )
@@ -120,7 +120,7 @@ MISTRAL = ComponentSpec(
     build=_build_mistral,
     unused=(*_UNUSED, "vision_tower.*", "multi_modal_projector.*"),
     stacks=_STACKS,
-    shared=False,
+    shard_attention=False,
     rules=_RULES,
     rename=_renaming(DEV_LAYERS),
 )

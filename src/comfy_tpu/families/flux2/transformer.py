@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from comfy_tpu.bridge import constrain
-from comfy_tpu.compiler.arranging import Packed, pack_features, unpack_features
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features, unpack_features
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
@@ -83,17 +83,17 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
-def _packed(config: Config) -> tuple[Packed, ...]:
+def _packed(config: Config) -> tuple[PackedWeight, ...]:
     config = {**TRANSFORMER_DEV, **config}
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     ffn = int(hidden * config["mlp_ratio"])
     return (
-        Packed("transformer_blocks.*.ff.linear_in.weight", (ffn, ffn), dimension=0),
-        Packed("transformer_blocks.*.ff_context.linear_in.weight", (ffn, ffn), dimension=0),
-        Packed(
+        PackedWeight("transformer_blocks.*.ff.linear_in.weight", (ffn, ffn), dimension=0),
+        PackedWeight("transformer_blocks.*.ff_context.linear_in.weight", (ffn, ffn), dimension=0),
+        PackedWeight(
             "single_transformer_blocks.*.attn.to_qkv_mlp_proj.weight", (hidden, hidden, hidden, ffn, ffn), dimension=0
         ),
-        Packed("single_transformer_blocks.*.attn.to_out.weight", (hidden, ffn)),
+        PackedWeight("single_transformer_blocks.*.attn.to_out.weight", (hidden, ffn)),
     )
 
 

@@ -65,7 +65,7 @@ TEXT_ENCODER = ComponentSpec(
     build=_build_text_encoder,
     unused=("norm.weight", "layers.*"),  # of the layers, the last
     stacks=(LayerStack("layers"),),
-    shared=False,  # 28 heads, of which tp=8 takes no whole share; the products are divided all the same
+    shard_attention=False,  # 28 heads, of which tp=8 takes no whole share; the products are divided all the same
     rules=(
         row("embed_tokens.weight"),
         column("layers.*.self_attn.[qkv]_proj.*"),
@@ -81,7 +81,7 @@ GLYPH_ENCODER = ComponentSpec(
     name="text_encoder_2",
     classes=("T5EncoderModel",),
     build=_build_glyph_encoder,
-    shared=False,  # 6 heads
+    shard_attention=False,  # 6 heads
     # Not scanned: only T5's first block has a position bias, which the others are given. There are twelve.
     rules=(
         row("shared.weight"),

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
-from comfy_tpu.compiler.weights import SourceAround, WeightSource
+from comfy_tpu.compiler.weights import SourceWrapper, WeightSource
 
 _LEAVES = {"kernel": "weight", "scale": "gamma", "bias": "bias"}
 
@@ -20,7 +20,7 @@ def checkpoint_name(path: tuple[Hashable, ...]) -> str:
     return ".".join((*owner, _LEAVES[leaf]))
 
 
-class ChannelsLast(SourceAround):
+class ChannelsLast(SourceWrapper):
     """A checkpoint whose tensors come out as ours are laid out."""
 
     def __init__(self, source: WeightSource) -> None:
