@@ -16,8 +16,10 @@ def conv3d_by_taps(
     pads: Sequence[tuple[int, int]],
     dilations: Sequence[int] = (1, 1, 1),
 ) -> Float[Array, "b t2 h2 w2 o"]:
-    """The frames under a kernel as channels of one image: XLA's own 3-D convolution is 4 to 7 times slower on a CPU
-    (16 channels, 6 frames of 64×64: 119 ms against 18)."""
+    """A 3-D convolution as a 2-D one, with the frames under the kernel as channels.
+
+    XLA's own 3-D convolution is 4 to 7 times slower on a CPU (16 channels, 6 frames of 64×64: 119 ms against 18).
+    """
     batch, _, height, width, channels = x.shape
     taps, *picture, _, features = kernel.shape
     x = jnp.pad(x, ((0, 0), pads[0], (0, 0), (0, 0), (0, 0)))

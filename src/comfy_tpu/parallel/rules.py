@@ -1,4 +1,4 @@
-"""Sharding rules as data: which weights are split over which mesh axes, where they rest and while they compute.
+"""Sharding rules as data: which weights are split over which mesh axes, in storage and while they compute.
 
 A rule is a case-sensitive glob on weight names (`*` spans dots) and what to do with what it matches. Every weight
 matches exactly one rule. The weights of scanned layers appear as one stacked weight, named with `*` in place of the
@@ -62,7 +62,7 @@ def replicate(pattern: str) -> Rule:
 
 
 def covers(rules: Sequence[Rule], weights: Mapping[str, ShapeDtype], tp: int) -> bool:
-    """Whether every weight, of one layer each, has its one rule, and tp divides what the rule splits."""
+    """Whether every weight (of one layer) matches exactly one rule, and tp divides the dimension that it splits."""
     for name, weight in weights.items():
         matching = [rule for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
         if len(matching) != 1:
@@ -91,7 +91,7 @@ class WeightSharding:
     storage: PartitionSpec
     compute: PartitionSpec
     could_not_split: bool
-    """A rule asked for pieces, but no dimension divides."""
+    """Whether a rule would split the weight but no axis divides it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ class ShardingPlan:
     entries: Mapping[str, WeightSharding]
 
     def storage(self, name: str) -> NamedSharding:
-        """How a weight rests on the devices between its uses."""
+        """The sharding of a weight in storage, between its uses."""
         return NamedSharding(self.placement.mesh, self._entry(name).storage)
 
     def compute(self, name: str) -> NamedSharding:
-        """How a weight is laid out while its layer computes."""
+        """The sharding of a weight while its layer computes."""
         return NamedSharding(self.placement.mesh, self._entry(name).compute)
 
     def report(self) -> ShardingReport:
@@ -149,10 +149,10 @@ def plan_shardings(
     return ShardingPlan(placement, entries)
 
 
-def axes_of(
+def rule_axes(
     kind: RuleKind, shape: tuple[int, ...], itemsize: int, sizes: MeshSizes, config: ShardingConfig | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes that split a weight at rest, and while it computes: what a plan would say of a single one."""
+    """The mesh axes that split a weight in storage, and those that split it while it computes."""
     rule = Rule(kind, "*")
     compute = _compute_spec(rule, shape, sizes.tp)
     storage, _ = _storage_spec(rule, shape, compute, sizes, itemsize, config or ShardingConfig())
@@ -236,7 +236,7 @@ def _storage_spec(
     itemsize: int,
     config: ShardingConfig,
 ) -> tuple[tuple[_Entry, ...], bool]:
-    """The spec at rest, and whether pieces were wanted but no dimension divides."""
+    """The spec in storage, and whether the rule would split further but no axis divides."""
     too_small = len(shape) < 2 or math.prod(shape) * itemsize < config.gather_min_bytes
     if rule.kind == "replicate" or too_small:
         return compute, False
