@@ -246,7 +246,7 @@ class Pipeline:
             request.prompt,
             request.settings,
             self.stages,
-            pictures=fingerprint(request.images),
+            images_fingerprint=fingerprint(request.images),
             loras=self.stages.loras.text,
         )
         return [

@@ -19,7 +19,7 @@ def skeleton_limits(shapes: Iterable[tuple[int, ...]]) -> SkeletonLimits:
     weights twice, or drop layers afterwards."""
     sizes = [math.prod(shape) for shape in shapes]
     known = f"and its checkpoint has {len(sizes)} with {sum(sizes)} numbers"
-    return SkeletonLimits(tensors=4 * len(sizes) + 256, elements=4 * sum(sizes) + 2**20, known=known)
+    return SkeletonLimits(tensors=4 * len(sizes) + 256, elements=4 * sum(sizes) + 2**20, error_suffix=known)
 
 
 _FACTORIES = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros)
@@ -66,10 +66,10 @@ class _EmptyOnMeta(TorchFunctionMode):
         self._tensors += 1
         self._elements += weight.numel()
         if self._tensors > self._limits.tensors:
-            raise SkeletonSizeError(f"asks for more than {self._limits.tensors} weights, {self._limits.known}")
+            raise SkeletonSizeError(f"asks for more than {self._limits.tensors} weights, {self._limits.error_suffix}")
         if self._elements > self._limits.elements:
             elements = self._limits.elements
-            raise SkeletonSizeError(f"asks for weights with more than {elements} numbers, {self._limits.known}")
+            raise SkeletonSizeError(f"asks for weights with more than {elements} numbers, {self._limits.error_suffix}")
 
     def _check_computed(self, tensor: Any, largest: int) -> None:
         """Raises SkeletonSizeError for a result that is too large; `largest`: elements of its largest input."""

@@ -7,18 +7,18 @@ import shlex
 import sys
 
 from comfy_tpu.cli.findings import finding_lines, printable, verdict
-from comfy_tpu.cli.options import path
+from comfy_tpu.cli.options import path_parser
 from comfy_tpu.cli.terminal import print_text
 from comfy_tpu.diagnosis import Finding, examine, examine_comfyui
 from comfy_tpu.installation import ComfyUI, Outcome, Pack, place, remove
 
-SHOWN = ("python", "devices", "tracing", "torchvision", "torchaudio", "demo models")
+SHOWN_FINDINGS = ("python", "devices", "tracing", "torchvision", "torchaudio", "demo models")
 """Of the doctor's findings; the others only where something is wrong. `comfy-tpu doctor` shows them all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "comfyui_dir", type=path("COMFYUI_DIR"), metavar="COMFYUI_DIR", help="the directory that holds main.py"
+        "comfyui_dir", type=path_parser("COMFYUI_DIR"), metavar="COMFYUI_DIR", help="the directory that holds main.py"
     )
     parser.add_argument("--copy", action="store_true", help="copy the files where links are not possible")
     parser.add_argument("--uninstall", action="store_true", help="take the pack out again; models and outputs stay")
@@ -48,5 +48,5 @@ def _findings(comfyui: ComfyUI, outcome: Outcome) -> list[Finding]:
         Finding("ComfyUI", "ok", f"{comfyui.version} ({comfyui.directory})"),
         Finding("pack", "ok", outcome.detail),
         *examine_comfyui(comfyui.directory),
-        *(finding for finding in examine().findings if finding.status != "ok" or finding.name in SHOWN),
+        *(finding for finding in examine().findings if finding.status != "ok" or finding.name in SHOWN_FINDINGS),
     ]

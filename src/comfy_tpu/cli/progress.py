@@ -29,7 +29,7 @@ class CompiledProgram:
     seconds: float
 
 
-class Account:
+class StageTimes:
     """Seconds by stage. Where one runs inside another (compiling inside denoising), the time is the inner one's."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Display:
     """Listens to a pipeline. Without a terminal on stderr it shows nothing."""
 
     def __init__(self) -> None:
-        self.account = Account()
+        self.account = StageTimes()
         self._bars: dict[Key, Any] = {}
 
     def __enter__(self) -> Display:
@@ -90,7 +90,7 @@ class Display:
             self._bars[key] = self._new_bar(progress)
         bar = self._bars[key]
         if progress.reused:
-            reused = spans(self.account.reused)
+            reused = format_spans(self.account.reused)
             bar.set_description_str(escape_controls(f"{progress.stage} {progress.size}, reused {reused}"))
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
@@ -131,7 +131,7 @@ class Display:
         )
 
 
-def spans(numbers: Sequence[int]) -> str:
+def format_spans(numbers: Sequence[int]) -> str:
     """The last few of them; neighbours as a span: "… 16–17, 19"."""
     spans: list[list[int]] = []
     for number in numbers:

@@ -27,7 +27,7 @@ def standard_streams() -> Iterator[None]:
         if before[name] is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     try:
-        with _names_as_bytes(sys.stdout):
+        with _print_undecodable_names(sys.stdout):
             yield
     finally:
         for name, stream in before.items():
@@ -42,7 +42,7 @@ def write_error(text: str) -> None:
         discard(sys.stderr)
 
 
-def output_fails() -> bool:
+def is_output_broken() -> bool:
     """Whether standard output cannot be written, in which case what is left of it is discarded.
 
     Writes an empty line to find out: without a buffer (PYTHONUNBUFFERED) nothing is left of what failed before.
@@ -75,7 +75,7 @@ def _open_descriptor(number: int) -> None:
 
 
 @contextlib.contextmanager
-def _names_as_bytes(stream: TextIO) -> Iterator[None]:
+def _print_undecodable_names(stream: TextIO) -> Iterator[None]:
     """File names that are not UTF-8 are printed as the bytes that they are."""
     if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
         yield

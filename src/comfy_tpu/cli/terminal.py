@@ -22,7 +22,7 @@ def print_error(text: str) -> None:
     write_error(message_line(text))
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """A line on stderr that does not disturb progress bars."""
     if "tqdm" not in sys.modules:
         print_error(text)
@@ -50,7 +50,7 @@ class _WarningLines(logging.Handler):
         self._rename = rename
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self._rename(record.getMessage(), getattr(record, "field", None)))
+        print_message(self._rename(record.getMessage(), getattr(record, "field", None)))
 
 
 def print_text(text: str) -> None:
