@@ -8,7 +8,7 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.terminal import print_paths
 
 FIXED = ("num_videos", "fps", "reuse", "guidance_until")
-"""Settings that a calibration does not have: it computes every step of one video at a time."""
+"""Settings that cannot be chosen: a calibration computes every step of one video at a time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,12 +9,12 @@ from comfy_tpu.families.registry import family_cards, model_cards
 
 
 def default_model() -> ModelCard:
-    """The model whose defaults are shown."""
+    """The model whose defaults help texts show."""
     return model_cards()[0]
 
 
 def frame_counts() -> str:
-    """ "4n+1 for Wan, HunyuanVideo-1.5; 8n+1 for LTX-Video"."""
+    """Allowed numbers of frames: "4n+1 for Wan, HunyuanVideo-1.5; 8n+1 for LTX-Video"."""
 
     def multiples(card: FamilyCard) -> str:
         found = {model.limits.frames_multiple for model in card.models if not model.makes_images}
@@ -24,7 +24,7 @@ def frame_counts() -> str:
 
 
 def size_names() -> str:
-    """ "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
+    """Names of sizes: "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
 
     def presets(card: FamilyCard) -> str:
         return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_size_key))
@@ -38,7 +38,7 @@ def families_with(fact: Callable[[ModelCard], bool]) -> str:
 
 
 def models_with(fact: Callable[[ModelCard], bool]) -> str:
-    """ "Wan 2.1, Wan 2.2"."""
+    """The names of the models with a property: "Wan 2.1, Wan 2.2"."""
     return _escape(", ".join(model.name for model in model_cards() if fact(model)))
 
 
@@ -51,11 +51,11 @@ def _by_family(describe: Callable[[FamilyCard], str]) -> str:
 
 
 def _size_key(name: str) -> tuple[int, str]:
-    """Sizes in the order of their numbers: 512, 768, 1024."""
+    """A sort key by the number in a size's name: 512, 768, 1024."""
     digits = "".join(filter(str.isdigit, name))
     return int(digits or 0), name
 
 
 def _escape(text: str) -> str:
-    """argparse replaces %."""
+    """Doubles %, which argparse would replace."""
     return text.replace("%", "%%")

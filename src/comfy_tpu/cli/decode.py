@@ -1,4 +1,4 @@
-"""comfy-tpu decode: the last stage. Latents become a video."""
+"""comfy-tpu decode: the last stage, from latents to a video."""
 
 from __future__ import annotations
 

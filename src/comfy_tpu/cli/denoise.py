@@ -1,4 +1,4 @@
-"""comfy-tpu denoise: the second stage. Settings come from the text's file; those given here go before them."""
+"""comfy-tpu denoise: the second stage. Settings come from the text's file; options given here take precedence."""
 
 from __future__ import annotations
 

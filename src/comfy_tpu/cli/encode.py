@@ -1,4 +1,4 @@
-"""comfy-tpu encode: the first stage. What the text encoder makes of a prompt goes to a file, with all settings."""
+"""comfy-tpu encode: the first stage. Writes the embeddings of a prompt to a file, with all settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""comfy-tpu generate: a prompt becomes a video, or an image where the model makes those."""
+"""comfy-tpu generate: makes a video, or an image with an image model, from a prompt."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Command:
     name: str
     summary: str
     module: str
-    """Has add_arguments(parser) and run(arguments) -> exit status. Imported only when the command is asked for."""
+    """The module with add_arguments(parser) and run(arguments) -> exit status, imported only for its own command."""
     runs_models: bool = True
 
 
@@ -91,7 +91,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _user_message(error: Exception) -> str | None:
-    """What a user is told instead of a traceback; None of an error that is a bug."""
+    """The message that replaces a traceback; None for an error that is a bug."""
     if isinstance(error, ComfyTpuError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] != "comfy_tpu":
@@ -108,7 +108,7 @@ def _user_message(error: Exception) -> str | None:
 
 
 def _check_address_space() -> None:
-    """Before libraries are loaded: with less, OpenBLAS waits for ever for memory while SciPy is imported."""
+    """Raises InvalidValueError for a small limit (ulimit -v), with which OpenBLAS would wait for ever on its import."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE_MIN:
         raise InvalidValueError(
@@ -119,7 +119,7 @@ def _check_address_space() -> None:
 
 @contextlib.contextmanager
 def _raise_on_termination() -> Iterator[None]:
-    """Signals that ask the process to end become exceptions, as Ctrl-C is one: what is half written gets removed."""
+    """Turns termination signals into exceptions, as Ctrl-C is one, so that partial files are removed."""
 
     def raise_exit(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -150,7 +150,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _hint(unknown: Sequence[str], names: Mapping[str, str]) -> str:
-    """What was probably meant by arguments that the command does not have, or nothing."""
+    """A suggestion for unknown arguments; empty if there is none."""
     flags = [name for name in names.values() if name.startswith("--")]
     for argument in unknown:
         written = argument.partition("=")[0].replace("_", "-")

@@ -1,4 +1,4 @@
-"""The options that commands share, each defined once. None means: not chosen, so the model's own default holds."""
+"""The options that commands share, each defined once. None: not chosen, so that the model's default applies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Name = TypeVar("Name", bound=str)
 @dataclasses.dataclass(frozen=True)
 class Option:
     field: str
-    """A field of GenerationSettings."""
+    """The field of GenerationSettings."""
     flags: tuple[str, ...]
     help: str
     help_from_cards: Callable[[], str] = lambda: ""
-    """The end of the help text."""
+    """Returns the end of the help text, from the family cards."""
 
 
 SETTINGS = (
@@ -82,11 +82,11 @@ FLAGS = {
     "last_image": "--last-image",
     "comfyui_dir": "COMFYUI_DIR",
 }
-"""How a user of the command says what an error calls by its name in Python."""
+"""Flags by the names of the fields that errors mention."""
 
 
 def path_parser(name: str, kind: Callable[[str], Any] = Path) -> Callable[[str], Any]:
-    """Parses a file or directory that is given as the argument `name`. Path("") would be the current directory."""
+    """A parser of the path argument `name`, which refuses an empty one: Path("") would be the current directory."""
 
     def parse(text: str) -> Any:
         if not text:
@@ -119,7 +119,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 
 
 def read_images(arguments: argparse.Namespace) -> list[Image]:
-    """The last frame behind all others."""
+    """The given images; the last frame comes last."""
     from comfy_tpu.pipeline.images import read_image
 
     if arguments.last_image is not None and not arguments.image:
@@ -129,7 +129,7 @@ def read_images(arguments: argparse.Namespace) -> list[Image]:
 
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
-    """All files that the command line gives to read."""
+    """All input files on the command line."""
     single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
     return [*getattr(arguments, "image", ()), *loras, *(path for path in single if path is not None)]
@@ -154,7 +154,7 @@ def add_settings(
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:
-    """For a command whose input holds the settings."""
+    """Adds --fps to a command whose input file holds the settings."""
     _add_setting(parser, next(option for option in SETTINGS if option.field == "fps"), with_default=False)
 
 
@@ -177,7 +177,7 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_lora(text: str) -> Lora:
-    """What is no number stays text: the check of LoRAs refuses it, in the same words as everywhere."""
+    """PATH[:STRENGTH][:NOISE] as a `Lora`. Values that are no numbers stay text, for the common check to refuse."""
     if Path(text).is_file():  # colons may be part of a path
         return Lora(Path(text))
     path, chosen = text, dict[str, Any]()
@@ -268,7 +268,8 @@ def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def chosen_settings(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By field of GenerationSettings; None where nothing was said. A single value goes before the size's."""
+    """The chosen settings by field of GenerationSettings; None if not chosen. Single values override those of a
+    size."""
     values: dict[str, Any] = {}
     if size := getattr(arguments, "size", None):
         if size.upper() not in presets:
@@ -316,7 +317,7 @@ def _utf8_errors(field: str) -> Iterator[None]:
 
 
 def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What a user of this command calls each of its arguments, its subcommands' too: `--output`, `MODEL`."""
+    """The names of a command's arguments as the user writes them, with those of subcommands: `--output`, `MODEL`."""
     names: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -330,7 +331,7 @@ def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def find_flag(field: str | None, names: Mapping[str, str]) -> str | None:
-    """What a user of the command calls a field. `names` are the command's own: MODEL of `plan` is --model of others."""
+    """The flag or argument name of a field. `names` are the command's own: `plan` has MODEL, other commands --model."""
     return None if field is None else names.get(field, FLAGS.get(field))
 
 
@@ -347,7 +348,7 @@ def _add_setting(parser: argparse._ActionsContainer, option: Option, *, with_def
 
 
 def parse_names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
-    """Some of those that are known, in their order, from a list with commas."""
+    """The names in a comma-separated list, in the order of `known`; raises InvalidValueError for an unknown one."""
     given = tuple(name.strip() for name in text.split(",") if name.strip())
     if unknown := [name for name in given if name not in known]:
         raise InvalidValueError(f"{flag} names {unknown[0]!r}; choose from {', '.join(known)}")
@@ -357,7 +358,7 @@ def parse_names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ..
 
 
 def number_parser(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
-    """What is not a number stays text: the check of the settings refuses it, in the same words as everywhere."""
+    """A parser of numbers. Other text is returned unchanged, for the common check of the settings to refuse."""
 
     def parse(text: str) -> int | float | str:
         try:

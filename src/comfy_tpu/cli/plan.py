@@ -1,4 +1,4 @@
-"""comfy-tpu plan: what a TPU slice would do with a model, before it is rented.
+"""comfy-tpu plan: memory, traffic and step time of a model on a TPU slice, before the slice is rented.
 
 The exit status is 1 if the step does not fit.
 """

@@ -263,5 +263,5 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _gb(nbytes: float) -> str:
-    """Three figures, or one behind the point."""
+    """Gigabytes with three significant figures, or one decimal."""
     return f"{nbytes / 1e9:,.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.3g}"

@@ -1,4 +1,4 @@
-"""What the commands that run a pipeline have in common: opening it, showing its progress, reporting at the end.
+"""Shared code of the commands that run a pipeline: opening it, showing progress, reporting at the end.
 
 With --json, one object on stdout. Its keys stay; new ones may be added:
 
@@ -48,9 +48,9 @@ class Session:
         self.pipeline = pipeline
         self.display = display
         self.loras: str = pipeline.loras.text
-        """Those that the latents are made with, as artifacts note them."""
+        """The LoRAs of the latents, as JSON in artifacts."""
         self.images_fingerprint = ""
-        """The fingerprint of those that are given."""
+        """The fingerprint of the given images."""
         self._init_image_metadata: dict[str, str] = {}
 
     @property
@@ -58,14 +58,14 @@ class Session:
         return self.pipeline.limits.frames_max == 1
 
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
-        """The model's defaults, or `base`, with what the command line says in their place."""
+        """The model's defaults, or `base`, replaced by the values on the command line."""
         known = dataclasses.asdict(base) if base else {}
         chosen = options.chosen_settings(self.arguments, self.pipeline.family.card.presets)
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
 
     def set_images(self, images: Sequence[Image]) -> None:
-        """Notes which images are given."""
+        """Checks the given images and records their fingerprint."""
         if self.arguments.last_image is not None and self.makes_images:
             raise InvalidValueError("last_image is for videos; leave it out", field="last_image")
         takes = self.pipeline.family.card.image
@@ -107,7 +107,7 @@ class Session:
         return strength
 
     def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
-        """Whether what was found is made from the same things, which is then said."""
+        """Whether the metadata found are those of the same run; if so, a message is printed."""
         expected = artifacts.describe(
             prompt, settings, self.pipeline, images_fingerprint=self.images_fingerprint, loras=self.loras
         )
@@ -174,7 +174,7 @@ class Session:
 def open_next_stage(
     arguments: argparse.Namespace, path: Path, header: artifacts.Header
 ) -> contextlib.AbstractContextManager[Session]:
-    """With the model that --model names, else with the one that made the artifact at `path`, if it is here."""
+    """Opens a session with the model of --model, else with the model that made the artifact at `path`."""
     if arguments.model is not None:
         return open_session(arguments, arguments.model)
     return open_session(arguments, artifacts.find_model(path, header), name=header.model_name)
@@ -182,7 +182,7 @@ def open_next_stage(
 
 @contextlib.contextmanager
 def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str | None = None) -> Iterator[Session]:
-    """`name`: what the model is called, instead of `model` itself."""
+    """Opens a model and shows its progress. `name` replaces `model` in messages."""
     with Display() as display:
         pipeline = video.VideoPipeline.open(
             model,
@@ -203,14 +203,14 @@ def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str 
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
-    """Each by itself, before devices are started: what is said of those would stand before the refusal."""
+    """Checks the settings before devices are started, whose messages would come before the error."""
     make_settings(
         files.defaults, options.chosen_settings(arguments, files.family.card.presets), files.family.card.limits
     )
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:
-    """As much as can be said before the model is opened, which may mean to download it."""
+    """Checks the outputs before the model is opened, which may download it."""
     paths = () if arguments.output is None else media.check_output(arguments.output)
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
@@ -221,13 +221,13 @@ def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> No
 
 
 def _output_fields(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """With their fields, for errors; the contact sheet is one."""
+    """All outputs with their fields, for errors; the contact sheet is one."""
     sheet = getattr(arguments, "contact_sheet", None)
     return [*(("output", path) for path in paths), *([] if sheet is None else [("contact_sheet", sheet)])]
 
 
 def read_existing_artifact(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:
-    """The metadata of the artifact at `path`, empty if nothing is there. What is no artifact is not replaced."""
+    """The metadata of the artifact at `path`, empty if there is none; raises InvalidValueError for another file."""
     if path.suffix != artifacts.SUFFIX:
         raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}", field="output")
     atomic.check_place(path)

@@ -1,4 +1,4 @@
-"""How the commands write lines: nothing that a file or an argument says reaches a terminal as a control character."""
+"""Prints lines for commands, without control characters that come from files or arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfy_tpu.terminal_text import escape_controls, sanitize
 
 
 def message_line(text: str) -> str:
-    """A message of the command. Further lines are indented: none in a quoted text can pass for one of ours."""
+    """A message of the command. Further lines are indented, so that a quoted text cannot imitate a message."""
     return f"comfy-tpu: {sanitize(text)}".replace("\n", "\n  ")
 
 
@@ -23,7 +23,7 @@ def print_error(text: str) -> None:
 
 
 def print_message(text: str) -> None:
-    """A line on stderr that does not disturb progress bars."""
+    """Prints a line on stderr without disturbing progress bars."""
     if "tqdm" not in sys.modules:
         print_error(text)
         return
@@ -54,13 +54,13 @@ class _WarningLines(logging.Handler):
 
 
 def print_text(text: str) -> None:
-    """A report, on stdout."""
+    """Prints a report on stdout."""
     encoding = sys.stdout.encoding or "ascii"
     print(escape_controls(text).encode(encoding, "replace").decode(encoding), flush=True)
 
 
 def print_paths(paths: Iterable[Path | str]) -> None:
-    """One a line: escaped on a terminal, elsewhere exactly what the file system has, for the program that reads it."""
+    """Prints one path per line: escaped on a terminal, else with the file system's exact bytes, for other programs."""
     for path in map(str, paths):
         if sys.stdout.isatty():
             print_text(path.replace("\n", r"\n"))

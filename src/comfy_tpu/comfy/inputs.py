@@ -29,8 +29,8 @@ def noun(family: NodeSet) -> str:
     return "image" if family.makes_images else "video"
 
 
-def resizing(family: NodeSet) -> str:
-    """What becomes of an image that is a frame and has another size."""
+def resize_text(family: NodeSet) -> str:
+    """A phrase for tooltips: how an image of another size becomes a frame."""
     return "of which the center is taken, in the video's shape" if family.crops_images else "resized to the video's"
 
 
@@ -145,7 +145,7 @@ def _second_guidance(family: NodeSet) -> io.Input:
 
 
 def images(family: NodeSet) -> list[io.Input]:
-    """As a full pipeline takes them."""
+    """The image inputs of a full pipeline node."""
     if family.image_role is None:
         return []
     if family.image_role == "initial":
@@ -168,7 +168,7 @@ def frame(family: NodeSet, name: str, which: str) -> io.Input:
     return io.Image.Input(
         name,
         optional=True,
-        tooltip=f"The {which} frame, for models that take one: one image of any size, {resizing(family)}.",
+        tooltip=f"The {which} frame, for models that take one: one image of any size, {resize_text(family)}.",
     )
 
 
@@ -255,7 +255,7 @@ def frame_outputs(family: NodeSet) -> list[io.Output]:
 
 
 def frames_problem(family: NodeSet, num_frames: Any) -> str | None:
-    """What is wrong with a typed num_frames, in a sentence. ComfyUI checks ranges itself, but knows no 4n+1."""
+    """The problem with a num_frames widget as a sentence, or None. ComfyUI checks ranges, but not 4n+1."""
     step, most = family.limits.frames_multiple, family.frames_max
     if not FRAMES_MIN <= num_frames <= most:
         return f"num_frames={num_frames} is outside {FRAMES_MIN} to {most}"
@@ -265,15 +265,15 @@ def frames_problem(family: NodeSet, num_frames: Any) -> str | None:
     return None
 
 
-def check_whole(**values: Any) -> None:
-    """Of what is counted with before the settings are made and checked: a link of any type can carry anything."""
+def check_integers(**values: Any) -> None:
+    """Raises InvalidValueError for a value that is not an integer: a link can pass any type."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidValueError(f"{name}={value!r} is not a whole number", field=name)
 
 
 def check_loras(given: Any) -> tuple[Lora, ...]:
-    """What came over a link that may be absent, and can be of any type."""
+    """The LoRAs of a link, which may be absent (empty); raises InvalidValueError for a value of another type."""
     if given is None:
         return ()
     if not isinstance(given, tuple) or not all(isinstance(each, Lora) for each in given):

@@ -16,7 +16,7 @@ from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import join_names
 
 # ComfyUI starts without it, less its audio nodes. No command is suggested: PyPI's may not import beside this torch.
-_DISPENSABLE = "torchaudio"
+_OPTIONAL_PACKAGE = "torchaudio"
 
 
 def own_environment(directory: Path) -> Path | None:
@@ -69,8 +69,8 @@ def _check_packages(
         if not requirement.specifier.contains(versions.get(requirement.name) or "0", prereleases=True)
         or versions.get(requirement.name) is None
     }
-    if list(unmet) == [_DISPENSABLE]:
-        return Finding(name, "warning", f"ComfyUI asks for {unmet[_DISPENSABLE]}, which only its audio nodes need")
+    if list(unmet) == [_OPTIONAL_PACKAGE]:
+        return Finding(name, "warning", f"ComfyUI asks for {unmet[_OPTIONAL_PACKAGE]}, which only its audio nodes need")
     if unmet:
         return Finding(name, "warning", f"ComfyUI asks for {join_names(unmet.values())}", fix)
     return Finding(name, "ok", f"all {len(essential) + len(others)} of ComfyUI's requirements.txt")
@@ -91,5 +91,5 @@ def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:
         except InvalidRequirement:  # an empty line, or an option of pip
             continue
         if requirement.marker is None or requirement.marker.evaluate():
-            (others if requirement.name == _DISPENSABLE else kind).append(requirement)
+            (others if requirement.name == _OPTIONAL_PACKAGE else kind).append(requirement)
     return essential, others

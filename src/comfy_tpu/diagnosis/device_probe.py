@@ -10,7 +10,7 @@ from typing import Any
 from comfy_tpu.errors import ComfyTpuError
 
 
-class _Listener(logging.Handler):
+class _MessageHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.messages: list[str] = []
@@ -20,7 +20,7 @@ class _Listener(logging.Handler):
 
 
 def probe() -> dict[str, Any]:
-    listener = _Listener()
+    listener = _MessageHandler()
     # JAX says only here, at INFO, why it passed over an accelerator: "The TPU is already in use by process …".
     logger = logging.getLogger("jax._src.xla_bridge")
     logger.setLevel(logging.INFO)

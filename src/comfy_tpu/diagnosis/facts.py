@@ -99,12 +99,12 @@ class Directory:
 
 def python() -> Python:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Python(version, sys.executable, _project()[1])
+    return Python(version, sys.executable, _read_project()[1])
 
 
 def requirements() -> tuple[str, ...]:
     """What the package asks for, without its extras, as written in pyproject.toml."""
-    return _project()[0]
+    return _read_project()[0]
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
@@ -126,7 +126,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         return Devices(None, requested=requested, error=f"JAX was still starting after {timeout_s:.0f} s")
     if done.returncode != 0 or not done.stdout.strip():
         said = done.stderr.strip().splitlines()
-        error = f"JAX {_ending(done.returncode)}: {said[-1] if said else 'it said nothing'}"
+        error = f"JAX {_describe_exit(done.returncode)}: {said[-1] if said else 'it said nothing'}"
         return Devices(None, requested=requested, error=error)
     answer = json.loads(done.stdout.splitlines()[-1])
     return Devices(
@@ -199,7 +199,7 @@ def model_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def _project() -> tuple[tuple[str, ...], str]:
+def _read_project() -> tuple[tuple[str, ...], str]:
     """Requirements and Python versions, from the installed package or, in a plain checkout, from its pyproject.toml."""
     try:
         metadata = importlib.metadata.metadata("comfy-tpu")
@@ -220,7 +220,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _ending(returncode: int) -> str:
+def _describe_exit(returncode: int) -> str:
     if returncode < 0:
         return f"was ended by {signal.Signals(-returncode).name} while starting"
     return f"exited with status {returncode} while starting"

@@ -24,7 +24,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
 from comfy_tpu.families.settings import check_settings
-from comfy_tpu.families.shared.building import check_sizes
+from comfy_tpu.families.shared.config_checks import check_sizes
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload

@@ -15,7 +15,7 @@ from comfy_tpu.installation.pack import FILES, Pack, is_pack
 
 PACK_NAME = "ComfyUI-TPU"
 
-_COPY_MARK = ".comfy-tpu-copy"
+_COPY_MARKER = ".comfy-tpu-copy"
 """In a copy that we made, and so may replace or remove. A clone of the repository has none: it is its owner's."""
 
 
@@ -26,31 +26,31 @@ class Outcome:
     detail: str
 
 
-def place(comfyui: ComfyUI, pack: Pack, *, copy: bool = False) -> Outcome:
+def install_pack(comfyui: ComfyUI, pack: Pack, *, copy: bool = False) -> Outcome:
     target = comfyui.custom_nodes / PACK_NAME
-    if already := _elsewhere(comfyui, pack):
+    if already := _find_other_copy(comfyui, pack):
         return Outcome(already, False, f"in its place already: {already}")
     if target.is_symlink() and not copy and target.resolve() == pack.directory.resolve():
         return Outcome(target, False, f"linked already: {target} -> {pack.directory}")
     replaced = _describe_ours(target)
-    with _explained(target):
+    with _write_errors(target):
         comfyui.custom_nodes.mkdir(exist_ok=True)
-        _put(pack, target, copy)
+        _install_to(pack, target, copy)
     done = f"copied to {target}" if copy else f"linked: {target} -> {pack.directory}"
     return Outcome(target, True, f"{done} (in the place of {replaced})" if replaced else done)
 
 
-def remove(comfyui: ComfyUI) -> Outcome:
+def remove_pack(comfyui: ComfyUI) -> Outcome:
     target = comfyui.custom_nodes / PACK_NAME
     if not _exists(target):
         return Outcome(target, False, f"not installed: there is no {target}")
     what = _describe_ours(target)
-    with _explained(target):
+    with _write_errors(target):
         _delete(target)
     return Outcome(target, True, f"removed {target}, {what}")
 
 
-def _elsewhere(comfyui: ComfyUI, pack: Pack) -> Path | None:
+def _find_other_copy(comfyui: ComfyUI, pack: Pack) -> Path | None:
     """Where this very checkout is inside custom_nodes already, cloned there or linked by hand: twice would be wrong."""
     if not comfyui.custom_nodes.is_dir():
         return None
@@ -73,13 +73,13 @@ def _describe_ours(target: Path) -> str | None:
         )
     if not target.exists():
         return None
-    if (target / _COPY_MARK).is_file():
+    if (target / _COPY_MARKER).is_file():
         return "a copy of the pack"
     what = "a checkout of its own" if is_pack(target) else "something else than this pack"
     raise InvalidValueError(f"{target} is {what}; it stays: move it away first")
 
 
-def _put(pack: Pack, target: Path, copy: bool) -> None:
+def _install_to(pack: Pack, target: Path, copy: bool) -> None:
     # ComfyUI passes over names that end so: a copy that is only half there is never loaded.
     partial = target.with_name(f".{PACK_NAME}-{os.getpid()}.disabled")
     try:
@@ -102,7 +102,7 @@ def _copy(pack: Pack, partial: Path) -> None:
             shutil.copytree(source, partial / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         else:
             shutil.copy2(source, partial / name)
-    (partial / _COPY_MARK).write_text(f"Made by `comfy-tpu install --copy` from {pack.directory}\n", encoding="utf-8")
+    (partial / _COPY_MARKER).write_text(f"Made by `comfy-tpu install --copy` from {pack.directory}\n", encoding="utf-8")
 
 
 def _delete(path: Path) -> None:
@@ -117,7 +117,7 @@ def _exists(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(target: Path) -> Iterator[None]:
+def _write_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
