@@ -53,11 +53,11 @@ def run(pipeline: VideoPipeline, settings: Any) -> tuple[float, float]:
     embeddings = pipeline.encode(PROMPT, settings)
     at: list[float] = []
 
-    def hear(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         if progress.stage == "denoising":
             at.append(time.perf_counter())
 
-    pipeline.on_progress = hear
+    pipeline.on_progress = on_progress
     pipeline.denoise(embeddings, settings)
     taken = [after - before for before, after in itertools.pairwise(at)]
     steps = [step.transformer for step in pipeline.plan(settings)]

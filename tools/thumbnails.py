@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from comfy_tpu.pipeline.video import VideoPipeline
 
 # By workflow: what the frames show, and its nodes from left to right (ours with a star).
-PICTURES = {
+THUMBNAILS = {
     "wan21_tpu_demo": ("a red circle moving right on a black background", "Encoder* Sampler* Decoder* Video"),
     "wan21_tpu_basic": ("an orange circle growing on a brown background", "Encoder* Sampler* Decoder* Video"),
     "wan21_tpu_full_pipeline": ("a blue square growing on a white background", "Full_Pipeline* Video"),
@@ -35,14 +35,14 @@ PICTURES = {
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14
-SHOWN = (1, 8, 15)
+SHOWN_FRAMES = (1, 8, 15)
 BACKGROUND, OURS, STOCK, WORDS = "#16181d", "#2f6fdd", "#3c414b", "#ffffff"
 
 
-def picture(frames: torch.Tensor, nodes: str) -> Image.Image:
+def draw_thumbnail(frames: torch.Tensor, nodes: str) -> Image.Image:
     image = Image.new("RGB", (WIDTH, HEIGHT), BACKGROUND)
-    left = (WIDTH - len(SHOWN) * CELL - (len(SHOWN) - 1) * MARGIN) // 2
-    for place, number in enumerate(SHOWN):
+    left = (WIDTH - len(SHOWN_FRAMES) * CELL - (len(SHOWN_FRAMES) - 1) * MARGIN) // 2
+    for place, number in enumerate(SHOWN_FRAMES):
         frame = Image.fromarray(frames[number].mul(255).round().byte().numpy())
         image.paste(frame.resize((CELL, CELL), Image.Resampling.LANCZOS), (left + place * (CELL + MARGIN), 30))
     _draw_nodes(ImageDraw.Draw(image), nodes.split(), left)
@@ -67,12 +67,12 @@ def _draw_nodes(draw: ImageDraw.ImageDraw, nodes: list[str], left: int) -> None:
 def main(directory: str, *names: str) -> None:
     """`names`: only these."""
     pipeline = VideoPipeline.open("demo")
-    for name, (prompt, nodes) in PICTURES.items():
+    for name, (prompt, nodes) in THUMBNAILS.items():
         if names and name not in names:
             continue
         frames = torch.cat(list(pipeline.generate(prompt, pipeline.settings(seed=7))), dim=1)[0]
         # .jpg, because that is the only name the frontend asks for (1.35.9).
-        picture(frames, nodes).save(Path(directory) / f"{name}.jpg", quality=88, optimize=True)
+        draw_thumbnail(frames, nodes).save(Path(directory) / f"{name}.jpg", quality=88, optimize=True)
 
 
 if __name__ == "__main__":

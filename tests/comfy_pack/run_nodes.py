@@ -13,8 +13,8 @@ import sys
 import types
 from pathlib import Path
 
+import fake_comfyui  # beside this file
 import jax.numpy as jnp
-import stand_in  # beside this file
 import torch
 
 from comfy_tpu.config import RuntimeConfig
@@ -74,5 +74,5 @@ def outcome(node: type, given: dict[str, object]) -> str:
 
 if __name__ == "__main__":
     logging.disable()
-    stand_in.install(Path.cwd())
+    fake_comfyui.install(Path.cwd())
     sys.stdout.write(json.dumps({kind: run(kind) for kind in ("host", "meta", "jax")}) + "\n")

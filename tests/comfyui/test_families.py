@@ -14,13 +14,13 @@ from PIL import Image
 
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
-from tests.comfyui.pictures import decoded_video
+from tests.comfyui.images import decode_video
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
 from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx, wan_pipelines
 from tests.families.wan_pipelines import picture
 from tools.demo_model import evaluate_image
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
@@ -125,9 +125,9 @@ def test_the_demo_goes_on_from_a_picture(family_client: ComfyClient) -> None:
     prompt[encoder]["inputs"] |= {"prompt": task.prompt, "negative_prompt": ""}
     prompt[sampler]["inputs"] |= {"num_inference_steps": 20, "guidance_scale": 3.0, "flow_shift": 3.0}
     (entry,) = family_client.succeed(prompt).outputs(saver)["images"]
-    frames, _ = decoded_video(family_client.view(entry))
-    assert see(frames).motion == "up"
-    assert evaluate_image.kept(task.picture, frames) >= evaluate_image.KEPT
+    frames, _ = decode_video(family_client.view(entry))
+    assert observe(frames).motion == "up"
+    assert evaluate_image.first_frame_psnr(task.picture, frames) >= evaluate_image.PSNR_MIN
 
 
 def test_the_5b_from_a_picture_and_without_one(family_client: ComfyClient) -> None:

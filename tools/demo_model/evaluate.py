@@ -16,7 +16,7 @@ import torch
 from tools.demo_model.captions import Attributes
 from tools.demo_model.clips import FRAMES, SIZE, evaluation_prompts
 from tools.demo_model.model import load
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 from tools.demo_model.sheet import write_sheet
 
 logger = logging.getLogger("tools.demo_model")
@@ -59,7 +59,7 @@ def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
     """Share of right answers for each attribute, and every miss."""
     right, asked, misses = Counter(), Counter(), []
     for number, (video, attributes) in enumerate(zip(videos, wanted, strict=True)):
-        seen = see(video)
+        seen = observe(video)
         for name, correct in seen.agrees(attributes).items():
             asked[name] += 1
             right[name] += correct

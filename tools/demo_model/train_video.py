@@ -15,7 +15,7 @@ from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TRA
 from tools.demo_model.clips import draw, sample_training
 from tools.demo_model.model import FLOW_SHIFT, new_text_encoder, new_tokenizer, new_transformer
 from tools.demo_model.shortcuts import fold_padding, take_whole_clips
-from tools.demo_model.train_vae import latents_of, schedule
+from tools.demo_model.train_vae import encode_latents, schedule
 
 logger = logging.getLogger(__name__)
 TOKENS = 32  # rows of a caption in training; the longest of the grammar has 22
@@ -163,7 +163,7 @@ class Trainer:
 
     def _encoded(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
         """`latents` [N, z, f, h, w] as bfloat16, and what else the model is given of a clip."""
-        return {"latents": latents_of(vae, video).bfloat16().contiguous()}
+        return {"latents": encode_latents(vae, video).bfloat16().contiguous()}
 
     def save(self, file: Path) -> None:
         state = {
