@@ -1,6 +1,6 @@
 """Inputs and outputs that several nodes share, each defined once: range, default, tooltip.
 
-Ranges and defaults are those of the node table in docs/comfyui.md; a model may allow more, from a shell.
+Ranges and defaults come from the family cards; the command line allows up to the limits of a model.
 """
 
 from __future__ import annotations
