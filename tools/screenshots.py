@@ -18,7 +18,7 @@ from tests.comfyui.server import running
 DEMO = ROOT / "example_workflows" / "wan21_tpu_demo.json"
 WIDTH, HEIGHT = 1600, 760
 PANEL_WIDTH = 400
-"""Of the window, from the left: the toolbar and the panel."""
+"""The width of the toolbar and the panel, from the left of the window."""
 BYTES_MAX = 400_000
 
 # Where the nodes lie between the panel and the right edge, below the toolbar.

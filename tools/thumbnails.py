@@ -1,4 +1,4 @@
-"""The pictures that ComfyUI's template browser shows for example_workflows/: frames of the demo model over the nodes.
+"""Makes the thumbnails that ComfyUI shows for example_workflows/: frames of the demo model over the nodes.
 
 python -m tools.thumbnails example_workflows [NAME…]
 """
@@ -20,18 +20,18 @@ THUMBNAILS = {
     "wan21_tpu_native_vae": ("a green triangle moving up on a gray background", "Encoder* Sampler* VAE_Decode Video"),
     "wan21_native_tpu_model": ("a yellow star moving left on a black background", "Loaders Compile* KSampler Video"),
     "wan21_native_tpu_vae": ("a purple square moving left on a gray background", "CLIP KSampler Decoder* Video"),
-    "wan21_tpu_image_to_video": ("a pink star moving right on a black background", "Picture Encoder* Decoder* Video"),
+    "wan21_tpu_image_to_video": ("a pink star moving right on a black background", "Image Encoder* Decoder* Video"),
     "wan22_tpu_basic": ("a blue star spinning on a white background", "Wan_2.2* Sampler* Decoder* Video"),
-    "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Picture Wan_2.2* Decoder* Video"),
-    "flux_tpu_basic": ("a red square growing on a gray background", "Flux* Sampler* Decoder* Picture"),
-    "flux2_tpu_basic": ("a green star growing on a white background", "Flux.2* Sampler* Decoder* Picture"),
-    "flux_tpu_image_to_image": ("a cyan square growing on a brown background", "Picture Flux* Picture"),
+    "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Image Wan_2.2* Decoder* Video"),
+    "flux_tpu_basic": ("a red square growing on a gray background", "Flux* Sampler* Decoder* Image"),
+    "flux2_tpu_basic": ("a green star growing on a white background", "Flux.2* Sampler* Decoder* Image"),
+    "flux_tpu_image_to_image": ("a cyan square growing on a brown background", "Image Flux* Image"),
     "hunyuanvideo15_tpu_image_to_video": (
         "a purple circle moving left on a white background",
-        "Picture Hunyuan* Decoder* Video",
+        "Image Hunyuan* Decoder* Video",
     ),
     "ltxv_tpu_basic": ("a pink circle moving down on a gray background", "LTX-Video* Sampler* Decoder* Video"),
-    "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Picture LTX-Video* Decoder* Video"),
+    "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Image LTX-Video* Decoder* Video"),
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14
@@ -65,7 +65,7 @@ def _draw_nodes(draw: ImageDraw.ImageDraw, nodes: list[str], left: int) -> None:
 
 
 def main(directory: str, *names: str) -> None:
-    """`names`: only these."""
+    """Writes the thumbnails of all workflows, or of `names` only."""
     pipeline = VideoPipeline.open("demo")
     for name, (prompt, nodes) in THUMBNAILS.items():
         if names and name not in names:

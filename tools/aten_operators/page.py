@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def make_page(compared: set[Row] | None = None, used: Mapping[str, set[Row]] | None = None) -> str:
-    """`compared` and `used`, by family: what is traced for them, where they are not given."""
+    """The text of the page. `compared` and `used` (by family) are found by tracing unless they are given."""
     lowered, decomposed = count_torchax_operators()
     rows = overloads()
     compared = find_compared() if compared is None else compared

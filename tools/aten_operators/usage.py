@@ -1,4 +1,4 @@
-"""Which operators the families ask for, and which the tests of operators: by tracing them, without running anything."""
+"""Finds the operators that the families and the tests of operators use, by tracing, without running anything."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
         SmallFamily(small_ltx.directory, None, 1, _VIDEO),
     ),
 }
-"""By the column that tells of them."""
+"""Small models by their column on the page."""
 
 
 def find_used_by_families() -> dict[str, set[Row]]:
@@ -103,7 +103,7 @@ def _open(small: SmallFamily) -> VideoPipeline:
 
 
 def find_compared() -> set[Row]:
-    """By cases of tests/bridge that are about single operators and views."""
+    """Operators that tests/bridge compares with torch, alone or as views."""
     with _record_dispatches() as rows:
         for _, call, tensors in test_operators.CASES.values():
             _trace(call, *tensors)
@@ -117,7 +117,8 @@ def _trace(call: Callable[..., Any], *tensors: torch.Tensor) -> None:
 
 
 def _trace_call(program: DeviceProgram, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
-    """In the place of a call: zeros of the outputs' shapes. A pipeline goes through all of its programs on them."""
+    """Replaces a program's call: traces it and returns zeros of the outputs' shapes, so that a pipeline runs
+    through."""
     return jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), program.shapes(weights, **inputs))
 
 

@@ -34,7 +34,7 @@ _REACH = 1.6  # its half-width in units of the square root of the object's area
 
 @dataclass(frozen=True)
 class Observation:
-    """What the scorer makes of a video; None where it cannot tell."""
+    """The attributes that the scorer recognizes in a video; None for one that it cannot recognize."""
 
     colour: str | None = None
     shape: str | None = None
@@ -42,13 +42,13 @@ class Observation:
     background: str | None = None
 
     def agrees(self, wanted: Attributes) -> dict[str, bool]:
-        """Attribute by attribute; one that was not asked for is left out."""
+        """Whether each attribute agrees with the wanted one; attributes that the caption leaves out are left out."""
         names = [field.name for field in fields(self) if getattr(wanted, field.name) is not None]
         return {name: getattr(self, name) == getattr(wanted, name) for name in names}
 
 
 def observe(video: np.ndarray) -> Observation:
-    """Look at a video [F, H, W, 3] in 0..1."""
+    """Recognizes the attributes of a video [F, H, W, 3] in 0..1."""
     if video.ndim != 4 or video.shape[-1] != 3:
         raise ValueError(f"a video is an array [frames, height, width, 3], got {video.shape}")
     video = np.asarray(video, np.float64)

@@ -1,4 +1,5 @@
-"""Can this Python run ComfyUI: is it ComfyUI's own, and is everything there that ComfyUI asks for."""
+"""Checks whether this Python can run ComfyUI: whether it is ComfyUI's own, and has the packages that ComfyUI
+requires."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ _OPTIONAL_PACKAGE = "torchaudio"
 
 
 def own_environment(directory: Path) -> Path | None:
-    """The virtual environment that somebody made inside ComfyUI's directory."""
+    """The virtual environment inside ComfyUI's directory, if there is one."""
     places = (directory / name for name in ("venv", ".venv"))
     return next((place for place in places if (place / "pyvenv.cfg").is_file()), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class ComfyUIProbes:
-    """The ways facts are come by. A test gives its own."""
+    """The functions that gather facts; tests replace them."""
 
     environment: Callable[[Path], Path | None] = own_environment
     prefix: Callable[[], Path] = lambda: Path(sys.prefix)
@@ -77,7 +78,7 @@ def _check_packages(
 
 
 def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:
-    """What ComfyUI does not start without, and the rest."""
+    """The requirements without which ComfyUI does not start, and the others."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     essential: list[Requirement] = []
     others: list[Requirement] = []

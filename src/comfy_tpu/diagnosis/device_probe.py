@@ -1,4 +1,4 @@
-"""Run as a process of its own: start JAX, trace a line of torch, open the demo models; one line of JSON to stdout."""
+"""A subprocess that starts JAX, traces a line of torch and opens the demo models; prints one line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pack into a ComfyUI directory, and out of it again."""
+"""Installs the pack into a ComfyUI directory, and removes it."""
 
 from comfy_tpu.installation.comfyui import ComfyUI
 from comfy_tpu.installation.custom_nodes import PACK_NAME, Outcome, install_pack, remove_pack

@@ -1,4 +1,4 @@
-"""Put the pack into custom_nodes, or take it out. What is not ours stays as it is; nothing else is written."""
+"""Installs the pack into custom_nodes, or removes it. Other files are neither changed nor removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comfy_tpu.installation.pack import FILES, Pack, is_pack
 PACK_NAME = "ComfyUI-TPU"
 
 _COPY_MARKER = ".comfy-tpu-copy"
-"""In a copy that we made, and so may replace or remove. A clone of the repository has none: it is its owner's."""
+"""A file in copies that `install` made, which it may replace or remove. A clone of the repository has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,8 @@ def remove_pack(comfyui: ComfyUI) -> Outcome:
 
 
 def _find_other_copy(comfyui: ComfyUI, pack: Pack) -> Path | None:
-    """Where this very checkout is inside custom_nodes already, cloned there or linked by hand: twice would be wrong."""
+    """The place of this checkout in custom_nodes if it was cloned or linked there by hand; it must not be there
+    twice."""
     if not comfyui.custom_nodes.is_dir():
         return None
     for entry in sorted(comfyui.custom_nodes.iterdir()):
@@ -62,7 +63,7 @@ def _find_other_copy(comfyui: ComfyUI, pack: Pack) -> Path | None:
 
 
 def _describe_ours(target: Path) -> str | None:
-    """What is there now, in words; None for nothing. Raises where it is not ours to replace or remove."""
+    """A description of the installed pack; None if there is none. Raises InvalidValueError for files of others."""
     if target.is_symlink():
         if not target.exists():
             return f"a link to {target.readlink()}, which is gone"
