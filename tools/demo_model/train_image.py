@@ -51,12 +51,12 @@ class ImageTrainer(Trainer):
     def _new_model(self) -> nn.Module:
         return ImageToVideo(self.text_encoder, self.settings.layers)
 
-    def _encoded(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
+    def _encode(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
         image = (video[:, :, 0] * 255).round()
         given = torch.full_like(video, 0.5)
         given[:, :, 0] = image / 255
         return {
-            **super()._encoded(vae, video),
+            **super()._encode(vae, video),
             "condition": encode_latents(vae, given).bfloat16().contiguous(),
             "image": image.to(torch.uint8),
         }

@@ -155,13 +155,13 @@ class Trainer:
         for _ in range(0, settings.pool, chunk):
             batch = sample_training(chunk, generator, settings.centred)
             attributes = torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1)
-            parts.append({"attributes": attributes, **self._encoded(fast, draw(batch))})
+            parts.append({"attributes": attributes, **self._encode(fast, draw(batch))})
         pool = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         _write(pool, file)
         logger.info("%d clips drawn and encoded in %.0f s", len(pool["attributes"]), time.monotonic() - began)
         return pool
 
-    def _encoded(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
+    def _encode(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
         """`latents` [N, z, f, h, w] as bfloat16, and what else the model is given of a clip."""
         return {"latents": encode_latents(vae, video).bfloat16().contiguous()}
 

@@ -214,7 +214,7 @@ def _source_lines(plan: Plan) -> Iterable[str]:
     elif plan.compiler_refused:
         yield plan.compiler_refused
     else:
-        yield f"The TPU compiler was not asked ({_why_not_asked(plan)}): memory is the documented model."
+        yield f"The TPU compiler was not asked ({_uncompiled_reason(plan)}): memory is the documented model."
     factor, page = plan.slice.chip.temporaries, find_page("plan.md")
     if factor != 1:
         yield (
@@ -238,7 +238,7 @@ def _compiled_memory(layout: LayoutPlan, memory: Mapping[str, int]) -> str:
     )
 
 
-def _why_not_asked(plan: Plan) -> str:
+def _uncompiled_reason(plan: Plan) -> str:
     if not plan.compiler_wanted:
         return "--no-compile"
     if platform.machine().lower() in ("x86_64", "amd64"):

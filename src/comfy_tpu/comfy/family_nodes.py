@@ -114,7 +114,7 @@ class ImageEncoder(FamilyNode):
             last = [inputs.frame(family, "last_image", "last")] if family.has_last_image else []
             ending = " and, for models that take one, the last" if family.has_last_image else ""
             what, size = f"Encodes the first frame of a video{ending}", ", at the same size"
-            given = [frame, *inputs.size(family), model, *last]
+            given = [frame, *inputs.size_inputs(family), model, *last]
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
         return cls.schema("Image Encoder (TPU)", f"{what}, on the device.", given, [made])
 
@@ -142,7 +142,7 @@ class Sampler(FamilyNode):
         given = [
             inputs.prompt_embeds(family),
             *negative,
-            *inputs.sampling(family),
+            *inputs.sampling_inputs(family),
             *([inputs.fps(family)] if family.reads_fps else []),
             inputs.model_id(family),
             inputs.scheduler(family),
@@ -225,7 +225,7 @@ class Pipeline(FamilyNode):
         given = [
             inputs.prompt(family),
             *([inputs.negative_prompt(family)] if family.has_negative_prompt else []),
-            *inputs.sampling(family),
+            *inputs.sampling_inputs(family),
             *([] if family.makes_images else [inputs.fps(family)]),
             inputs.model_id(family),
             inputs.scheduler(family),
@@ -234,7 +234,7 @@ class Pipeline(FamilyNode):
         return cls.schema(
             "TPU Full Pipeline",
             f"From a prompt to {_noun(family)} in one node: text encoder, transformer and VAE, all on the device.",
-            [*given, *inputs.images(family)],
+            [*given, *inputs.image_inputs(family)],
             inputs.frame_outputs(family),
         )
 

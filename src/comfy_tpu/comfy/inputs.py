@@ -65,7 +65,7 @@ def negative_prompt_embeds(family: NodeSet) -> io.Input:
     return io.Conditioning.Input("negative_prompt_embeds", tooltip=tooltip)
 
 
-def size(family: NodeSet) -> list[io.Input]:
+def size_inputs(family: NodeSet) -> list[io.Input]:
     """Height, width and frames."""
     sides = [
         io.Int.Input(
@@ -91,7 +91,7 @@ def size(family: NodeSet) -> list[io.Input]:
     return [*sides, frames]
 
 
-def sampling(family: NodeSet) -> list[io.Input]:
+def sampling_inputs(family: NodeSet) -> list[io.Input]:
     """Height to flow_shift, in the order of the node table."""
     motion = "finer" if family.makes_images else "finer; below 20 motion suffers"
     shift = io.Float.Input(
@@ -103,7 +103,7 @@ def sampling(family: NodeSet) -> list[io.Input]:
         tooltip=f"How long to stay at high noise: {family.words.flow_shift}.",
     )
     return [
-        *size(family),
+        *size_inputs(family),
         io.Int.Input(
             "num_inference_steps",
             default=family.defaults.num_inference_steps,
@@ -144,12 +144,12 @@ def _second_guidance(family: NodeSet) -> io.Input:
     )
 
 
-def images(family: NodeSet) -> list[io.Input]:
+def image_inputs(family: NodeSet) -> list[io.Input]:
     """The image inputs of a full pipeline node."""
     if family.image_role is None:
         return []
     if family.image_role == "initial":
-        return initial_image()
+        return init_image_inputs()
     if family.image_role == "reference":
         return [reference(name) for name in REFERENCES]
     last = [frame(family, "last_image", "last")] if family.has_last_image else []
@@ -172,7 +172,7 @@ def frame(family: NodeSet, name: str, which: str) -> io.Input:
     )
 
 
-def initial_image() -> list[io.Input]:
+def init_image_inputs() -> list[io.Input]:
     return [
         io.Image.Input(
             "image", optional=True, tooltip="An image to start from: one, of any size, resized to height and width."

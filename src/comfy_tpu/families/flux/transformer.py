@@ -60,7 +60,7 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
-def _packed(config: Config) -> tuple[PackedWeight, ...]:
+def _packed_weights(config: Config) -> tuple[PackedWeight, ...]:
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     return (PackedWeight("single_transformer_blocks.*.proj_out.weight", (hidden, _FFN * hidden)),)
 
@@ -112,7 +112,7 @@ TRANSFORMER = ComponentSpec(
         gather("proj_out.weight"),
         replicate("proj_out.bias"),
     ),
-    packed=_packed,
+    packed=_packed_weights,
 )
 
 

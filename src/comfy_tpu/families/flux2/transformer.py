@@ -83,7 +83,7 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
-def _packed(config: Config) -> tuple[PackedWeight, ...]:
+def _packed_weights(config: Config) -> tuple[PackedWeight, ...]:
     config = {**TRANSFORMER_DEV, **config}
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     ffn = int(hidden * config["mlp_ratio"])
@@ -131,7 +131,7 @@ TRANSFORMER = ComponentSpec(
         gather("norm_out.linear.weight"),
         gather("proj_out.weight"),
     ),
-    packed=_packed,
+    packed=_packed_weights,
 )
 
 
