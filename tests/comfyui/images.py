@@ -1,4 +1,4 @@
-"""Frames of what the server gives back: pictures, videos and kept tensors."""
+"""Frames of what the server returns: images, videos and kept tensors."""
 
 import io
 from pathlib import Path

@@ -176,15 +176,15 @@ def test_two_videos_in_one_latent_decode_as_comfyuis_vae_does(client: ComfyClien
     assert psnr(read_kept(base, "ours"), read_kept(base, "theirs")) >= SAME
 
 
-def test_our_decoder_reads_an_uploaded_picture_that_comfyuis_vae_encoded(client: ComfyClient, base: Path) -> None:
+def test_our_decoder_reads_an_uploaded_image_that_comfyuis_vae_encoded(client: ComfyClient, base: Path) -> None:
     """One latent frame is a video of one frame."""
     content = io.BytesIO()
     Image.new("RGB", (64, 64), (255, 0, 0)).save(content, "PNG")
     name = client.upload("red.png", content.getvalue()).json()["name"]
     prompt = {
         **NATIVE,
-        "picture": {"class_type": "LoadImage", "inputs": {"image": name}},
-        "encoded": {"class_type": "VAEEncode", "inputs": {"pixels": ["picture", 0], "vae": ["vae", 0]}},
+        "image": {"class_type": "LoadImage", "inputs": {"image": name}},
+        "encoded": {"class_type": "VAEEncode", "inputs": {"pixels": ["image", 0], "vae": ["vae", 0]}},
         "ours": our_decoder(["encoded", 0]),
         "theirs": native_decoder(["encoded", 0]),
     }

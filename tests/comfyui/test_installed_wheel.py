@@ -81,11 +81,11 @@ def test_demo_template_draws_what_it_says(client: ComfyClient) -> None:
     assert f"{seen.colour} {seen.shape}" in text, (text, seen)
 
 
-def test_image_template_goes_on_from_a_picture(client: ComfyClient) -> None:
+def test_image_template_goes_on_from_an_image(client: ComfyClient) -> None:
     """With demo-image, whose VAE and text encoder are the other demo model's."""
     task = next(task for task in evaluate_image.tasks(50, 12, 2025) if task.wanted.motion == "up")
     content = io.BytesIO()
-    task.picture.save(content, "PNG")
+    task.image.save(content, "PNG")
     client.upload("first-frame.png", content.getvalue())
     workflow = client.get(f"/api/workflow_templates/{PACK}/wan21_tpu_image_to_video.json")
     prompt = to_prompt(workflow, client.object_info())
@@ -100,4 +100,4 @@ def test_image_template_goes_on_from_a_picture(client: ComfyClient) -> None:
     (entry,) = client.succeed(prompt).outputs(saver)["images"]
     frames, _ = decode_video(client.view(entry))
     assert observe(frames).motion == "up"
-    assert evaluate_image.first_frame_psnr(task.picture, frames) >= evaluate_image.PSNR_MIN
+    assert evaluate_image.first_frame_psnr(task.image, frames) >= evaluate_image.PSNR_MIN

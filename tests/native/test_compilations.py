@@ -76,7 +76,7 @@ def test_long_prompts(architecture, watch, cell):
 
 
 @some_architectures("SDXL")
-def test_a_text_that_might_be_a_picture(architecture, watch):
+def test_a_text_as_long_as_an_image(architecture, watch):
     """As many tokens as a level of the network has pixels: filled up further."""
     from tests.native.sampling import relative_error, sample
 

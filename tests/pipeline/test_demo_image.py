@@ -38,7 +38,7 @@ def continued(number: int, mesh: str = "single", steps: int | None = None) -> np
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 49])
-def test_the_picture_is_kept_and_does_what_the_prompt_says(number: int) -> None:
+def test_the_image_is_kept_and_does_what_the_prompt_says(number: int) -> None:
     task, video = tasks()[number], continued(number)
     assert first_frame_psnr(task.image, video) >= PSNR_MIN
     seen = observe(video)
@@ -49,7 +49,7 @@ def test_the_picture_is_kept_and_does_what_the_prompt_says(number: int) -> None:
     )
 
 
-def test_one_picture_obeys_two_prompts() -> None:
+def test_one_image_obeys_two_prompts() -> None:
     pipeline, image = opened(), tasks()[2].image
     for motion, words in (("left", "moving left"), ("right", "moving right")):
         parts = pipeline.generate(f"a purple star {words}", pipeline.settings(seed=7), [image])
@@ -68,7 +68,7 @@ def test_diffusers_gives_the_same_video() -> None:
     assert psnr(torch.from_numpy(continued(0, steps=4)), torch.from_numpy(expected[0])) >= SAME, "132 are found"
 
 
-def test_a_picture_of_another_size_and_mode_is_brought_to_size() -> None:
+def test_an_image_of_another_size_and_mode_is_brought_to_size() -> None:
     image = tasks()[2].image.convert("RGBA").resize((200, 100), Image.Resampling.NEAREST)
     pipeline = opened()
     settings = pipeline.settings(seed=7, num_inference_steps=4)
@@ -76,7 +76,7 @@ def test_a_picture_of_another_size_and_mode_is_brought_to_size() -> None:
     assert video.shape == (1, 17, 64, 64, 3)
 
 
-def test_it_needs_a_picture_and_the_other_takes_none() -> None:
+def test_it_needs_an_image_and_the_other_takes_none() -> None:
     with pytest.raises(InvalidValueError, match="image is missing: model demo-image begins with an image"):
         opened().encode("a star", opened().settings())
     plain = VideoPipeline.open("demo")
@@ -86,7 +86,7 @@ def test_it_needs_a_picture_and_the_other_takes_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_pictures_are_kept_and_forty_five_prompts_followed() -> None:
+def test_fifty_images_are_kept_and_forty_five_prompts_followed() -> None:
     followed = 0
     for number, task in enumerate(tasks()):
         video = continued(number)

@@ -389,8 +389,8 @@ def _download(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"model={model} is not a directory here and could not be downloaded from the hub ({reason}); check the name and "
-            "the network, or download it elsewhere and give its directory",
+            f"model={model} is not a directory here and could not be downloaded from the hub ({reason}); check the "
+            "name and the network, or download it elsewhere and give its directory",
             field="model",
         ) from error
 
