@@ -216,5 +216,5 @@ def _as_bfloat16(module: nn.Module, except_in: tuple[str, ...]) -> nn.Module:
 
 def _rewrite(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text()) | changes
-    content.pop("_name_or_path", None)  # where this was trained is nobody's business
+    content.pop("_name_or_path", None)  # a path of the machine that trained it
     file.write_text(json.dumps(content, indent=2) + "\n")

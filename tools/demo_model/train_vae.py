@@ -26,14 +26,14 @@ class VaeTraining:
     batch: int = 32
     rate: float = 6e-4  # 2e-3 is behind it after 300 steps
     warmup: int = 100
-    # Weight of the KL term: latents that are smooth, and channels nobody needs silent, at no visible cost in sharpness.
+    # Weight of the KL term: smooth latents, and unused channels silent, at no visible cost in sharpness.
     kl: float = 1e-4
     # Squared error first of all: the median of what a pixel may show is the background, so under L1 alone objects
     # stayed away (18 dB after 2,000 steps, then also with a wide posterior). L1 and the edges sharpen what is there.
     absolute: float = 0.1
     edges: float = 0.1
     objects: float = 4.0  # extra weight of the pixels that are not background
-    first: float = 0.0  # extra weight of the first frame, whose latents are its own and nobody else's
+    first: float = 0.0  # extra weight of the first frame, whose latents hold no other frame
     centred: float = 0.0  # share of clips that begin in the middle
     seed: int = 0
 
@@ -134,7 +134,7 @@ def _measure(vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Gene
     by_channel = torch.cat(means).transpose(0, 1).flatten(1)
     deviation = by_channel.std(1)
     logger.info("latents: std %s", [round(value, 3) for value in deviation.tolist()])
-    # A silent channel stays quiet: blown up to unit variance it would ask the transformer for what nobody decodes.
+    # A silent channel stays quiet: blown up to unit variance the transformer would have to predict values that are not decoded.
     deviation = deviation.clamp(min=0.25 * float(deviation.max()))
     vae.register_to_config(
         latents_mean=[round(value, 4) for value in by_channel.mean(1).tolist()],

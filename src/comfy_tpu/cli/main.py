@@ -125,7 +125,7 @@ def _raise_on_termination() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
-    # Only where nobody has decided otherwise: nohup ignores SIGHUP.
+    # Only signals with their default action: nohup ignores SIGHUP.
     ours = [number for number in (SIGTERM, SIGHUP) if here and signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, raise_exit)

@@ -29,7 +29,7 @@ def print_message(text: str) -> None:
         return
     try:
         sys.modules["tqdm"].tqdm.write(message_line(text), file=sys.stderr)
-    except OSError:  # nobody reads it, and a lost line must not end a run
+    except OSError:  # the reader is gone; a lost line must not end a run
         discard(sys.stderr)
 
 

@@ -27,7 +27,7 @@ from comfy_tpu.config import BlockSizes
 from comfy_tpu.kernels.masking import Band, Masking, as_bool_mask, key_bias
 from comfy_tpu.kernels.tuning import LANES, block_sizes, vmem_limit
 
-# Finite stand-ins for -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
+# Finite values in place of -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
 # hidden scores < first running maximum < the most negative bias a caller can add (e.g. torch.finfo(float32).min).
 _HIDDEN = -3.0e38
 _FIRST_MAXIMUM = -2.5e38

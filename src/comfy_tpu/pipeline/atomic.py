@@ -156,7 +156,7 @@ def _make_directories(directory: Path) -> Iterator[None]:
         yield
     except BaseException:
         for place in missing:
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another process may have put a file there meanwhile
                 place.rmdir()
         raise
 

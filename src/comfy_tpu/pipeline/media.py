@@ -210,7 +210,7 @@ def read_metadata(output: str | Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not a file; expected one that comfy-tpu wrote")
     try:
         found = parse_json(read_comment(path) or "{}")
-    except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
+    except ValueError:  # a comment of another program; av's InvalidDataError, too, is a ValueError
         return {}
     # Pillow raises SyntaxError on a damaged image.
     except (OSError, SyntaxError, av.error.FFmpegError, Image.DecompressionBombError) as error:

@@ -85,5 +85,5 @@ def _printed_settings(part: torch.nn.Module) -> str:
     """The settings that torch prints of a module: the padding of a convolution, the epsilon of a norm."""
     try:
         return part.extra_repr()
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # somebody else's code, for people to read
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # extra_repr of foreign code may fail
         return ""
