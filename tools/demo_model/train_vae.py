@@ -134,7 +134,7 @@ def _measure(vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Gene
     by_channel = torch.cat(means).transpose(0, 1).flatten(1)
     deviation = by_channel.std(1)
     logger.info("latents: std %s", [round(value, 3) for value in deviation.tolist()])
-    # A silent channel stays quiet: blown up to unit variance the transformer would have to predict values that are not decoded.
+    # A silent channel stays quiet: at unit variance the transformer would have to predict values that are not decoded.
     deviation = deviation.clamp(min=0.25 * float(deviation.max()))
     vae.register_to_config(
         latents_mean=[round(value, 4) for value in by_channel.mean(1).tolist()],
