@@ -138,7 +138,7 @@ class Trainer:
         return given | {"tokens": torch.where(silent[:, None], empty, tokens)}
 
     def _pool(self, vae: AutoencoderKLWan, scratch: Path) -> dict[str, Tensor]:
-        """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encoded`."""
+        """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encode`."""
         settings, device = self.settings, self.device
         file = scratch / f"{type(settings).__name__}-{settings.pool}.pt"
         if file.exists():
