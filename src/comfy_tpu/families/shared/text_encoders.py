@@ -75,7 +75,7 @@ def pooled_clip(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
 def encode_t5(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """[batch, tokens, features], padding included. Without a mask the padding is read like text, as some of diffusers'
     pipelines do."""
-    hidden = module.shard_attention(input_ids)
+    hidden = module.shared(input_ids)
     attention = module.encoder.block[0].layer[0].SelfAttention
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     buckets = attention._relative_position_bucket(
