@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.families.registry import model_cards
-from comfy_tpu.parallel.chips import CHIPS, slice_of
+from comfy_tpu.parallel.chips import CHIPS, find_slice
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
@@ -26,7 +26,7 @@ def taken_on(device_count: int) -> set[MeshSizes]:
 
 
 def taken_by(work: Workload, chip: str, device_count: int) -> MeshSizes:
-    assert slice_of(chip, device_count) is not None
+    assert find_slice(chip, device_count) is not None
     return parse_mesh("auto", device_count, chip=chip, workload=lambda: work)
 
 

@@ -17,7 +17,7 @@ import jax.export
 import numpy as np
 import torch
 
-from comfy_tpu.bridge.compat import replaced
+from comfy_tpu.bridge.compat import replace_attribute
 from comfy_tpu.bridge.environment import TraceEnvironment
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.config import GenerationSettings
@@ -95,7 +95,7 @@ def _counted_operators() -> Iterator[list[str]]:
         traced.append(str(func))
         return dispatch(self, func, types, args, kwargs)
 
-    with replaced(TraceEnvironment, "dispatch", counting):
+    with replace_attribute(TraceEnvironment, "dispatch", counting):
         yield traced
 
 

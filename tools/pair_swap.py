@@ -1,4 +1,4 @@
-"""What it costs that only one of two transformers has room: `python -m tools.pair_swap`.
+"""Measures the cost of swapping two transformers when only one fits into memory: `python -m tools.pair_swap`.
 
 The demo model with a random pair of middle size in place of its transformer. A step's time is the median of those of a
 run; what the first step behind the boundary takes longer is the swap.
@@ -31,7 +31,7 @@ PROMPT = "a red circle moving left on a black background"
 
 
 def write_pair(directory: Path, hidden: int, layers: int) -> int:
-    """The bytes of one of them."""
+    """Writes a model with two random transformers; returns the bytes of one."""
     from diffusers import WanTransformer3DModel
 
     shutil.copytree(DEMO_DIRECTORY, directory)
@@ -53,11 +53,11 @@ def run(pipeline: VideoPipeline, settings: Any) -> tuple[float, float]:
     embeddings = pipeline.encode(PROMPT, settings)
     at: list[float] = []
 
-    def hear(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         if progress.stage == "denoising":
             at.append(time.perf_counter())
 
-    pipeline.on_progress = hear
+    pipeline.on_progress = on_progress
     pipeline.denoise(embeddings, settings)
     taken = [after - before for before, after in itertools.pairwise(at)]
     steps = [step.transformer for step in pipeline.plan(settings)]

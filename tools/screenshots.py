@@ -18,8 +18,8 @@ from tests.comfyui.server import running
 DEMO = ROOT / "example_workflows" / "wan21_tpu_demo.json"
 WIDTH, HEIGHT = 1600, 760
 PANEL_WIDTH = 400
-"""Of the window, from the left: the toolbar and the panel."""
-MOST_BYTES = 400_000
+"""The width of the toolbar and the panel, from the left of the window."""
+BYTES_MAX = 400_000
 
 # Where the nodes lie between the panel and the right edge, below the toolbar.
 _PLACE_NODES = """([left, right, top]) => {
@@ -34,7 +34,7 @@ _PLACE_NODES = """([left, right, top]) => {
 _DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
-def take(frontend: Frontend) -> dict[str, bytes]:
+def take_screenshots(frontend: Frontend) -> dict[str, bytes]:
     page = frontend.page
     frontend.open()
     frontend.open_workflow(DEMO)
@@ -45,19 +45,19 @@ def take(frontend: Frontend) -> dict[str, bytes]:
     page.locator("video").evaluate("video => { video.controls = false; video.currentTime = video.duration / 2 }")
     page.wait_for_function("() => !document.querySelector('video').seeking")
     frontend.section("Now").get_by_text("Idle").wait_for()
-    pictures = {"comfyui.png": _picture(frontend)}
+    screenshots = {"comfyui.png": _capture_workflow(frontend)}
 
     # Once more, to see the panel while it denoises.
     frontend.set_widgets("Wan21TPUSampler", num_inference_steps=100, num_frames=49)
     frontend.run()
     frontend.section("Now").get_by_text("s/step").wait_for(timeout=RUN_MS)
     page.wait_for_function("() => document.querySelector('.comfy-tpu-panel [role=progressbar]').ariaValueNow > 30")
-    pictures["panel.png"] = page.screenshot(clip={"x": 0, "y": 38, "width": PANEL_WIDTH - 26, "height": 600})
+    screenshots["panel.png"] = page.screenshot(clip={"x": 0, "y": 38, "width": PANEL_WIDTH - 26, "height": 600})
     frontend.cancel()
-    return pictures
+    return screenshots
 
 
-def _picture(frontend: Frontend) -> bytes:
+def _capture_workflow(frontend: Frontend) -> bytes:
     frontend.page.mouse.move(PANEL_WIDTH + 5, HEIGHT - 5)
     # "1 job completed" goes by itself.
     frontend.page.get_by_text("job completed").wait_for(state="hidden")
@@ -79,9 +79,9 @@ def _take_into(directory: Path, base: Path) -> None:
         chromium() as browser,
         browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, locale="en-US") as context,
     ):
-        for name, picture in take(Frontend(context.new_page(), server, client)).items():
-            assert len(picture) <= MOST_BYTES, f"{name} has {len(picture)} bytes"
-            (directory / name).write_bytes(picture)
+        for name, content in take_screenshots(Frontend(context.new_page(), server, client)).items():
+            assert len(content) <= BYTES_MAX, f"{name} has {len(content)} bytes"
+            (directory / name).write_bytes(content)
 
 
 if __name__ == "__main__":

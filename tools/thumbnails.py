@@ -1,4 +1,4 @@
-"""The pictures that ComfyUI's template browser shows for example_workflows/: frames of the demo model over the nodes.
+"""Makes the thumbnails that ComfyUI shows for example_workflows/: frames of the demo model over the nodes.
 
 python -m tools.thumbnails example_workflows [NAME…]
 """
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from comfy_tpu.pipeline.video import VideoPipeline
 
 # By workflow: what the frames show, and its nodes from left to right (ours with a star).
-PICTURES = {
+THUMBNAILS = {
     "wan21_tpu_demo": ("a red circle moving right on a black background", "Encoder* Sampler* Decoder* Video"),
     "wan21_tpu_basic": ("an orange circle growing on a brown background", "Encoder* Sampler* Decoder* Video"),
     "wan21_tpu_full_pipeline": ("a blue square growing on a white background", "Full_Pipeline* Video"),
@@ -20,29 +20,29 @@ PICTURES = {
     "wan21_tpu_native_vae": ("a green triangle moving up on a gray background", "Encoder* Sampler* VAE_Decode Video"),
     "wan21_native_tpu_model": ("a yellow star moving left on a black background", "Loaders Compile* KSampler Video"),
     "wan21_native_tpu_vae": ("a purple square moving left on a gray background", "CLIP KSampler Decoder* Video"),
-    "wan21_tpu_image_to_video": ("a pink star moving right on a black background", "Picture Encoder* Decoder* Video"),
+    "wan21_tpu_image_to_video": ("a pink star moving right on a black background", "Image Encoder* Decoder* Video"),
     "wan22_tpu_basic": ("a blue star spinning on a white background", "Wan_2.2* Sampler* Decoder* Video"),
-    "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Picture Wan_2.2* Decoder* Video"),
-    "flux_tpu_basic": ("a red square growing on a gray background", "Flux* Sampler* Decoder* Picture"),
-    "flux2_tpu_basic": ("a green star growing on a white background", "Flux.2* Sampler* Decoder* Picture"),
-    "flux_tpu_image_to_image": ("a cyan square growing on a brown background", "Picture Flux* Picture"),
+    "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Image Wan_2.2* Decoder* Video"),
+    "flux_tpu_basic": ("a red square growing on a gray background", "Flux* Sampler* Decoder* Image"),
+    "flux2_tpu_basic": ("a green star growing on a white background", "Flux.2* Sampler* Decoder* Image"),
+    "flux_tpu_image_to_image": ("a cyan square growing on a brown background", "Image Flux* Image"),
     "hunyuanvideo15_tpu_image_to_video": (
         "a purple circle moving left on a white background",
-        "Picture Hunyuan* Decoder* Video",
+        "Image Hunyuan* Decoder* Video",
     ),
     "ltxv_tpu_basic": ("a pink circle moving down on a gray background", "LTX-Video* Sampler* Decoder* Video"),
-    "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Picture LTX-Video* Decoder* Video"),
+    "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Image LTX-Video* Decoder* Video"),
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14
-SHOWN = (1, 8, 15)
+SHOWN_FRAMES = (1, 8, 15)
 BACKGROUND, OURS, STOCK, WORDS = "#16181d", "#2f6fdd", "#3c414b", "#ffffff"
 
 
-def picture(frames: torch.Tensor, nodes: str) -> Image.Image:
+def draw_thumbnail(frames: torch.Tensor, nodes: str) -> Image.Image:
     image = Image.new("RGB", (WIDTH, HEIGHT), BACKGROUND)
-    left = (WIDTH - len(SHOWN) * CELL - (len(SHOWN) - 1) * MARGIN) // 2
-    for place, number in enumerate(SHOWN):
+    left = (WIDTH - len(SHOWN_FRAMES) * CELL - (len(SHOWN_FRAMES) - 1) * MARGIN) // 2
+    for place, number in enumerate(SHOWN_FRAMES):
         frame = Image.fromarray(frames[number].mul(255).round().byte().numpy())
         image.paste(frame.resize((CELL, CELL), Image.Resampling.LANCZOS), (left + place * (CELL + MARGIN), 30))
     _draw_nodes(ImageDraw.Draw(image), nodes.split(), left)
@@ -65,14 +65,14 @@ def _draw_nodes(draw: ImageDraw.ImageDraw, nodes: list[str], left: int) -> None:
 
 
 def main(directory: str, *names: str) -> None:
-    """`names`: only these."""
+    """Writes the thumbnails of all workflows, or of `names` only."""
     pipeline = VideoPipeline.open("demo")
-    for name, (prompt, nodes) in PICTURES.items():
+    for name, (prompt, nodes) in THUMBNAILS.items():
         if names and name not in names:
             continue
         frames = torch.cat(list(pipeline.generate(prompt, pipeline.settings(seed=7))), dim=1)[0]
         # .jpg, because that is the only name the frontend asks for (1.35.9).
-        picture(frames, nodes).save(Path(directory) / f"{name}.jpg", quality=88, optimize=True)
+        draw_thumbnail(frames, nodes).save(Path(directory) / f"{name}.jpg", quality=88, optimize=True)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import sys
 from benchmarks.vae import report, runner
 from benchmarks.vae.choices import VARIANTS, VaeChoices
 from comfy_tpu.bench import outputs
-from comfy_tpu.cli.options import names, number, path
-from comfy_tpu.cli.terminal import print_error, print_text, say
+from comfy_tpu.cli.options import number_parser, parse_names, path_parser
+from comfy_tpu.cli.terminal import print_error, print_message, print_text
 from comfy_tpu.errors import ComfyTpuError, rename_field
 
 
@@ -18,13 +18,13 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.vae",
         description="torchax, Flax NNX and diffusers side by side: start, decode, memory, error",
     )
-    parser.add_argument("--frames", type=number(int), metavar="N", help="4n+1 (81)")
-    parser.add_argument("--height", type=number(int), metavar="N", help="pixels (48; with --full-size 480)")
-    parser.add_argument("--width", type=number(int), metavar="N", help="pixels (64; with --full-size 832)")
+    parser.add_argument("--frames", type=number_parser(int), metavar="N", help="4n+1 (81)")
+    parser.add_argument("--height", type=number_parser(int), metavar="N", help="pixels (48; with --full-size 480)")
+    parser.add_argument("--width", type=number_parser(int), metavar="N", help="pixels (64; with --full-size 832)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
         "--repeats",
-        type=number(int),
+        type=number_parser(int),
         default=VaeChoices.repeats,
         metavar="N",
         help=f"times that each is measured ({VaeChoices.repeats})",
@@ -34,10 +34,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--full-size", action="store_true", help="Wan 2.1's own channels, not a sixth: for accelerators"
     )
     parser.add_argument(
-        "--json", type=path("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
+        "--json", type=path_parser("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
     )
     parser.add_argument(
-        "-o", "--output", type=path("--output"), metavar="FILE", help="tables, x.md; plots go beside it"
+        "-o", "--output", type=path_parser("--output"), metavar="FILE", help="tables, x.md; plots go beside it"
     )
     return parser
 
@@ -49,13 +49,15 @@ def run(arguments: argparse.Namespace) -> None:
         width=arguments.width,
         dtype=arguments.dtype,
         repeats=arguments.repeats,
-        variants=names(arguments.variants, tuple(VARIANTS), "--variants") if arguments.variants is not None else (),
+        variants=parse_names(arguments.variants, tuple(VARIANTS), "--variants")
+        if arguments.variants is not None
+        else (),
         full_size=arguments.full_size,
     )
     places = outputs.Places.check(json=arguments.json, markdown=None, plot=None)
     if arguments.output is not None:
         report.check_output(arguments.output, arguments.json)
-    measured = runner.run_comparison(choices, say=say, keep=places.keep)
+    measured = runner.run_comparison(choices, say=print_message, keep=places.keep)
     if arguments.output is not None:
         report.write_output(arguments.output, measured)
     print_text(report.tables(measured))

@@ -11,7 +11,7 @@ from comfy_tpu.bench.plots import Bar, draw_bars
 from comfy_tpu.bench.results import Row, Run
 from comfy_tpu.bench.tables import render, seconds
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 Language = Literal["en", "zh-CN"]
@@ -150,5 +150,5 @@ def write_output(path: Path, run: Run) -> None:
 
 def write_texts(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
-        with replacing(path) as partial, explained(path):
+        with replacing(path) as partial, write_errors(path):
             partial.write_text(text, encoding="utf-8")

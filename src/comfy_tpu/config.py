@@ -1,4 +1,4 @@
-"""The only home of defaults: frozen dataclasses, passed whole."""
+"""All defaults, as frozen dataclasses that are passed whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEMO_MODEL, DEMO_IMAGE_MODEL = "demo", "demo-image"
 Platform = Literal["tpu", "gpu", "cpu"]
 
 Quantization = Literal["none", "fp8", "int8"]
-"""What the large matrix products of a transformer are computed in. Anything but none changes the result a little."""
+"""The precision of a transformer's large matrix products. Anything but none changes the result slightly."""
 
 VaeBackend = Literal["torchax", "nnx"]
-"""What runs a VAE: diffusers' module through torchax, or the Wan 2.1 VAE as it is written in Flax NNX."""
+"""The implementation of a VAE: diffusers' module through torchax, or the Wan 2.1 VAE in Flax NNX."""
 VAE_BACKENDS: tuple[VaeBackend, ...] = ("torchax", "nnx")
 VAE_BACKEND: VaeBackend = "torchax"
-"""Unless another is asked for. By what was measured: docs/torchax-vs-flax.md."""
+"""The default backend. Measurements: docs/torchax-vs-flax.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class MeshSizes:
 @dataclasses.dataclass(frozen=True)
 class ShardingConfig:
     gather_min_bytes: int = 64 * 1024
-    """Weights with one dimension, or smaller than this (per layer), are not split only to be gathered again: on the
-    interconnect such a gather is all latency, and what it would save on the device is next to nothing."""
+    """Weights with one dimension, or smaller than this (per layer), are not split in storage: gathering them costs only
+    latency, and saves almost no memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +61,12 @@ class AttentionConfig:
     smooth_keys: bool = True
     """Subtract the mean key before the splash kernel: the softmax is the same, its exponents smaller."""
     block_sizes: BlockSizes | None = None
-    """None: from the table by chip and length."""
+    """The tile of the splash kernel. None: from the table by chip and length."""
     dense_max_tokens: int = 4096
-    """Up to this many keys an L×L score array may be made; above it never, on any backend."""
+    """The most keys for which an L×L score array may be made, on any backend."""
     over_mesh: bool = True
-    """False: every device computes all of it, whatever the mesh. For models that are too small to share."""
+    """Whether attention is split over the mesh. False: every device computes all heads, for models that are too small
+    to split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,22 +78,24 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SkeletonLimits:
-    """What a module may ask for while it is built. With a wrong number in its configuration that could take hours."""
+    """Limits on what a module allocates while it is built: with a wrong number in its configuration it could take
+    hours."""
 
     tensors: int = 2**13
-    """Weights. HunyuanVideo 1.5 has 1,801, the most of our families; 8,192 are asked for in two seconds."""
+    """The number of weights. HunyuanVideo 1.5 has 1,801, the most of our families; 8,192 are allocated in two
+    seconds."""
     elements: int = 2**42
-    """Of all weights together."""
+    """Elements of all weights together."""
     computed: int = 2**26
     """Elements of one tensor that is not a weight, such as a RoPE table: those take memory."""
-    known: str = "which no known model has"
-    """The end of the error's sentence."""
+    error_suffix: str = "which no known model has"
+    """The end of the error message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ResidencyConfig:
     weights_fraction: float = 0.85
-    """Share of each device's memory that weights may fill; the rest is for activations."""
+    """The fraction of each device's memory that weights may take; the rest is for activations."""
     budget_bytes: int | None = None
     """Bytes per device, instead of the fraction."""
 
@@ -108,7 +111,7 @@ class RuntimeConfig:
     dtype: str = "auto"
     """ "bfloat16" or "float32"; "auto": bfloat16, but float32 on a CPU."""
     quantize: Quantization = "none"
-    """The transformer's large products in 8 bits: faster, and not quite the same."""
+    """Large matrix products of the transformer in 8 bits: faster, with slightly different results."""
     vae_backend: VaeBackend = VAE_BACKEND
     attention: AttentionConfig = AttentionConfig()
     cache: CacheConfig = CacheConfig()
@@ -125,18 +128,19 @@ class Lora:
 
     path: Path
     strength: float = 1.0
-    """Negative ones take away what the file adds."""
+    """The factor on the file's change; negative values subtract it."""
     noise: LoraNoise = "all"
-    """Of a model with two transformers, which of them gets it."""
+    """The transformer that gets the LoRA, for a model with two."""
 
 
 INIT_IMAGE_STRENGTH = 0.6
-"""The share of an image that denoising starts from which is made anew, unless another is asked for."""
+"""The default strength of image-to-image: the share of the image that is replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings:
-    """What one video is made with, except its prompt. A model directory may bring its own in `generation.json`."""
+    """The settings of one video, except its prompt. A model directory may have its own defaults in
+    `generation.json`."""
 
     height: int = 720
     width: int = 1280
@@ -151,21 +155,22 @@ class GenerationSettings:
     fps: int = 16
     max_sequence_length: int = 512
     guidance_scale_2: float = 0.0
-    """Of the second transformer, where a model has two. 0: the same as guidance_scale."""
+    """guidance_scale of the second transformer, for a model with two. 0: the same as guidance_scale."""
     boundary: float = 0.0
     """The share of the noise below which the second transformer takes over. 0: never."""
     reuse: float = 0.0
-    """How far the estimated error of reused velocities may add up before the transformer runs again. 0: it runs at
-    every step. 0.12 is recommended: half of 50 steps are computed."""
+    """The estimated error of reused velocities at which the transformer runs again. 0: it runs at every step. 0.12 is
+    recommended: half of 50 steps are computed."""
     guidance_until: float = 1.0
-    """Share of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale 1."""
+    """The fraction of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale
+    1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReuseConfig:
-    """Bounds on step reuse whatever its threshold says, as MagCache has them."""
+    """Bounds on step reuse besides its threshold, as in MagCache."""
 
-    computed_first: float = 0.2
-    """Share of the steps, from the first, that are always computed: they settle what the video shows."""
-    most_in_a_row: int = 2
-    """Steps that may be reused before one is computed."""
+    first_computed_fraction: float = 0.2
+    """The fraction of the steps, from the first, that are always computed: they determine what the video shows."""
+    max_consecutive_reused: int = 2
+    """The most steps that are reused before one is computed."""

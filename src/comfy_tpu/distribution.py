@@ -19,13 +19,13 @@ _NAME = "comfy-tpu"
 
 
 def find_page(name: str) -> str:
-    """A page of the documentation, for messages: docs/NAME of a checkout, else the file that the wheel installed."""
+    """The path of a page of the documentation, for messages: docs/NAME in a checkout, else the installed file."""
     installed = _PACKAGE / "_pack" / "docs" / name
     return str(installed) if installed.is_file() else f"docs/{name}"
 
 
 def pip_command(*arguments: str, python: str | Path | None = None) -> str:
-    """A pip command for this Python, or for that of another environment; `pip` alone may belong to a third.
+    """A pip command for this Python, or for another one; a plain `pip` may belong to a third.
 
     Environments that uv makes have no pip; uv takes the same arguments, but for -y.
     """
@@ -42,7 +42,7 @@ def install_command(python: str | Path) -> str:
 
 
 def restore_command(*paths: str) -> str:
-    """Brings back files of the package that are missing or damaged; `paths` are theirs in a checkout."""
+    """A command that restores files of the package that are missing or damaged; `paths`: their paths in a checkout."""
     checkout = _checkout()
     if checkout is not None and (checkout / ".git").exists():
         return shlex.join(["git", "-C", str(checkout), "checkout", "--", *paths])
@@ -62,7 +62,7 @@ def _checkout() -> Path | None:
 
 
 def _source() -> str:
-    """What pip installs this version from: the place that it came from, as pip recorded it (PEP 610)."""
+    """The argument with which pip installs this version: its origin as pip recorded it (PEP 610)."""
     if (checkout := _checkout()) is not None:
         return str(checkout)
     latest = f"{_NAME} @ git+{HOME_PAGE}"

@@ -40,15 +40,15 @@ Section = Literal[
     "parity",
     "out-of-memory",
 ]
-"""Of the porting guide: what a model does that a compiled program cannot, or pays for. Each is an anchor there."""
+"""Sections of the porting guide about what a compiled program cannot do, or does slowly. Each is an anchor there."""
 SECTIONS: tuple[str, ...] = get_args(Section)
 
 
 class ComfyTpuError(Exception):
-    """The root of all errors this package raises on purpose. Its text is safe to print, whatever a message quotes."""
+    """The base class of this package's errors. Its text is safe to print, whatever a message quotes."""
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
-        """`field`: the parameter whose value is refused, with whose name the message begins."""
+        """`field`: the parameter whose value is refused; the message begins with its name."""
         super().__init__(message)
         self.field = field
 
@@ -57,7 +57,7 @@ class ComfyTpuError(Exception):
 
 
 def rename_field(message: str, field: str | None, name: str | None) -> str:
-    """The message with its field under another name: "--height 100 is …" for "height=100 is …"."""
+    """The message with another name for its field: "--height 100 is …" for "height=100 is …"."""
     if field is None or name is None or not message.startswith((f"{field}=", f"{field} ")):
         return message
     return f"{name} {message[len(field) + 1 :]}"
@@ -112,18 +112,18 @@ class DeviceMemoryError(ComfyTpuError, MemoryError):
 
 
 def see(section: Section) -> str:
-    """Where the guide explains an error; its message ends with this."""
+    """The end of an error message: a reference to a section of the guide."""
     return f"; see {GUIDE}#{section}"
 
 
 def section_of(error: BaseException) -> tuple[str, str | None]:
-    """The message without its pointer, and the section that it points to."""
+    """The message without its reference to the guide, and the section."""
     message, _, section = str(error).partition(f"; see {GUIDE}#")
     return message, section or None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is XLA's way of saying that a device is full."""
+    """Whether an error is XLA's out-of-memory error of a device."""
     return isinstance(error, RuntimeError | ValueError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -137,7 +137,7 @@ _HOST_MEMORY = (
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Whether an error is a library's way of saying that the process gets no more memory."""
+    """Whether an error of a library means that the host has no more memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     known = isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in _HOST_MEMORY)
@@ -146,7 +146,7 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def device_errors(what: str) -> Iterator[None]:
-    """Turns the runtime's out-of-memory error into ours."""
+    """Turns the runtime's out-of-memory error into DeviceMemoryError."""
     try:
         yield
     except Exception as error:
@@ -160,8 +160,8 @@ def device_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_errors(what: str) -> Iterator[None]:
-    """Turns whatever a number, text or list of the wrong kind leads to into a sentence about `what`, a file of a
-    model. Errors of ours are sentences already."""
+    """Turns any exception that a wrong value in a model's file causes into CheckpointError about `what`, the file. Our
+    own errors pass."""
     try:
         yield
     except SkeletonSizeError as error:
@@ -179,7 +179,7 @@ def config_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace_errors(part: str, model: str) -> Iterator[None]:
-    """The same while a part of a model is traced, where a value that the library did not look at is first used."""
+    """Turns any exception into TraceError while a part of a model is traced, where wrong values are first used."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -193,13 +193,13 @@ def trace_errors(part: str, model: str) -> Iterator[None]:
 
 
 def _short(error: Exception) -> str:
-    """Its type and the beginning of its message, in one line."""
+    """The type and the beginning of the message of an error, in one line."""
     reason = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
-def listed(names: Iterable[str], most: int = 5, separator: str = ", ", before_rest: str = " ") -> str:
-    """The first few of many names, and how many more there are: an error over a whole model stays readable."""
+def join_names(names: Iterable[str], limit: int = 5, separator: str = ", ", before_rest: str = " ") -> str:
+    """The first `limit` names and the number of the others, so that an error about a whole model stays readable."""
     names = list(names)
-    more = len(names) - most
-    return separator.join(names[:most]) + (f"{before_rest}and {more} more" if more > 0 else "")
+    more = len(names) - limit
+    return separator.join(names[:limit]) + (f"{before_rest}and {more} more" if more > 0 else "")

@@ -28,14 +28,14 @@ from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.video import VideoPipeline
 
 LoraLike: TypeAlias = "str | Path | tuple[str | Path, float] | Lora"
-"""A .safetensors file, with strength 1 or with its own."""
+"""A .safetensors file, alone (strength 1) or with a strength."""
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | torch.Tensor"
 """A file, a PIL image, or pixels [height, width, 3]: uint8, or floats in 0..1."""
 
 
 class Settings(TypedDict, total=False):
-    """The settings of a call; those that are left out are the model's own. As in `GenerationSettings`."""
+    """The settings of a call, as in `GenerationSettings`; the others have the model's defaults."""
 
     height: int
     width: int
@@ -57,14 +57,14 @@ class Settings(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Video:
-    """The frames that were made, on the host. An image is a video of one frame."""
+    """The generated frames, on the host. An image is a video of one frame."""
 
     frames: np.ndarray
     """uint8 [frames, height, width, 3]."""
     prompt: str
     settings: GenerationSettings
     metadata: Mapping[str, str] = dataclasses.field(repr=False)
-    """What the video was made from, as it is written into files."""
+    """The metadata that `save` writes into files."""
 
     def save(self, path: str | Path) -> Path:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
@@ -100,7 +100,7 @@ class _Request:
 class Pipeline:
     """A model that is ready to be called. Used in a `with` block, it frees the devices' memory at the end.
 
-    `stages` has the stages by themselves: encode, denoise, decode, and what they exchange.
+    `stages` is the `VideoPipeline`, with encode, denoise and decode as separate methods.
     """
 
     def __init__(self, stages: VideoPipeline) -> None:
@@ -138,11 +138,11 @@ class Pipeline:
         on_progress: ProgressCallback = ignore_progress,
         **settings: Any,
     ) -> Video | list[Video]:
-        """One video; of a list of prompts, or with num_videos over 1, a list of them.
+        """Returns one video; for a list of prompts, or with num_videos over 1, a list of videos.
 
-        `images`: the first frame and maybe the last, an image to start from, or reference images, as the model takes
-        them. `strength`: the share of an image to start from that is made anew. `lora`: in the transformer for this
-        call only. `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
+        `images`: the first frame and optionally the last, an image to start from, or reference images, as the model
+        takes them. `strength`: the share of an image to start from that is replaced. `lora`: LoRAs for this call only.
+        `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
@@ -165,7 +165,7 @@ class Pipeline:
         on_progress: ProgressCallback = ignore_progress,
         **settings: Unpack[Settings],
     ) -> AsyncIterator[np.ndarray]:
-        """The frames of one video as they are decoded, uint8 [height, width, 3]. Work runs in another thread."""
+        """Yields the frames of one video as they are decoded, uint8 [height, width, 3]. Runs in another thread."""
         self._use(lora)
         request = self._request(prompt, images, strength, on_progress, settings)
         if request.settings.num_videos != 1:
@@ -181,7 +181,7 @@ class Pipeline:
             await asyncio.to_thread(parts.close)
 
     def settings(self, **chosen: Unpack[Settings]) -> GenerationSettings:
-        """The model's defaults with what was chosen in their place, checked."""
+        """The model's defaults, replaced by the chosen values, checked."""
         return self.stages.settings(**{name: _plain(value) for name, value in chosen.items()})
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class Pipeline:
         return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
-        """Frames [num_videos, t, height, width, 3] in 0..1, as they come."""
+        """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded."""
         stages, settings = self.stages, request.settings
         before, stages.on_progress = stages.on_progress, request.on_progress
         try:
@@ -246,7 +246,7 @@ class Pipeline:
             request.prompt,
             request.settings,
             self.stages,
-            pictures=fingerprint(request.images),
+            images_fingerprint=fingerprint(request.images),
             loras=self.stages.loras.text,
         )
         return [
@@ -261,7 +261,7 @@ def open(
     *,
     on_progress: ProgressCallback = ignore_progress,
 ) -> Pipeline:
-    """A demo model, a directory in diffusers' layout, or the id of a model on the hub, which is downloaded then.
+    """Opens a demo model, a directory in diffusers' layout, or a model by its hub id, which is downloaded if needed.
 
     Weights are loaded and programs compiled at the first call.
     """
@@ -301,6 +301,6 @@ def _as_bytes(frames: torch.Tensor) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number for one of numpy's."""
+    """A Python number for one of numpy's."""
     is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
     return value.item() if is_scalar else value

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote. Every file, header and comment is parsed here, so that all are refused alike."""
+"""Parses untrusted JSON: every file, header and comment is parsed here, with the same limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64
-"""Levels of lists and objects. A model's configuration has four; what walks a value may then recurse."""
+"""The most levels of lists and objects, so that other code may recurse. A model's configuration has four."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -1,7 +1,7 @@
-"""Warnings while tracing, loading and compiling: a few are ours to deal with, and the filters come back as they were.
+"""Handles warnings while tracing, loading and compiling, and restores the warning filters afterwards.
 
-`warnings` has one state for all threads, so `catch_warnings` in two of them at once leaves it changed for ever. Here
-the first one in saves it and the last one out restores it.
+`warnings` has one state for all threads, so `catch_warnings` in two threads at once leaves it changed for ever. Here
+the first thread that enters saves the state, and the last one that leaves restores it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import logging
 import re
 
 LINE_CHARACTERS = 2000
-"""Of a line that is printed whole; a longer one loses its middle."""
+"""The longest line that is printed whole; a longer one loses its middle."""
 _HEAD, _TAIL = 1200, 600
 _EXCERPT_CHARACTERS = 200
 
@@ -28,9 +28,9 @@ def excerpt(text: str) -> str:
 
 
 def sanitize(message: str) -> str:
-    """`message` without control characters, and without the middle of lines that are longer than anybody reads.
+    """`message` without control characters, and without the middle of very long lines.
 
-    What to do stands at the end of a message, so the end stays.
+    The end of a message is kept, because it tells what to do.
     """
     return "\n".join(_shorten(line) for line in escape_controls(message).split("\n"))
 

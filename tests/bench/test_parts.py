@@ -10,7 +10,7 @@ from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.models import find_bench_model
 from comfy_tpu.bench.modules import in_float32, random_module
 from comfy_tpu.bridge import to_host
-from comfy_tpu.compiler.weights import adopt
+from comfy_tpu.compiler.weights import alias_torch_tensor
 from comfy_tpu.parallel.mesh import make_placement
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_a_tensor_of_torch_is_adopted_by_jax(dtype):
     # What a CUDA tensor goes through on a GPU; on a CPU the same calls work on host memory.
     tensor = torch.randn(3, 5).to(dtype)
     placement = make_placement("single")
-    array = adopt(tensor, placement.sharding())
+    array = alias_torch_tensor(tensor, placement.sharding())
     assert array.sharding == placement.sharding()
     assert torch.equal(to_host(array), tensor)
 

@@ -8,7 +8,7 @@ import pytest
 from comfy_tpu.bridge.catalogue import Row, overloads
 from tests.pins import only_with_the_pinned
 from tools.aten_operators.page import make_page, read_page, versions
-from tools.aten_operators.use import SMALL, check_small_models, compared_with_torch, used_by
+from tools.aten_operators.usage import SMALL, check_small_models, find_compared, find_used
 
 ROOT = Path(__file__).parents[2]
 STALE = "docs/aten-operators.md is stale; run `make aten-operators`"
@@ -34,13 +34,13 @@ def test_the_page_lists_every_operator_that_a_trace_knows() -> None:
 
 @pinned
 def test_compared_operators_are_those_of_the_parity_tests() -> None:
-    assert columns()[0] == compared_with_torch(), STALE
+    assert columns()[0] == find_compared(), STALE
 
 
 @pinned
 @pytest.mark.parametrize("family", SMALL)
 def test_used_operators_are_those_that_a_family_is_traced_to(family: str) -> None:
-    assert columns()[1][family] == used_by(family), STALE
+    assert columns()[1][family] == find_used(family), STALE
 
 
 def test_every_family_has_a_small_model() -> None:

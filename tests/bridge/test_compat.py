@@ -51,9 +51,9 @@ def test_importing_torchax_leaves_torch_as_it_was() -> None:
     assert seen["present"] == [], "the stand-in answered for operators that this torch has"
 
 
-def test_the_stand_in_answers_torchax_only() -> None:
+def test_missing_names_are_substituted_for_torchax_only() -> None:
     found: list[str] = []
-    with compat._answer_for_missing_names(found):
+    with compat._substitute_missing_names(found):
         assert not hasattr(torch.ops.aten, "no_such_operator")
         assert not hasattr(torch.ops.aten.add, "no_such_overload")
         asked_by_torchax = eval(
@@ -73,7 +73,7 @@ def test_somebody_elses_failed_import_does_no_harm() -> None:
     subprocess.run([sys.executable, "-c", spoil + check], check=True, capture_output=True)
 
 
-def test_no_stand_in_stays_in_torchax_tables() -> None:
+def test_no_missing_name_stays_in_torchax_tables() -> None:
     torchax = compat.load_torchax()
     for table in (
         torchax.ops.ops_registry.all_aten_ops,

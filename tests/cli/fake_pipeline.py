@@ -133,7 +133,7 @@ def pause(stage):
 if __name__ == "__main__":
     from comfy_tpu.cli.main import main
 
-    stand_in = types.ModuleType("comfy_tpu.pipeline.video")  # the real module would load jax
-    stand_in.VideoPipeline = FakePipeline
-    sys.modules[stand_in.__name__] = stand_in
+    fake = types.ModuleType("comfy_tpu.pipeline.video")  # the real module would load jax
+    fake.VideoPipeline = FakePipeline
+    sys.modules[fake.__name__] = fake
     sys.exit(main())

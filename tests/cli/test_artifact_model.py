@@ -118,7 +118,7 @@ def test_a_model_that_is_named_by_the_user_is_downloaded(cache, monkeypatch, cap
     text = artifact(Path("text.safetensors"), "demo")
     assert cli.main(["denoise", text, "--model", "owner/name"]) == 1
     assert asked == [("owner/name", False)]
-    assert "could not be had from the hub (no network here)" in capsys.readouterr().err
+    assert "could not be downloaded from the hub (no network here)" in capsys.readouterr().err
 
 
 def test_demo_models_and_directories_are_followed(cache, tmp_path):

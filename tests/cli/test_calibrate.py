@@ -42,7 +42,7 @@ def test_it_has_prompts_of_its_own(directory, capsys):
     assert list(Path("demo").iterdir()) == []
 
 
-def test_pictures_go_to_every_prompt_and_are_noted(directory, capsys, monkeypatch):
+def test_images_go_to_every_prompt_and_are_noted(directory, capsys, monkeypatch):
     Image.new("RGB", (8, 8), "red").save("first.png")
     given = []
     encode = FakePipeline.encode
@@ -61,7 +61,7 @@ def test_pictures_go_to_every_prompt_and_are_noted(directory, capsys, monkeypatc
     assert "pictures" not in json.loads(Path("x.json").read_text())["made_with"]
 
 
-def test_a_model_that_begins_with_a_picture_asks_for_a_flag_that_there_is(tmp_path, capsys):
+def test_a_model_that_begins_with_an_image_asks_for_a_flag_that_there_is(tmp_path, capsys):
     """The real model: refused before anything is loaded."""
     assert (
         cli.main(["calibrate", "demo-image", "--mesh", "single", "--steps", "2", "-o", str(tmp_path / "x.json")]) == 1

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
-from comfy_tpu.cli.progress import Account, spans
+from comfy_tpu.cli.progress import StageTimes, format_spans
 from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import rename_field
 from comfy_tpu.pipeline import artifacts, media, video
@@ -152,7 +152,7 @@ def test_reuse_is_a_setting_of_the_latents(opened, capsys):
     [([11], "11"), ([11, 13, 15, 16], "11, 13, 15–16"), ([1, 2, 4, 6, 8, 9], "… 4, 6, 8–9")],
 )
 def test_a_bar_names_the_last_reused_steps(numbers, shown):
-    assert spans(numbers) == shown
+    assert format_spans(numbers) == shown
 
 
 LORAS = {
@@ -403,13 +403,13 @@ def test_full_disk_is_one_line(opened, capsys, monkeypatch):
     ],
 )
 def test_fields_are_shown_as_flags(field, text, shown):
-    assert rename_field(text, field, options.flag_of(field, {})) == shown
+    assert rename_field(text, field, options.find_flag(field, {})) == shown
 
 
 def test_time_of_a_stage_inside_another_is_counted_once(monkeypatch):
     times = iter([0.0, 1.0, 3.0, 7.0, 15.0])
     monkeypatch.setattr("comfy_tpu.cli.progress.time.monotonic", lambda: next(times))
-    account = Account()
+    account = StageTimes()
     account.add(Progress("denoising", "", 0, 2))
     account.add(Progress("compiling", "transformer", 0, 1))
     account.add(Progress("compiling", "transformer", 1, 1))

@@ -11,7 +11,7 @@ from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import plan_report
 from comfy_tpu.parallel.chips import CHIPS
 from comfy_tpu.planning import plan as planning
-from comfy_tpu.planning.compilation import Counted
+from comfy_tpu.planning.compilation import ProgramCounts
 from comfy_tpu.planning.program_file import read_program
 
 
@@ -76,7 +76,7 @@ def test_temporaries_of_other_generations_are_said_to_be_a_guess(capsys):
 
 def test_the_row_that_was_compiled_adds_up(planned):
     parts = {"argument": 50, "output": 7, "temp": 1000, "generated_code": 30, "alias": 5}
-    compiled = Counted(
+    compiled = ProgramCounts(
         source="compile",
         traffic=(),
         product_flops=None,

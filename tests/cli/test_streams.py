@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 LOOKING = """
 import json, os, sys, types
 from comfy_tpu.cli import main as cli, options
-from comfy_tpu.cli.terminal import say
+from comfy_tpu.cli.terminal import print_message
 
 def run(arguments):
-    say("a warning")
+    print_message("a warning")
     if arguments.prompt == "-":
         sys.stdin.buffer.read()
     with open("made.json", "w") as file:

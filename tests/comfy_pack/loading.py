@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def load_pack(models, *, installed=True, also_on_path=None):
     """What ComfyUI would see of the pack. `installed`: comfy_tpu can be imported before the pack is."""
-    script = ROOT / "tests" / "comfy_pack" / "stand_in.py"
+    script = ROOT / "tests" / "comfy_pack" / "fake_comfyui.py"
     places = [*([ROOT / "src"] if installed else []), *([also_on_path] if also_on_path else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     command = [sys.executable, "-P", script, ROOT, models, *([] if installed else ["bare"])]

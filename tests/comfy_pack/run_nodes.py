@@ -13,8 +13,8 @@ import sys
 import types
 from pathlib import Path
 
+import fake_comfyui  # beside this file
 import jax.numpy as jnp
-import stand_in  # beside this file
 import torch
 
 from comfy_tpu.config import RuntimeConfig
@@ -50,11 +50,11 @@ def run(kind: str) -> dict[str, str]:
 
     model = {"model_id": "demo"}
     latents = {"samples": torch.zeros(1, 16, 5, 8, 8)}
-    picture = torch.zeros(1, 64, 64, 3)
+    image = torch.zeros(1, 64, 64, 3)
     embeds = {"prompt_embeds": CONDITIONING, "negative_prompt_embeds": CONDITIONING}
     given = {
         "Wan21TextEncoder": {"prompt": "a red circle", "negative_prompt": ""},
-        "Wan21ImageEncoder": {"image": picture, "height": 64, "width": 64, "num_frames": 17},
+        "Wan21ImageEncoder": {"image": image, "height": 64, "width": 64, "num_frames": 17},
         "Wan21TPUSampler": SAMPLING | embeds,
         "Wan21TPUVAEDecoder": {"latents": latents, "fps": 8},
         "Wan21TPUPipeline": SAMPLING | {"prompt": "a red circle", "fps": 8},
@@ -74,5 +74,5 @@ def outcome(node: type, given: dict[str, object]) -> str:
 
 if __name__ == "__main__":
     logging.disable()
-    stand_in.install(Path.cwd())
+    fake_comfyui.install(Path.cwd())
     sys.stdout.write(json.dumps({kind: run(kind) for kind in ("host", "meta", "jax")}) + "\n")

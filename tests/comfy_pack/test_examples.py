@@ -260,10 +260,10 @@ def test_thumbnail(name):
     """The frontend asks for NAME.jpg, and for nothing else."""
     path = DIRECTORY / f"{name}.jpg"
     assert path.stat().st_size <= 60_000
-    with Image.open(path) as picture:
-        assert picture.format == "JPEG"
-        assert 1.6 <= picture.width / picture.height <= 1.9
-        assert picture.width >= 480
+    with Image.open(path) as image:
+        assert image.format == "JPEG"
+        assert 1.6 <= image.width / image.height <= 1.9
+        assert image.width >= 480
 
 
 def test_no_other_files():

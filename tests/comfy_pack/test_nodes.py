@@ -42,7 +42,7 @@ FPS = ("fps", "INT", {"default": 16, "min": 1, "max": 240})
 MODEL = ("model_id", "COMBO", {"default": HUB[0], "options": [*HUB, "demo", "demo-image", "mine", "owner/theirs"]})
 MODEL_22 = ("model_id", "COMBO", {"default": HUB_22[0], "options": [*HUB_22, "pair"]})
 LAST = ("last_image", "IMAGE", {"optional": True})
-PICTURES = [("image", "IMAGE", {"optional": True}), LAST]
+IMAGE_INPUTS = [("image", "IMAGE", {"optional": True}), LAST]
 EMBEDDED = ("image_embeds", "TPU_IMAGE_EMBEDS", {"optional": True})
 SCHEDULER = (
     "scheduler",
@@ -145,7 +145,7 @@ SPECIFIED = {
             (
                 "TPUPipeline",
                 "TPU Full Pipeline",
-                [*PROMPTS, *sampling, FPS, model, SCHEDULER, LORA, *PICTURES],
+                [*PROMPTS, *sampling, FPS, model, SCHEDULER, LORA, *IMAGE_INPUTS],
                 FRAMES,
             ),
         )
@@ -161,7 +161,7 @@ SPECIFIED = {
     "FluxTPUPipeline": (
         "Flux TPU Full Pipeline",
         "TPU/Flux",
-        [PROMPTS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA, PICTURES[0], STRENGTH],
+        [PROMPTS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA, IMAGE_INPUTS[0], STRENGTH],
         IMAGES,
     ),
     "Flux2TextEncoder": ("Flux.2 Text Encoder (TPU)", "TPU/Flux", [*PROMPTS, FLUX2_MODEL], BOTH),
@@ -211,7 +211,7 @@ SPECIFIED = {
     "HunyuanVideo15TPUPipeline": (
         "HunyuanVideo 1.5 TPU Full Pipeline",
         "TPU/HunyuanVideo",
-        [*PROMPTS, *HUNYUAN_SAMPLING, HUNYUAN_FPS, HUNYUAN_MODEL, EULER, LORA, PICTURES[0]],
+        [*PROMPTS, *HUNYUAN_SAMPLING, HUNYUAN_FPS, HUNYUAN_MODEL, EULER, LORA, IMAGE_INPUTS[0]],
         FRAMES,
     ),
     "LTXVideoTextEncoder": ("LTX-Video Text Encoder (TPU)", "TPU/LTX-Video", [*PROMPTS, LTX_MODEL], BOTH),
@@ -236,7 +236,7 @@ SPECIFIED = {
     "LTXVideoTPUPipeline": (
         "LTX-Video TPU Full Pipeline",
         "TPU/LTX-Video",
-        [*PROMPTS, *LTX_SAMPLING, LTX_FPS, LTX_MODEL, EULER, LORA, PICTURES[0]],
+        [*PROMPTS, *LTX_SAMPLING, LTX_FPS, LTX_MODEL, EULER, LORA, IMAGE_INPUTS[0]],
         FRAMES,
     ),
     "TPULoraLoader": (

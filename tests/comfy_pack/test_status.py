@@ -36,7 +36,7 @@ def status(clock: Clock) -> Status:
     ],
 )
 def test_lines(status: Status, progress: Progress, text: str) -> None:
-    status.note(progress, "3")
+    status.record(progress, "3")
     assert status.text() == text
 
 
@@ -50,7 +50,7 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
         (24.0, Progress("denoising", "", 2, 50, size=size)),
     ]:
         clock.now = now
-        status.note(progress, "3")
+        status.record(progress, "3")
     assert status.text() == f"{size} · step 2/50 · 1.50 s/step · 1:12 left"
     now = status.snapshot()
     assert now["step_seconds"] == 1.5
@@ -63,29 +63,29 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
 def test_a_reused_step_says_nothing_of_a_steps_time(status: Status, clock: Clock) -> None:
     for done, now in enumerate((0.0, 2.0, 2.0, 2.0, 4.0)):
         clock.now = now
-        status.note(Progress("denoising", "", done, 5, size="a", reused=done in (2, 3)), None)
+        status.record(Progress("denoising", "", done, 5, size="a", reused=done in (2, 3)), None)
     assert status.text() == "a · step 4/5 · 2.00 s/step · 0:02 left"
 
 
 def test_a_program_from_the_cache_is_not_a_compilation(status: Status, clock: Clock) -> None:
-    status.note(Progress("compiling", "vae.decode", 0, 1, size="x"), None)
+    status.record(Progress("compiling", "vae.decode", 0, 1, size="x"), None)
     clock.now = 2.0
-    status.note(Progress("compiling", "vae.decode", 1, 1, size="x", from_cache=True), None)
+    status.record(Progress("compiling", "vae.decode", 1, 1, size="x", from_cache=True), None)
     assert status.snapshot()["compiled"] == {"programs": 0, "from_cache": 1, "seconds": 0.0, "last": None}
 
 
 def test_a_new_run_forgets_the_steps_of_the_last(status: Status, clock: Clock) -> None:
-    status.note(Progress("denoising", "", 0, 2, size="a"), None)
+    status.record(Progress("denoising", "", 0, 2, size="a"), None)
     clock.now = 9.0
-    status.note(Progress("denoising", "", 1, 2, size="a"), None)
-    status.note(Progress("denoising", "", 0, 2, size="b"), None)
+    status.record(Progress("denoising", "", 1, 2, size="a"), None)
+    status.record(Progress("denoising", "", 0, 2, size="b"), None)
     assert status.snapshot()["step_seconds"] is None
 
 
 def test_hours_are_shown_as_hours(status: Status, clock: Clock) -> None:
-    status.note(Progress("denoising", "", 0, 100, size="a"), None)
+    status.record(Progress("denoising", "", 0, 100, size="a"), None)
     clock.now = 60.0
-    status.note(Progress("denoising", "", 1, 100, size="a"), None)
+    status.record(Progress("denoising", "", 1, 100, size="a"), None)
     assert status.text().endswith("60.00 s/step · 1:39:00 left")
 
 
@@ -103,7 +103,7 @@ def test_devices_are_told_once_started(status: Status) -> None:
 
 
 def test_at_rest_nothing_goes_on(status: Status) -> None:
-    status.note(Progress("decoding", "", 1, 2, size="a"), "3")
-    status.rest()
+    status.record(Progress("decoding", "", 1, 2, size="a"), "3")
+    status.set_idle()
     assert status.text() == ""
     assert status.snapshot()["activity"]["stage"] == "idle"

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.comfyui.client import ComfyClient, Prompt, Run
-from tests.comfyui.pictures import decoded_video
+from tests.comfyui.images import decode_video
 from tests.comfyui.workflows import EXAMPLES, FRAMES, load_example, nodes_of, to_prompt, with_demo_model
 from tools.demo_model.captions import Attributes
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
@@ -32,7 +32,7 @@ def videos(client: ComfyClient, run: Run, prompt: Prompt) -> Iterator[tuple[str,
     for node in nodes_of(prompt, "SaveVideo", "VHS_VideoCombine"):
         output: dict[str, Any] = run.outputs(node)
         for entry in output.get("images") or output["gifs"]:
-            yield node, *decoded_video(client.view(entry))
+            yield node, *decode_video(client.view(entry))
 
 
 def wanted_rate(prompt: Prompt) -> float:
@@ -68,5 +68,5 @@ def test_example_draws_a_red_circle_that_moves_right(name: str, client: ComfyCli
     for _, frames, rate in found:
         assert frames.shape == (FRAMES, 64, 64, 3)
         assert rate == wanted_rate(prompt)
-        seen = see(frames)
+        seen = observe(frames)
         assert all(seen.agrees(RED_CIRCLE).values()), seen

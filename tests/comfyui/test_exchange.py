@@ -12,10 +12,10 @@ from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from tests.closeness import psnr
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import DECODER, ENCODER, SAMPLER, keep, three_nodes, whole_pipeline
-from tests.comfyui.pictures import kept
+from tests.comfyui.images import read_kept
 from tests.comfyui.workflows import DEMO_TRANSFORMER, DEMO_VAE, FRAMES, RED_CIRCLE, STEPS
 from tools.demo_model.captions import Attributes
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
@@ -60,7 +60,7 @@ def ksampler(positive: list[Any], negative: list[Any], **changed: Any) -> Prompt
 
 
 def shows_a_red_circle(frames: torch.Tensor) -> bool:
-    return all(see(frames.numpy()).agrees(Attributes("red", "circle", "right", "black")).values())
+    return all(observe(frames.numpy()).agrees(Attributes("red", "circle", "right", "black")).values())
 
 
 def test_outputs_are_plain_host_data_in_comfyuis_types(client: ComfyClient, base: Path) -> None:
@@ -75,28 +75,28 @@ def test_outputs_are_plain_host_data_in_comfyuis_types(client: ComfyClient, base
     )
     client.succeed(prompt)
     for name in ("positive", "negative"):
-        ((embeds, extra),) = kept(base, name)
+        ((embeds, extra),) = read_kept(base, name)
         assert type(embeds) is torch.Tensor
         assert (embeds.shape, embeds.dtype, embeds.device.type) == ((1, 512, 128), torch.float32, "cpu")
         assert extra == {}
-    latents = kept(base, "latents")
+    latents = read_kept(base, "latents")
     assert list(latents) == ["samples"]
     assert type(latents["samples"]) is torch.Tensor
     assert (latents["samples"].shape, latents["samples"].dtype) == ((1, 16, 5, 8, 8), torch.float32)
-    assert kept(base, "num_frames") == FRAMES
-    frames = kept(base, "frames")
+    assert read_kept(base, "num_frames") == FRAMES
+    frames = read_kept(base, "frames")
     assert type(frames) is torch.Tensor
     assert (frames.shape, frames.dtype, frames.device.type) == ((FRAMES, 64, 64, 3), torch.float32, "cpu")
     assert 0 <= frames.min() < 0.1
     assert 0.8 < frames.max() <= 1
-    assert kept(base, "fps") == 8.0
+    assert read_kept(base, "fps") == 8.0
     assert shows_a_red_circle(frames)
 
 
 def test_comfyuis_vae_decodes_our_latents(client: ComfyClient, base: Path) -> None:
     prompt = {**three_nodes(steps=STEPS), **NATIVE, "native": native_decoder([SAMPLER, 0])}
     client.succeed(keep(prompt, ours=[DECODER, 0], theirs=["native", 0]))
-    ours, theirs = kept(base, "ours"), kept(base, "theirs")
+    ours, theirs = read_kept(base, "ours"), read_kept(base, "theirs")
     assert shows_a_red_circle(theirs)
     assert psnr(ours, theirs) >= SAME
 
@@ -110,10 +110,10 @@ def test_our_decoder_reads_what_comfyuis_vae_encoded(client: ComfyClient, base: 
         "theirs": native_decoder(["encoded", 0]),
     }
     client.succeed(keep(prompt, source=[DECODER, 0], ours=["ours", 0], theirs=["theirs", 0]))
-    ours, theirs = kept(base, "ours"), kept(base, "theirs")
+    ours, theirs = read_kept(base, "ours"), read_kept(base, "theirs")
     assert psnr(ours, theirs) >= SAME
     assert shows_a_red_circle(ours)
-    assert psnr(ours, kept(base, "source")) > 20  # an autoencoder's loss, but no other image
+    assert psnr(ours, read_kept(base, "source")) > 20  # an autoencoder's loss, but no other image
 
 
 def test_our_decoder_reads_what_comfyuis_sampler_made_from_our_embeds(client: ComfyClient, base: Path) -> None:
@@ -125,7 +125,7 @@ def test_our_decoder_reads_what_comfyuis_sampler_made_from_our_embeds(client: Co
         "theirs": native_decoder(["ksampler", 0]),
     }
     client.succeed(keep(prompt, ours=["ours", 0], theirs=["theirs", 0]))
-    ours, theirs = kept(base, "ours"), kept(base, "theirs")
+    ours, theirs = read_kept(base, "ours"), read_kept(base, "theirs")
     assert shows_a_red_circle(ours)
     assert psnr(ours, theirs) >= SAME
 
@@ -146,7 +146,7 @@ def test_our_sampler_reads_what_another_encoder_gave(client: ComfyClient, base: 
     }
     prompt["theirs"] = our_decoder(["other", 0])
     client.succeed(keep(prompt, ours=[DECODER, 0], theirs=["theirs", 0]))
-    assert psnr(kept(base, "ours"), kept(base, "theirs")) >= SAME
+    assert psnr(read_kept(base, "ours"), read_kept(base, "theirs")) >= SAME
 
 
 def test_comfyuis_sampler_goes_on_from_our_latents(client: ComfyClient, base: Path) -> None:
@@ -158,9 +158,9 @@ def test_comfyuis_sampler_goes_on_from_our_latents(client: ComfyClient, base: Pa
         "refined": our_decoder(["ksampler", 0]),
     }
     client.succeed(keep(prompt, ours=[DECODER, 0], refined=["refined", 0]))
-    refined = kept(base, "refined")
+    refined = read_kept(base, "refined")
     assert shows_a_red_circle(refined)
-    assert psnr(kept(base, "ours"), refined) > 20
+    assert psnr(read_kept(base, "ours"), refined) > 20
 
 
 def test_two_videos_in_one_latent_decode_as_comfyuis_vae_does(client: ComfyClient, base: Path) -> None:
@@ -172,32 +172,32 @@ def test_two_videos_in_one_latent_decode_as_comfyuis_vae_does(client: ComfyClien
         "theirs": native_decoder(["twice", 0]),
     }
     client.succeed(keep(prompt, ours=["ours", 0], theirs=["theirs", 0]))
-    assert kept(base, "ours").shape == (2 * FRAMES, 64, 64, 3)
-    assert psnr(kept(base, "ours"), kept(base, "theirs")) >= SAME
+    assert read_kept(base, "ours").shape == (2 * FRAMES, 64, 64, 3)
+    assert psnr(read_kept(base, "ours"), read_kept(base, "theirs")) >= SAME
 
 
-def test_our_decoder_reads_an_uploaded_picture_that_comfyuis_vae_encoded(client: ComfyClient, base: Path) -> None:
+def test_our_decoder_reads_an_uploaded_image_that_comfyuis_vae_encoded(client: ComfyClient, base: Path) -> None:
     """One latent frame is a video of one frame."""
     content = io.BytesIO()
     Image.new("RGB", (64, 64), (255, 0, 0)).save(content, "PNG")
     name = client.upload("red.png", content.getvalue()).json()["name"]
     prompt = {
         **NATIVE,
-        "picture": {"class_type": "LoadImage", "inputs": {"image": name}},
-        "encoded": {"class_type": "VAEEncode", "inputs": {"pixels": ["picture", 0], "vae": ["vae", 0]}},
+        "image": {"class_type": "LoadImage", "inputs": {"image": name}},
+        "encoded": {"class_type": "VAEEncode", "inputs": {"pixels": ["image", 0], "vae": ["vae", 0]}},
         "ours": our_decoder(["encoded", 0]),
         "theirs": native_decoder(["encoded", 0]),
     }
     client.succeed(keep(prompt, ours=["ours", 0], theirs=["theirs", 0]))
-    assert kept(base, "ours").shape == (1, 64, 64, 3)
-    assert psnr(kept(base, "ours"), kept(base, "theirs")) >= SAME
+    assert read_kept(base, "ours").shape == (1, 64, 64, 3)
+    assert psnr(read_kept(base, "ours"), read_kept(base, "theirs")) >= SAME
 
 
 def test_the_full_pipeline_is_the_three_nodes_in_one(client: ComfyClient, base: Path) -> None:
     prompt = {**three_nodes(steps=STEPS), **whole_pipeline(steps=STEPS)}
     client.succeed(keep(prompt, three=[DECODER, 0], one=["pipeline", 0], fps=["pipeline", 1]))
-    assert psnr(kept(base, "three"), kept(base, "one")) >= SAME
-    assert kept(base, "fps") == 8.0
+    assert psnr(read_kept(base, "three"), read_kept(base, "one")) >= SAME
+    assert read_kept(base, "fps") == 8.0
 
 
 def test_the_video_output_is_a_video(client: ComfyClient, base: Path) -> None:
@@ -207,5 +207,5 @@ def test_the_video_output_is_a_video(client: ComfyClient, base: Path) -> None:
         "parts": {"class_type": "GetVideoComponents", "inputs": {"video": [DECODER, 2]}},
     }
     client.succeed(keep(prompt, images=["parts", 0], fps=["parts", 2], frames=[DECODER, 0]))
-    assert torch.equal(kept(base, "images"), kept(base, "frames"))
-    assert kept(base, "fps") == 8.0
+    assert torch.equal(read_kept(base, "images"), read_kept(base, "frames"))
+    assert read_kept(base, "fps") == 8.0

@@ -14,13 +14,13 @@ from PIL import Image
 
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
-from tests.comfyui.pictures import decoded_video
+from tests.comfyui.images import decode_video
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
 from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx, wan_pipelines
 from tests.families.wan_pipelines import picture
 from tools.demo_model import evaluate_image
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
@@ -28,26 +28,26 @@ RUNS = (
     ("wan21_tpu_basic.json", "demo"),
     ("wan21_tpu_image_to_video.json", "demo-image"),
     ("wan22_tpu_basic.json", "small/pair"),
-    ("wan22_tpu_image_to_video.json", "small/pair-from-pictures"),
+    ("wan22_tpu_image_to_video.json", "small/pair-from-images"),
     ("wan22_tpu_image_to_video.json", "small/5b"),
     ("flux_tpu_basic.json", "small/flux"),
     ("flux_tpu_image_to_image.json", "small/flux"),
     ("flux2_tpu_basic.json", "small/klein-base"),
     ("hunyuanvideo15_tpu_basic.json", "small/hunyuan"),
-    ("hunyuanvideo15_tpu_image_to_video.json", "small/hunyuan-from-pictures"),
+    ("hunyuanvideo15_tpu_image_to_video.json", "small/hunyuan-from-images"),
     ("ltxv_tpu_basic.json", "small/ltx"),
     ("ltxv_tpu_image_to_video.json", "small/ltx"),
 )
 """Every family's example workflow, and a model that is small."""
 DIRECTORIES: dict[str, Callable[[], Path]] = {
     "small/pair": lambda: wan_pipelines.directory("2.2"),
-    "small/pair-from-pictures": lambda: wan_pipelines.directory("2.2 image"),
+    "small/pair-from-images": lambda: wan_pipelines.directory("2.2 image"),
     "small/5b": lambda: wan_pipelines.directory("5B image"),
     "small/flux": lambda: small_flux.directory("dev"),
     "small/klein-base": lambda: small_flux2.directory("base"),
     "small/klein": lambda: small_flux2.directory("klein"),
     "small/hunyuan": small_hunyuan.directory,
-    "small/hunyuan-from-pictures": small_hunyuan_image.directory,
+    "small/hunyuan-from-images": small_hunyuan_image.directory,
     "small/ltx": small_ltx.directory,
 }
 SIZE = {"height": 64, "width": 96}
@@ -113,10 +113,10 @@ def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient
     assert device_bytes(family_client) < 1e6
 
 
-def test_the_demo_goes_on_from_a_picture(family_client: ComfyClient) -> None:
+def test_the_demo_goes_on_from_an_image(family_client: ComfyClient) -> None:
     task = next(task for task in evaluate_image.tasks(50, 12, 2025) if task.wanted.motion == "up")
     content = io.BytesIO()
-    task.picture.save(content, "PNG")
+    task.image.save(content, "PNG")
     family_client.upload("first-frame.png", content.getvalue())
     prompt = prompt_of("wan21_tpu_image_to_video.json", "demo-image", family_client)
     (encoder,), (sampler,) = nodes_of(prompt, "Wan21TextEncoder"), nodes_of(prompt, "Wan21TPUSampler")
@@ -125,18 +125,18 @@ def test_the_demo_goes_on_from_a_picture(family_client: ComfyClient) -> None:
     prompt[encoder]["inputs"] |= {"prompt": task.prompt, "negative_prompt": ""}
     prompt[sampler]["inputs"] |= {"num_inference_steps": 20, "guidance_scale": 3.0, "flow_shift": 3.0}
     (entry,) = family_client.succeed(prompt).outputs(saver)["images"]
-    frames, _ = decoded_video(family_client.view(entry))
-    assert see(frames).motion == "up"
-    assert evaluate_image.kept(task.picture, frames) >= evaluate_image.KEPT
+    frames, _ = decode_video(family_client.view(entry))
+    assert observe(frames).motion == "up"
+    assert evaluate_image.first_frame_psnr(task.image, frames) >= evaluate_image.PSNR_MIN
 
 
-def test_the_5b_from_a_picture_and_without_one(family_client: ComfyClient) -> None:
+def test_the_5b_from_an_image_and_without_one(family_client: ComfyClient) -> None:
     prompt = prompt_of("wan22_tpu_image_to_video.json", "small/5b", family_client)
     assert family_client.succeed(prompt)
     assert family_client.succeed(prompt_of("wan22_tpu_basic.json", "small/5b", family_client))
 
 
-def test_a_picture_for_a_model_that_takes_none(family_client: ComfyClient) -> None:
+def test_an_image_for_a_model_that_takes_none(family_client: ComfyClient) -> None:
     prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair", family_client)
     error = family_client.fail(prompt)
     assert "begins with a prompt alone; leave it out" in error["exception_message"]
@@ -148,8 +148,8 @@ def test_a_model_of_another_family_is_not_offered(family_client: ComfyClient) ->
     assert "small/pair" not in str(info["Wan21TPUSampler"]["input"]["required"]["model_id"])
 
 
-def test_a_batch_of_pictures_is_refused(family_client: ComfyClient, tmp_path: Path) -> None:
-    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair-from-pictures", family_client)
+def test_a_batch_of_images_is_refused(family_client: ComfyClient, tmp_path: Path) -> None:
+    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair-from-images", family_client)
     (encoder,) = nodes_of(prompt, "Wan22ImageEncoder")
     (loader,) = nodes_of(prompt, "LoadImage")
     prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": [loader, 0], "amount": 2}}
@@ -158,7 +158,7 @@ def test_a_batch_of_pictures_is_refused(family_client: ComfyClient, tmp_path: Pa
     assert "image holds 2 images of 70×50, expected one" in error["exception_message"]
 
 
-def saved_picture(client: ComfyClient, prompt: Prompt) -> bytes:
+def saved_image(client: ComfyClient, prompt: Prompt) -> bytes:
     (saver,) = nodes_of(prompt, "SaveImage")
     (entry,) = client.succeed(prompt).outputs(saver)["images"]
     with Image.open(io.BytesIO(client.view(entry))) as image:
@@ -175,14 +175,14 @@ def with_references(prompt: Prompt, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["small/klein", "small/klein-base"])
-def test_flux2_looks_at_pictures_and_one_node_draws_the_same_as_four(model: str, family_client: ComfyClient) -> None:
+def test_flux2_looks_at_images_and_one_node_draws_the_same_as_four(model: str, family_client: ComfyClient) -> None:
     content = io.BytesIO()
     picture(3, 100, 75).save(content, "PNG")
     family_client.upload("reference.png", content.getvalue())
     prompt = prompt_of("flux2_tpu_basic.json", model, family_client)
-    without = saved_picture(family_client, prompt)
+    without = saved_image(family_client, prompt)
     with_references(prompt, model)
-    looked = saved_picture(family_client, prompt)
+    looked = saved_image(family_client, prompt)
     assert looked != without
     (encoder,), (sampler,) = nodes_of(prompt, "Flux2TextEncoder"), nodes_of(prompt, "Flux2TPUSampler")
     (decoder,), (saver,) = nodes_of(prompt, "Flux2TPUVAEDecoder"), nodes_of(prompt, "SaveImage")
@@ -190,7 +190,7 @@ def test_flux2_looks_at_pictures_and_one_node_draws_the_same_as_four(model: str,
     for name in ("prompt_embeds", "negative_prompt_embeds", "image_embeds"):
         del given[name]
     whole = {"look": prompt["look"], decoder: {"class_type": "Flux2TPUPipeline", "inputs": given}, saver: prompt[saver]}
-    assert saved_picture(family_client, whole) == looked
+    assert saved_image(family_client, whole) == looked
 
 
 def test_only_klein_base_reads_the_negative_prompt(family_client: ComfyClient) -> None:
@@ -200,6 +200,6 @@ def test_only_klein_base_reads_the_negative_prompt(family_client: ComfyClient) -
             prompt = prompt_of("flux2_tpu_basic.json", model, family_client)
             (encoder,) = nodes_of(prompt, "Flux2TextEncoder")
             prompt[encoder]["inputs"]["negative_prompt"] = negative
-            drawn[model, negative] = saved_picture(family_client, prompt)
+            drawn[model, negative] = saved_image(family_client, prompt)
     assert drawn["small/klein", ""] == drawn["small/klein", "blue background"]
     assert drawn["small/klein-base", ""] != drawn["small/klein-base", "blue background"]

@@ -11,12 +11,12 @@ import pytest
 
 from tests.comfyui.checkout import ROOT, Checkout
 from tests.comfyui.client import ComfyClient
-from tests.comfyui.pictures import decoded_video
+from tests.comfyui.images import decode_video
 from tests.comfyui.server import PACK, ComfyServer, running
 from tests.comfyui.workflows import nodes_of, to_prompt
 from tests.installed_wheel import Installed, build
 from tools.demo_model import evaluate_image
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
@@ -74,18 +74,18 @@ def test_demo_template_draws_what_it_says(client: ComfyClient) -> None:
     prompt = to_prompt(workflow, client.object_info())
     (saver,) = nodes_of(prompt, "SaveVideo")
     (entry,) = client.succeed(prompt).outputs(saver)["images"]
-    frames, rate = decoded_video(client.view(entry))
+    frames, rate = decode_video(client.view(entry))
     assert (frames.shape, rate) == ((17, 64, 64, 3), 8)
-    seen = see(frames)
+    seen = observe(frames)
     text = next(node["inputs"]["prompt"] for node in prompt.values() if node["inputs"].get("prompt"))
     assert f"{seen.colour} {seen.shape}" in text, (text, seen)
 
 
-def test_image_template_goes_on_from_a_picture(client: ComfyClient) -> None:
+def test_image_template_goes_on_from_an_image(client: ComfyClient) -> None:
     """With demo-image, whose VAE and text encoder are the other demo model's."""
     task = next(task for task in evaluate_image.tasks(50, 12, 2025) if task.wanted.motion == "up")
     content = io.BytesIO()
-    task.picture.save(content, "PNG")
+    task.image.save(content, "PNG")
     client.upload("first-frame.png", content.getvalue())
     workflow = client.get(f"/api/workflow_templates/{PACK}/wan21_tpu_image_to_video.json")
     prompt = to_prompt(workflow, client.object_info())
@@ -98,6 +98,6 @@ def test_image_template_goes_on_from_a_picture(client: ComfyClient) -> None:
         }
     (saver,) = nodes_of(prompt, "SaveVideo")
     (entry,) = client.succeed(prompt).outputs(saver)["images"]
-    frames, _ = decoded_video(client.view(entry))
-    assert see(frames).motion == "up"
-    assert evaluate_image.kept(task.picture, frames) >= evaluate_image.KEPT
+    frames, _ = decode_video(client.view(entry))
+    assert observe(frames).motion == "up"
+    assert evaluate_image.first_frame_psnr(task.image, frames) >= evaluate_image.PSNR_MIN

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import ENCODER, SAMPLER, keep, three_nodes, whole_pipeline
-from tests.comfyui.pictures import kept
+from tests.comfyui.images import read_kept
 
 pytestmark = pytest.mark.comfyui
 
@@ -39,7 +39,7 @@ def with_lora(prompt: Prompt, node: str, *strengths: float) -> Prompt:
 
 def latents(client: ComfyClient, base: Path, prompt: Prompt) -> torch.Tensor:
     client.succeed(keep(prompt, lora_latents=[SAMPLER, 0]))
-    found: torch.Tensor = kept(base, "lora_latents")["samples"]
+    found: torch.Tensor = read_kept(base, "lora_latents")["samples"]
     return found
 
 
@@ -66,16 +66,16 @@ def test_a_file_that_changed_under_its_name_runs_the_sampler_again(client: Comfy
     run = client.succeed(keep(prompt, lora_latents=[SAMPLER, 0]))
     assert SAMPLER in run.executed
     assert ENCODER in run.cached
-    assert not torch.equal(kept(base, "lora_latents")["samples"], first)
+    assert not torch.equal(read_kept(base, "lora_latents")["samples"], first)
 
 
 def test_the_full_pipeline_takes_one_too(client: ComfyClient, base: Path) -> None:
     write(base, seed=4)
     prompt = whole_pipeline(seed=42)
     client.succeed(keep(prompt, lora_frames=["pipeline", 0]))
-    before = kept(base, "lora_frames")
+    before = read_kept(base, "lora_frames")
     client.succeed(keep(with_lora(prompt, "pipeline", 2.0), lora_frames=["pipeline", 0]))
-    assert not torch.equal(kept(base, "lora_frames"), before)
+    assert not torch.equal(read_kept(base, "lora_frames"), before)
 
 
 def test_a_lora_that_does_not_fit_is_one_sentence_on_the_sampler(client: ComfyClient, base: Path) -> None:

@@ -9,7 +9,7 @@ from tests.closeness import psnr
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient
 from tests.comfyui.graphs import DECODER, keep, three_nodes
-from tests.comfyui.pictures import kept
+from tests.comfyui.images import read_kept
 from tests.comfyui.server import ComfyServer, running
 
 pytestmark = pytest.mark.comfyui
@@ -30,7 +30,7 @@ def test_eight_devices_draw_the_same_video(client: ComfyClient, base: Path, eigh
     client.succeed(prompt)
     with ComfyClient(eight_devices) as other:
         other.succeed(prompt)
-        assert psnr(kept(base, "frames"), kept(eight_devices.base, "frames")) >= 40
+        assert psnr(read_kept(base, "frames"), read_kept(eight_devices.base, "frames")) >= 40
         status = other.status()
         assert [device["id"] for device in status["devices"]] == list(range(8))
         shares = [device["weights_bytes"] for device in status["devices"]]

@@ -8,7 +8,7 @@ import pytest
 from tests.closeness import psnr
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import ENCODER, keep, three_nodes
-from tests.comfyui.pictures import kept
+from tests.comfyui.images import read_kept
 from tests.comfyui.test_exchange import NATIVE, ksampler, native_decoder, shows_a_red_circle
 from tests.comfyui.workflows import STEPS
 
@@ -44,11 +44,11 @@ def test_a_stock_graph_gives_the_same_video_with_our_nodes_in_it(client: ComfyCl
     client.succeed(keep(compiled(steps=STEPS), tpu=["frames", 0]))
     client.succeed(keep(stock(steps=STEPS, seed=1), other=["ksampler", 0]))
     client.succeed(keep(stock(steps=STEPS), after=["ksampler", 0]))
-    tpu, plain = kept(base, "tpu"), kept(base, "stock")
+    tpu, plain = read_kept(base, "tpu"), read_kept(base, "stock")
     assert shows_a_red_circle(tpu)
     assert psnr(tpu, plain) >= SAME
     # Without the node again: what ComfyUI gave before it was there, bit for bit.
-    assert (kept(base, "before")["samples"] == kept(base, "after")["samples"]).all()
+    assert (read_kept(base, "before")["samples"] == read_kept(base, "after")["samples"]).all()
 
 
 def test_a_second_seed_loads_and_compiles_nothing(client: ComfyClient) -> None:

@@ -54,9 +54,9 @@ def test_previews_come_where_they_are_on_and_only_there(client: ComfyClient) -> 
     off = client.succeed(three_nodes(steps=3, seed=3))
     assert off.of("preview") == []
     on = client.succeed(three_nodes(steps=3, seed=4), preview_method="latent2rgb")
-    pictures = on.of("preview")
-    assert [picture["node"] for picture in pictures] == [SAMPLER] * 3
-    with Image.open(io.BytesIO(pictures[-1]["image"])) as image:
+    previews = on.of("preview")
+    assert [preview["node"] for preview in previews] == [SAMPLER] * 3
+    with Image.open(io.BytesIO(previews[-1]["image"])) as image:
         assert image.format == "JPEG"
         assert image.width == image.height
 

@@ -12,7 +12,7 @@ from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import DECODER, SAMPLER, three_nodes, whole_pipeline
 from tests.comfyui.server import ComfyServer, running
-from tests.comfyui.test_hostile_company import problems, surrounded
+from tests.comfyui.test_hostile_nodes import problems, surrounded
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def good_in_one_node(client: ComfyClient, seed: int) -> None:
     client.succeed(whole_pipeline(seed=seed, steps=1))
 
 
-def good_in_hostile_company(client: ComfyClient, seed: int) -> None:
+def good_with_hostile_nodes(client: ComfyClient, seed: int) -> None:
     assert problems(client.succeed(surrounded(seed))) == {}
 
 
@@ -70,7 +70,7 @@ KINDS: list[Callable[[ComfyClient, int], None]] = [
     good,
     good,
     good_in_one_node,
-    good_in_hostile_company,
+    good_with_hostile_nodes,
     with_previews,
     cancelled,
     failed_at_ours,

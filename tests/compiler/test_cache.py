@@ -26,7 +26,7 @@ import comfy_tpu
 from comfy_tpu.compiler.cache import cache_directory, enable_cache
 from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.kernels import attention
-from comfy_tpu.kernels.hopper import hopper
+from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.quiet import quiet
 from tests.kernels.attention_reference import absent_placement
 
@@ -100,7 +100,7 @@ def lower_hopper() -> str:
     query = jax.ShapeDtypeStruct((1, 1, 1000, 128), jnp.bfloat16)
 
     def run(query: jax.Array) -> jax.Array:
-        return hopper(query, query, query, scale=0.1)
+        return hopper_attention(query, query, query, scale=0.1)
 
     return jax.export.export(jax.jit(run), platforms=["cuda"])(query).mlir_module()
 

@@ -15,7 +15,7 @@ from comfy_tpu.compiler.residency import Residency, ResidencyEvent
 from comfy_tpu.config import ResidencyConfig, RuntimeConfig, ShardingConfig
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.families.wan.text import TEXT_ENCODER
-from comfy_tpu.parallel.constraints import even_batch, evenly
+from comfy_tpu.parallel.constraints import even_batch_spec, even_spec
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.parity import small_models
@@ -124,10 +124,10 @@ def test_loading_twice_gives_the_same_bytes_that_the_slots_announce() -> None:
 def test_batches_and_sizes_that_do_not_divide() -> None:
     placement = make_placement("dp=2,sp=4")
     axes = ("dp", "sp", None)
-    assert even_batch(axes, (2, 7, 3), placement) == PartitionSpec("dp", "sp", None)
-    assert even_batch(axes, (1, 7, 3), placement) == PartitionSpec(None, "sp", None)
-    assert evenly(axes, (2, 7, 3), placement) == PartitionSpec("dp", None, None)
-    assert evenly((None, ("dp", "sp")), (3, 16), placement) == PartitionSpec(None, ("dp", "sp"))
+    assert even_batch_spec(axes, (2, 7, 3), placement) == PartitionSpec("dp", "sp", None)
+    assert even_batch_spec(axes, (1, 7, 3), placement) == PartitionSpec(None, "sp", None)
+    assert even_spec(axes, (2, 7, 3), placement) == PartitionSpec("dp", None, None)
+    assert even_spec((None, ("dp", "sp")), (3, 16), placement) == PartitionSpec(None, ("dp", "sp"))
 
 
 def test_models_that_do_not_fit_together_take_turns() -> None:
@@ -138,7 +138,7 @@ def test_models_that_do_not_fit_together_take_turns() -> None:
     ]
     registry = Residency(ResidencyConfig(budget_bytes=max(sizes)))
     events: list[ResidencyEvent] = []
-    registry.listen(events.append)
+    registry.add_callback(events.append)
     pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"), residency=registry)
     settings = pipeline.settings(height=32, width=32, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
     videos = [torch.cat(list(pipeline.generate("a red circle", settings)), dim=1) for _ in range(2)]

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch
+from comfy_tpu.compiler.host_weights import HostWeights, WeightChangeDetector
 
 
 class Model(torch.nn.Module):
@@ -28,8 +28,8 @@ def replace(module, name, tensor):
 
 
 def watched(module):
-    watch = WeightWatch()
-    watch.remember(module)
+    watch = WeightChangeDetector()
+    watch.record(module)
     return watch
 
 
@@ -59,7 +59,7 @@ def test_a_quantized_weight_is_read_as_what_it_stands_for():
 
 
 def test_everything_changed_before_the_first_look():
-    assert WeightWatch().changed(Model()) == NAMES
+    assert WeightChangeDetector().changed(Model()) == NAMES
 
 
 def test_nothing_changed():
@@ -79,7 +79,7 @@ def test_replaced_and_written_tensors():
     module.computed.add_(1)
     assert watch.changed(module) == {"one.bias", "kept"}
     assert watch.changed(module) == {"one.bias", "kept"}, "until it is remembered"
-    watch.remember(module)
+    watch.record(module)
     assert watch.changed(module) == set()
 
 
@@ -90,7 +90,7 @@ def test_a_tensor_at_the_address_of_one_that_is_gone():
     for value in range(50):
         replace(module, "one.bias", torch.full((4,), float(value)))
         assert watch.changed(module) == {"one.bias"}
-        watch.remember(module)
+        watch.record(module)
 
 
 def test_tensors_that_are_not_held():

@@ -58,7 +58,7 @@ def test_the_weight_keeps_its_place_and_dtype(axes: tuple[str | None, ...], dtyp
     change = dataclasses.replace(low_rank(5), difference=random(OUTPUTS, INPUTS, seed=7))
     merged = merge(array, change)
     assert (merged.sharding, merged.dtype) == (array.sharding, array.dtype)
-    expected = change.added_to(torch.from_numpy(np.array(array, np.float32))).numpy()
+    expected = change.add_to(torch.from_numpy(np.array(array, np.float32))).numpy()
     np.testing.assert_allclose(np.asarray(merged, np.float32), expected, rtol=1e-5 if dtype == FLOAT32 else 2**-8)
 
 
@@ -106,10 +106,10 @@ def test_stacks_get_the_change_of_each_layer(layers: int, tmp_path: Path) -> Non
     (array,) = load_weights(Checkpoint.open(path), [slot], change=DeviceMerge(changes)).values()
     assert array.sharding == sharding
     for index, name in enumerate(names):
-        expected = changes[name].added_to(tensors[name]) if name in changes else tensors[name]
+        expected = changes[name].add_to(tensors[name]) if name in changes else tensors[name]
         np.testing.assert_allclose(np.asarray(array)[index], expected.numpy(), rtol=1e-5)
     source = MergedSource(Checkpoint.open(path), changes)
-    assert torch.equal(source.read(names[-1]), changes[names[-1]].added_to(tensors[names[-1]]))
+    assert torch.equal(source.read(names[-1]), changes[names[-1]].add_to(tensors[names[-1]]))
     source.close()
     assert changes.closed == 1
 

@@ -10,7 +10,7 @@ import torch
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
-from comfy_tpu.compiler.quantization import quantized
+from comfy_tpu.compiler.quantization import quantize_weight
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.kernels.quantized import quantized_linear
 from comfy_tpu.parallel.mesh import make_placement
@@ -29,7 +29,7 @@ def test_a_layer(kind):
     x = torch.randn(3, 5, 64, generator=random) * torch.logspace(-3, 3, 15).view(3, 5, 1)
     weight = torch.randn(48, 64, generator=random) * torch.logspace(-4, 4, 48).view(48, 1)
     bias = torch.randn(48, generator=random)
-    small, scale = quantized(weight, dtype)
+    small, scale = quantize_weight(weight, dtype)
     assert small.dtype == dtype
     arrays = [jnp.asarray(t.numpy()) for t in (x, scale, bias)]
     packed = jnp.asarray(small.view(torch.int8).numpy()).view(jnp.float8_e4m3fn if kind == "fp8" else jnp.int8)
@@ -47,7 +47,7 @@ def test_a_layer(kind):
 @every_kind
 def test_zeros_stay_zeros(kind):
     dtype, _ = KINDS[kind]
-    small, scale = quantized(torch.zeros(4, 8), dtype)
+    small, scale = quantize_weight(torch.zeros(4, 8), dtype)
     assert not small.float().any()
     packed = jnp.zeros((4, 8), jnp.float8_e4m3fn if kind == "fp8" else jnp.int8)
     out = quantized_linear(jnp.zeros((2, 8)), packed, jnp.asarray(scale.numpy()), None, platform="cpu")

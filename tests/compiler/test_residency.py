@@ -273,7 +273,7 @@ def test_listeners():
     def listener(event: ResidencyEvent):
         events.append((event.kind, event.entry.label, event.entry.bytes_per_device, len(residency.entries())))
 
-    stop = residency.listen(listener)
+    stop = residency.add_callback(listener)
     for model in (a, b):
         with model.use(residency):
             pass
@@ -288,7 +288,7 @@ def test_listeners():
 
 def test_listener_that_fails_does_not_fail_the_run(caplog):
     residency, a = registry(), Model("a")
-    residency.listen(lambda event: 1 / 0)
+    residency.add_callback(lambda event: 1 / 0)
     with a.use(residency) as arrays:
         assert not arrays["split"].is_deleted()
     assert "a residency listener failed" in caplog.text

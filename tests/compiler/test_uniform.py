@@ -64,14 +64,14 @@ def hosted(module, mesh="single", **options):
 def pieces(monkeypatch):
     """How each run was cut in the last trace: (start, stop) of what was one scan, or one block by itself."""
     found: dict[str, list[tuple[int, int]]] = {}
-    decide = uniform._Watch.segments
+    decide = uniform._LoopRecorder.segments
 
     def deciding(watch):
         segments = decide(watch)
         found[watch._run.path] = [(segment.start, segment.stop) for segment in segments]
         return segments
 
-    monkeypatch.setattr(uniform._Watch, "segments", deciding)
+    monkeypatch.setattr(uniform._LoopRecorder, "segments", deciding)
     return found
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from comfy_tpu.compiler import weights as weights_module
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.checkpoint import Checkpoint
-from comfy_tpu.compiler.weights import SourceAround, WeightSlot, abstract_weights, load_weights, update_weights
+from comfy_tpu.compiler.weights import SourceWrapper, WeightSlot, abstract_weights, load_weights, update_weights
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
@@ -190,7 +190,7 @@ def test_updated_layers_are_those_of_the_source(checkpoint, tensors):
     arrays = load_weights(checkpoint, slots)
     changed = {"blocks.1.w": tensors["blocks.1.w"] + 1, "embed": tensors["embed"] * 2}
 
-    class Changed(SourceAround):
+    class Changed(SourceWrapper):
         def read(self, name):
             return changed[name] if name in changed else super().read(name)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tools.demo_model.captions import BACKGROUNDS, HELD_OUT_TRIPLES, MOTIONS, SHAPES, Attributes
-from tools.demo_model.clips import FRAMES, SIZE, clips_of, draw, sample_held_out, sample_training
-from tools.demo_model.score import see
+from tools.demo_model.clips import FRAMES, SIZE, draw, make_clips, sample_held_out, sample_training
+from tools.demo_model.score import observe
 
 
 def seeded(seed):
@@ -40,11 +40,11 @@ def test_nothing_touches_the_border(centred):
 
 
 def test_a_centred_first_frame_says_nothing_of_the_motion():
-    batch = clips_of([Attributes("red", "star", motion, "black") for motion in MOTIONS], seeded(7), centred=1.0)
+    batch = make_clips([Attributes("red", "star", motion, "black") for motion in MOTIONS], seeded(7), centred=1.0)
     assert float((batch.centre[:, 0] - SIZE / 2).abs().max()) < 1
     assert 8 <= float(batch.radius[:, 0].min()) <= float(batch.radius[:, 0].max()) <= 9.5
     videos = draw(batch).permute(0, 2, 3, 4, 1).numpy()
-    assert [see(video).motion for video in videos] == list(MOTIONS)
+    assert [observe(video).motion for video in videos] == list(MOTIONS)
 
 
 def test_a_share_of_the_clips_begins_centred():
@@ -55,7 +55,7 @@ def test_a_share_of_the_clips_begins_centred():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_still_is_still_and_spinning_is_visible(shape):
-    batch = clips_of([Attributes("red", shape, motion, "black") for motion in ("still", "spinning")], seeded(2))
+    batch = make_clips([Attributes("red", shape, motion, "black") for motion in ("still", "spinning")], seeded(2))
     still, spinning = draw(batch)
     assert torch.equal(still, still[:, :1].expand_as(still))
     moved = (spinning[0, 1:] - spinning[0, :-1]).abs().amax(dim=(1, 2))
@@ -64,7 +64,7 @@ def test_still_is_still_and_spinning_is_visible(shape):
 
 def test_a_large_and_a_small_shape_are_drawn_with_their_area():
     attributes = [Attributes("red", shape, "still", "black") for shape in SHAPES]
-    batch = clips_of(attributes, seeded(3))
+    batch = make_clips(attributes, seeded(3))
     video = draw(batch)
     covered = (video[:, 0, 0] - 0.03).sum(dim=(1, 2)) / 0.87
     radius = batch.radius[:, 0]
@@ -79,5 +79,5 @@ def test_a_large_and_a_small_shape_are_drawn_with_their_area():
 
 
 def test_motions_are_numbered_in_the_order_of_the_grammar():
-    batch = clips_of([Attributes("blue", "star", motion, None) for motion in MOTIONS], seeded(4))
+    batch = make_clips([Attributes("blue", "star", motion, None) for motion in MOTIONS], seeded(4))
     assert batch.motion.tolist() == list(range(len(MOTIONS)))

@@ -12,7 +12,7 @@ from comfy_tpu.pipeline.model_files import ModelFiles
 from tools.demo_model.captions import Attributes, plain_caption
 from tools.demo_model.evaluate import generate
 from tools.demo_model.model import FLOAT32_PARTS, SHARED_PARTS, load, load_image_model, new_tokenizer, save_image_model
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
 PARTS = {"scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
@@ -70,5 +70,5 @@ def test_a_held_out_prompt_comes_out_right():
     pipeline = load(DEMO)
     video = generate(pipeline, [plain_caption(wanted)], steps=20, guidance=3.0, seed=1, batch=1)
     assert video.shape == (1, 17, 64, 64, 3)
-    assert see(video[0]).agrees(wanted) == dict.fromkeys(("colour", "shape", "motion", "background"), True)
+    assert observe(video[0]).agrees(wanted) == dict.fromkeys(("colour", "shape", "motion", "background"), True)
     assert torch.get_default_dtype() == torch.float32

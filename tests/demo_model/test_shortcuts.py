@@ -23,8 +23,8 @@ def test_whole_clips_are_coded_as_chunks_are(vae, frames):
     torch.testing.assert_close(decode_whole(vae, moments[:, :4]).clamp(-1, 1), decoded, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pictured", [False, True])
-def test_folded_padding_equals_512_rows(pictured):
+@pytest.mark.parametrize("with_image", [False, True])
+def test_folded_padding_equals_512_rows(with_image):
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(
         num_attention_heads=2,
@@ -34,14 +34,14 @@ def test_folded_padding_equals_512_rows(pictured):
         text_dim=8,
         ffn_dim=32,
         num_layers=2,
-        **({"image_dim": 6, "added_kv_proj_dim": 24} if pictured else {}),
+        **({"image_dim": 6, "added_kv_proj_dim": 24} if with_image else {}),
     ).requires_grad_(False)
-    picture = torch.randn(3, 5, 6) if pictured else None
+    image_tokens = torch.randn(3, 5, 6) if with_image else None
     latents, timestep = torch.randn(3, 4, 2, 4, 4), torch.tensor([3.0, 400.0, 999.0])
     embeds = torch.zeros(3, 512, 8)
     for row, length in enumerate((1, 9, 31)):
         embeds[row, :length] = torch.randn(length, 8)
-    plain = transformer(latents, timestep, embeds, picture).sample
+    plain = transformer(latents, timestep, embeds, image_tokens).sample
     fold_padding(transformer, rows=32)
-    folded = transformer(latents, timestep, embeds[:, :32], picture).sample
+    folded = transformer(latents, timestep, embeds[:, :32], image_tokens).sample
     torch.testing.assert_close(folded, plain, atol=1e-5, rtol=1e-4)

@@ -356,16 +356,16 @@ def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: 
     model = ("--model", str(small_flux.directory("dev")), "--mesh", "single")
     size = ("--height", "48", "--width", "80", "--steps", "4", "--seed", "7")
     assert cli.main(["generate", PROMPT, *model, *size]) == 0
-    assert capsys.readouterr().out == "picture.png\n"
-    assert pixels("picture.png").shape == (48, 80, 3)
-    metadata = media.read_metadata("picture.png")
+    assert capsys.readouterr().out == "image.png\n"
+    assert pixels("image.png").shape == (48, 80, 3)
+    metadata = media.read_metadata("image.png")
     assert (metadata["prompt"], metadata["seed"]) == (PROMPT, "7")
     assert cli.main(["generate", PROMPT, *model, *size, "--output", "x.png"]) == 0
     assert Path("x.png").exists()
     assert cli.main(["encode", PROMPT, *model, *size]) == 0
     assert cli.main(["denoise", "text.safetensors", "--mesh", "single"]) == 0
     assert cli.main(["decode", "latents.safetensors", "--mesh", "single"]) == 0
-    assert np.array_equal(pixels("latents.png"), pixels("picture.png"))
+    assert np.array_equal(pixels("latents.png"), pixels("image.png"))
     assert cli.main(["generate", PROMPT, *model, "--num-frames", "5"]) == 1
     assert "--num-frames 5 is for videos and this model makes images; use 1" in capsys.readouterr().err
 
@@ -440,7 +440,7 @@ def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, cap
     command = ["generate", PROMPT, "--model", str(small_flux.directory("dev")), "--mesh", "single"]
     command += ["--height", "48", "--width", "80", "--steps", "4"]
     assert cli.main([*command, "--image", "photograph.png", "--strength", "0.5"]) == 0
-    metadata = media.read_metadata("picture.png")
+    metadata = media.read_metadata("image.png")
     assert metadata["strength"] == "0.5"
     assert len(metadata["pictures"]) == 16, "the fingerprint of what it shows"
     for more, message in [

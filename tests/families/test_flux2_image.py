@@ -126,11 +126,11 @@ def test_commands(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     settings = ["--height", "48", "--width", "80", "--steps", "4", "--seed", "7"]
     given = ["--image", "0.png", "--image", "1.png"]
     assert cli.main(["generate", PROMPT, *model, *settings, *given]) == 0
-    assert len(media.read_metadata("picture.png")["pictures"]) == 16, "the fingerprint of what they show"
+    assert len(media.read_metadata("image.png")["pictures"]) == 16, "the fingerprint of what they show"
     assert cli.main(["encode", PROMPT, *model, *settings, *given]) == 0
     assert cli.main(["denoise", "text.safetensors", *model]) == 0
     assert cli.main(["decode", "latents.safetensors", *model, "--output", "staged.png"]) == 0
-    with Image.open("picture.png") as one, Image.open("staged.png") as other:
+    with Image.open("image.png") as one, Image.open("staged.png") as other:
         assert one.tobytes() == other.tobytes()
     for more, message in [
         (["--image", "0.png", "--last-image", "1.png"], "--last-image is for videos; leave it out"),

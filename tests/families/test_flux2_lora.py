@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from comfy_tpu.compiler.arranging import packed_columns
+from comfy_tpu.compiler.packed_weights import pack_weight
 from comfy_tpu.config import Lora, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.flux2 import transformer as flux2_transformer
@@ -76,7 +76,7 @@ def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, 
     packed = (
         flux2_transformer.TRANSFORMER.packed(small_flux2.TRANSFORMER) if flux2_transformer.TRANSFORMER.packed else ()
     )
-    assert error(actual, {name: packed_columns(name, tensor, packed, tp) for name, tensor in expected.items()}) < 1e-5
+    assert error(actual, {name: pack_weight(name, tensor, packed, tp) for name, tensor in expected.items()}) < 1e-5
     name = "single_transformer_blocks.1.attn.to_qkv_mlp_proj.weight"
     assert (error(actual, {name: expected[name]}) < 1e-5) == (tp == 1), "its rows are in another order at tp=4"
 

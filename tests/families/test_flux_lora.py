@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from comfy_tpu.compiler.arranging import packed_columns
 from comfy_tpu.compiler.cache import count_compilations
+from comfy_tpu.compiler.packed_weights import pack_weight
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import Lora, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
@@ -86,7 +86,7 @@ def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, 
     actual = weights([Lora(write(tmp_path / "b.safetensors", WHOLE[style](made)), -0.5)], mesh)
     tp = 4 if "tp=4" in mesh else 1
     packed = flux_transformer.TRANSFORMER.packed(small_flux.TRANSFORMER) if flux_transformer.TRANSFORMER.packed else ()
-    assert error(actual, {name: packed_columns(name, tensor, packed, tp) for name, tensor in expected.items()}) < 1e-5
+    assert error(actual, {name: pack_weight(name, tensor, packed, tp) for name, tensor in expected.items()}) < 1e-5
     name = "single_transformer_blocks.1.proj_out.weight"
     assert (error(actual, {name: expected[name]}) < 1e-5) == (tp == 1), "its columns are in another order at tp=4"
 

@@ -5,7 +5,7 @@ import pytest
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import estimate, rank_layouts
-from comfy_tpu.planning.compilation import count
+from comfy_tpu.planning.compilation import count_program
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import parse_size
 from comfy_tpu.planning.program import lower_step
@@ -17,7 +17,7 @@ def check(name: str, tpu: str, sizes: MeshSizes, size: str) -> None:
     settings = parse_size(size, model)
     work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
-    result = count(program, "partition")
+    result = count_program(program, "partition")
     assert result.unexplained == ()
     assert result.square_arrays == program.facts.square_arrays == ()
     check_formulas(estimate(work, sizes, slice_), program.facts, result)

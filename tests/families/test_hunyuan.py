@@ -364,5 +364,5 @@ def test_what_is_not_understood_is_refused() -> None:
         Component(hunyuan_text.TEXT_ENCODER, short, placement, dtype=torch.float32)
     tokenizer = small_hunyuan.tokenizer()
     tokenizer.padding_side = "left"
-    with pytest.raises(CheckpointError, match="fills up texts on the left"):
+    with pytest.raises(CheckpointError, match="pads texts on the left"):
         hunyuan_text.tokenize_text(tokenizer, [PLAIN], small_hunyuan.TEXT_TOKENS)

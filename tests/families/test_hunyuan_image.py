@@ -10,7 +10,7 @@ from PIL import Image
 from comfy_tpu.config import MESH_AXES, GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.hunyuan_video import image as hunyuan_image
-from comfy_tpu.pipeline.images import cropped
+from comfy_tpu.pipeline.images import crop_to_frame
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.families import small_hunyuan
@@ -115,10 +115,10 @@ def test_a_picture_is_cropped_as_in_diffusers(given: tuple[int, int], size: tupl
     width, height = size
     image = picture(*given)
     wanted = reference().video_processor.resize(image, height=height, width=width, resize_mode="crop")
-    actual = cropped(image, GenerationSettings(width=width, height=height))
+    actual = crop_to_frame(image, GenerationSettings(width=width, height=height))
     assert np.array_equal(np.asarray(actual), np.asarray(wanted))
 
 
 def test_a_picture_that_would_become_too_long_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="image is 4000×2, too long to fill 80×48; cut a piece out of it"):
-        cropped(picture(4000, 2), GenerationSettings(width=80, height=48))
+        crop_to_frame(picture(4000, 2), GenerationSettings(width=80, height=48))

@@ -7,7 +7,7 @@ import pytest
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import estimate
-from comfy_tpu.planning.compilation import count
+from comfy_tpu.planning.compilation import count_program
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import parse_size
 from comfy_tpu.planning.program import lower_step
@@ -23,7 +23,7 @@ def check(name: str, sizes: MeshSizes) -> None:
     settings = parse_size("720P", model)
     work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
-    result, guess = count(program, "partition"), estimate(work, sizes, slice_)
+    result, guess = count_program(program, "partition"), estimate(work, sizes, slice_)
     assert result.unexplained == ()
     assert result.square_arrays == ()
     # The refiner of the text, two blocks over 1,000 tokens, is in no formula.

@@ -177,7 +177,7 @@ def test_steps_are_those_of_diffusers(config: Any, size: tuple[int, int, int]) -
     )
     wanted = small_ltx.FlowMatchEulerDiscreteScheduler.from_config(config)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu = pipeline_ltx.calculate_shift(ltx_schedulers.tokens(chosen), *(wanted.config[name] for name in names))
+    mu = pipeline_ltx.calculate_shift(ltx_schedulers.token_count(chosen), *(wanted.config[name] for name in names))
     wanted.set_timesteps(sigmas=np.linspace(1.0, 0.2, 5), mu=mu)
     made = ltx_schedulers.own_schedulers(lambda name: config)["euler"](chosen)
     assert torch.allclose(made.timesteps, wanted.timesteps, rtol=1e-6)

@@ -36,7 +36,7 @@ def shift(files: ModelFiles, *arguments: str) -> float:
     """That of `comfy-tpu generate` with these arguments."""
     parser = argparse.ArgumentParser()
     options.add_settings(parser)
-    chosen = options.chosen(parser.parse_args(arguments), files.family.card.presets)
+    chosen = options.chosen_settings(parser.parse_args(arguments), files.family.card.presets)
     return make_settings(files.defaults, chosen, files.family.card.limits).flow_shift
 
 

@@ -24,7 +24,7 @@ def opened(budget: int | None, mesh: str = "single") -> tuple[VideoPipeline, Res
     def hear(event: ResidencyEvent) -> None:
         events.append((event.kind, event.entry.label.split()[-1]))
 
-    residency.listen(hear)
+    residency.add_callback(hear)
     return (
         VideoPipeline.open(wan_pipelines.directory("2.2"), RuntimeConfig(mesh=mesh), name="m", residency=residency),
         residency,

@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from comfy_tpu.kernels.hopper import hopper
+from comfy_tpu.kernels.hopper import hopper_attention
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,9 @@ from comfy_tpu.kernels.hopper import hopper
 def test_lowers(queries: int, keys: int, head_dim: int, dtype: jnp.dtype) -> None:
     query = jax.ShapeDtypeStruct((1, 4, queries, head_dim), dtype)
     key = jax.ShapeDtypeStruct((1, 2, keys, head_dim), dtype)
-    exported = jax.export.export(jax.jit(functools.partial(hopper, scale=0.1)), platforms=["cuda"])(query, key, key)
+    exported = jax.export.export(jax.jit(functools.partial(hopper_attention, scale=0.1)), platforms=["cuda"])(
+        query, key, key
+    )
     text = exported.mlir_module()
     # Two kernels in bfloat16, of which the size of the scores chooses one; float16 has no exponents to spare.
     assert text.count("mosaic_gpu_v2") + text.count("@mosaic_gpu") >= (2 if dtype == jnp.bfloat16 else 1)

@@ -11,7 +11,7 @@ import pytest
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.errors import MeshError
 from comfy_tpu.kernels import attention, joint_attention
-from comfy_tpu.kernels.masking import merge
+from comfy_tpu.kernels.masking import merge_attention
 from comfy_tpu.kernels.quantized import quantized_linear
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
@@ -127,7 +127,9 @@ def test_merged_parts(broken: str) -> None:
     out, empty = jnp.ones((2, 3)), jnp.zeros((2, 3))
     found, nothing = jnp.array([0.5, jnp.nan]), jnp.full(2, -jnp.inf)
     parts = [(out, found), (empty, nothing)]
-    merged, logsumexp = merge(*parts[0], *parts[1]) if broken == "earlier" else merge(*parts[1], *parts[0])
+    merged, logsumexp = (
+        merge_attention(*parts[0], *parts[1]) if broken == "earlier" else merge_attention(*parts[1], *parts[0])
+    )
     np.testing.assert_allclose(merged[0], 1.0)
     assert np.isnan(merged[1]).all()
     assert np.isnan(logsumexp[1])

@@ -11,8 +11,8 @@ import pytest
 
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.kernels import attention
-from comfy_tpu.kernels.cudnn import cudnn
-from comfy_tpu.kernels.masking import Masking, band_of
+from comfy_tpu.kernels.cudnn import cudnn_attention
+from comfy_tpu.kernels.masking import Masking, make_band
 from tests.kernels.attention_reference import Case, relative_error, run
 
 # dense_max_tokens=16: every case below is "long", so that chunks and tiles are really used.
@@ -176,10 +176,10 @@ def test_the_call_to_cudnn_means_the_same(name: str, monkeypatch: pytest.MonkeyP
     case = dataclasses.replace(CASES[name], value_dim=CASES[name].head_dim)
     inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
     masking = Masking(
-        band=band_of(case.is_causal, case.window),
+        band=make_band(case.is_causal, case.window),
         lengths=inputs.get("kv_lengths"),
         keys=inputs["mask"][:, 0, 0] if case.mask else None,
     )
-    call = functools.partial(cudnn, masking=masking, scale=case.head_dim**-0.5)
+    call = functools.partial(cudnn_attention, masking=masking, scale=case.head_dim**-0.5)
     got = jax.jit(call)(inputs["query"], inputs["key"], inputs["value"])
     assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5

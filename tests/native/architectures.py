@@ -102,7 +102,7 @@ def _pooled(features: int, pooled: int, **more: Any) -> Text:
     ]
 
 
-class SeenPicture:
+class SeenImage:
     """An image as CLIP Vision sees it."""
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class SeenPicture:
         self.last_hidden_state = noise(6, 1, 16, 1152)
 
 
-def _from_picture(tokens: int, seed: int, latent: tuple[int, ...], *, seen: bool = True) -> Conditioning:
+def _from_image(tokens: int, seed: int, latent: tuple[int, ...], *, seen: bool = True) -> Conditioning:
     """As Wan's node for images to video has it."""
     known = torch.ones(1, 1, *latent[1:])
     known[:, :, 0] = 0
     more: dict[str, Any] = {"concat_latent_image": noise(7, 1, *latent), "concat_mask": known}
-    return [[noise(seed, 1, tokens, 4096), more | ({"clip_vision_output": SeenPicture()} if seen else {})]]
+    return [[noise(seed, 1, tokens, 4096), more | ({"clip_vision_output": SeenImage()} if seen else {})]]
 
 
 def _hunyuan(tokens: int, seed: int, latent: tuple[int, ...]) -> Conditioning:
@@ -143,7 +143,7 @@ ARCHITECTURES = (
         "WAN21_I2V",
         {**_WAN, "model_type": "i2v", "in_dim": 36, "out_dim": 16},
         ((16, 3, 8, 8), (16, 2, 6, 10)),
-        _from_picture,
+        _from_image,
         from_file=True,
     ),
     Architecture(
@@ -151,7 +151,7 @@ ARCHITECTURES = (
         "WAN21_T2V",
         {**_WAN, "in_dim": 36, "out_dim": 16},
         ((16, 3, 8, 8), (16, 2, 6, 10)),
-        functools.partial(_from_picture, seen=False),
+        functools.partial(_from_image, seen=False),
         from_file=True,
     ),
     Architecture(

@@ -237,16 +237,16 @@ def test_a_replaced_method(small, watch):
 
 
 @some_texts("Qwen-Image")
-def test_a_prompt_with_a_picture(small, watch):
+def test_a_prompt_with_an_image(small, watch):
     """Qwen Image Edit: positions depend on the image. The prompts after it go to the devices as before."""
     from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit
 
     both = clips(small)
     compiled = compile_clip(both.plain)
-    picture = torch.rand(1, 56, 56, 3, generator=torch.Generator().manual_seed(1))
+    image = torch.rand(1, 56, 56, 3, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected, got = (
-            TextEncodeQwenImageEdit.execute(clip, "make it blue", image=picture).args[0][0][0]
+            TextEncodeQwenImageEdit.execute(clip, "make it blue", image=image).args[0][0][0]
             for clip in (both.plain, compiled)
         )
     assert float((expected - got).abs().max() / expected.abs().max()) < TOLERANCE

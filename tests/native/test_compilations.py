@@ -76,7 +76,7 @@ def test_long_prompts(architecture, watch, cell):
 
 
 @some_architectures("SDXL")
-def test_a_text_that_might_be_a_picture(architecture, watch):
+def test_a_text_as_long_as_an_image(architecture, watch):
     """As many tokens as a level of the network has pixels: filled up further."""
     from tests.native.sampling import relative_error, sample
 
@@ -96,14 +96,14 @@ def test_blocks_are_scanned(architecture, monkeypatch):
     from tests.native.sampling import sample
 
     found = {}
-    decide = uniform._Watch.segments
+    decide = uniform._LoopRecorder.segments
 
     def deciding(self):
         segments = decide(self)
         found[self._run.path] = len(segments)
         return segments
 
-    monkeypatch.setattr(uniform._Watch, "segments", deciding)
+    monkeypatch.setattr(uniform._LoopRecorder, "segments", deciding)
     sample(compile_model(architecture.build(seed=12)), architecture, steps=1)
     assert {path for path, pieces in found.items() if pieces == 1} >= SCANNED[architecture.name], found
 

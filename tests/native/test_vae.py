@@ -61,7 +61,7 @@ def encode(vae, small):
     import nodes
 
     with torch.inference_mode():
-        return nodes.VAEEncode().encode(vae, small.pictures())[0]["samples"]
+        return nodes.VAEEncode().encode(vae, small.images())[0]["samples"]
 
 
 def encode_tiled(vae, small):
@@ -69,7 +69,7 @@ def encode_tiled(vae, small):
 
     with torch.inference_mode():
         # Its smallest overlap is for images larger than these.
-        return nodes.VAEEncodeTiled().encode(vae, small.pictures(), 64, 16, 64, 8)[0]["samples"]
+        return nodes.VAEEncodeTiled().encode(vae, small.images(), 64, 16, 64, 8)[0]["samples"]
 
 
 @every_vae
@@ -107,7 +107,7 @@ def test_another_size(small, watch, cell):
 
 
 @every_vae
-def test_several_pictures(small, watch):
+def test_several_images(small, watch):
     """A batch for a VAE of images, a video for the others."""
     from tests.native.sampling import relative_error
 
@@ -297,10 +297,10 @@ def test_videos_of_any_length(small, frames, watch):
     channels, _, height, width = small.latent
     latent = {"samples": torch.randn(1, channels, frames, height, width)}
     # ComfyUI drops images that are not a whole latent frame.
-    pictures = torch.rand(4 * frames - 2 if frames > 1 else 1, height * small.ratio, width * small.ratio, 3)
+    images = torch.rand(4 * frames - 2 if frames > 1 else 1, height * small.ratio, width * small.ratio, 3)
     with torch.inference_mode():
         decoded = [nodes.VAEDecode().decode(vae, latent)[0] for vae in (both.plain, both.compiled)]
-        encoded = [nodes.VAEEncode().encode(vae, pictures)[0]["samples"] for vae in (both.plain, both.compiled)]
+        encoded = [nodes.VAEEncode().encode(vae, images)[0]["samples"] for vae in (both.plain, both.compiled)]
     assert relative_error(*decoded) < TOLERANCE
     assert relative_error(*encoded) < TOLERANCE
     watch.assert_on_devices()

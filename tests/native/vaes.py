@@ -43,7 +43,7 @@ class SmallVae:
     def latents(self, batch: int = 1) -> torch.Tensor:
         return torch.randn(batch, *self.latent, generator=torch.Generator().manual_seed(2))
 
-    def pictures(self) -> torch.Tensor:
+    def images(self) -> torch.Tensor:
         height, width = (side * self.ratio for side in self.latent[-2:])
         return torch.rand(self.frames, height, width, 3, generator=torch.Generator().manual_seed(3))
 
@@ -52,7 +52,7 @@ class SmallVae:
         return len(self.latent) == 4
 
 
-_PICTURES = {
+_CONFIG = {
     "double_z": True,
     "resolution": 256,
     "in_channels": 3,
@@ -101,16 +101,16 @@ VAES = (
     SmallVae(
         "SDXL",
         "comfy.sd.AutoencoderKL",
-        {"ddconfig": {**_PICTURES, "z_channels": 4}, "embed_dim": 4},
+        {"ddconfig": {**_CONFIG, "z_channels": 4}, "embed_dim": 4},
         (4, 8, 12),
     ),
     SmallVae(
-        "SD3.5, Flux.1", "comfy.sd.AutoencodingEngine", _engine(_MODEL, {**_PICTURES, "z_channels": 16}), (16, 8, 12)
+        "SD3.5, Flux.1", "comfy.sd.AutoencodingEngine", _engine(_MODEL, {**_CONFIG, "z_channels": 16}), (16, 8, 12)
     ),
     SmallVae(
         "Flux.2",
         "comfy.sd.AutoencoderKL",
-        {"ddconfig": {**_PICTURES, "z_channels": 32, "batch_norm_latent": True}, "embed_dim": 32},
+        {"ddconfig": {**_CONFIG, "z_channels": 32, "batch_norm_latent": True}, "embed_dim": 32},
         (128, 4, 6),
         1,
         16,

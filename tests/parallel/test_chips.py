@@ -1,7 +1,7 @@
 import pytest
 
 from comfy_tpu.errors import MeshError
-from comfy_tpu.parallel.chips import CHIPS, parse_slice, slice_of
+from comfy_tpu.parallel.chips import CHIPS, find_slice, parse_slice
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_no_slice_at_all(text):
 
 def test_doubling_ends_at_256_chips():
     slice_, names = parse_slice("v5p-128"), []
-    while (slice_ := slice_.doubled()) is not None:
+    while (slice_ := slice_.next_larger()) is not None:
         names.append(slice_.name)
     assert names == ["v5p-256", "v5p-512"]
 
 
 def test_slices_of_attached_devices():
-    assert slice_of("v6e", 8) == parse_slice("v6e-8")
-    assert slice_of("v7x", 8) == parse_slice("v7x-8")
-    assert slice_of("v6e", 3) == parse_slice("v6e-4"), "a part of a slice"
-    assert slice_of("cpu", 8) is None
-    assert slice_of("h200", 8) is None
+    assert find_slice("v6e", 8) == parse_slice("v6e-8")
+    assert find_slice("v7x", 8) == parse_slice("v7x-8")
+    assert find_slice("v6e", 3) == parse_slice("v6e-4"), "a part of a slice"
+    assert find_slice("cpu", 8) is None
+    assert find_slice("h200", 8) is None
 
 
 def test_a_device_of_v7x_is_half_a_chip():

@@ -9,9 +9,9 @@ from comfy_tpu.errors import CheckpointError
 from comfy_tpu.kernels.tuning import block_sizes
 from comfy_tpu.parallel import layouts
 from comfy_tpu.parallel.chips import parse_slice
-from comfy_tpu.parallel.layouts import SPARE, estimate, padded, rank_layouts, sensible_layouts
+from comfy_tpu.parallel.layouts import SPARE_FRACTION, estimate, pad_length, rank_layouts, valid_layouts
 from comfy_tpu.parallel.mesh import parse_mesh
-from comfy_tpu.parallel.traffic import Traffic, seconds, sent
+from comfy_tpu.parallel.traffic import Traffic, sent_bytes, transfer_seconds
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.planning.models import find_model
 from tests.counted_work import published_work
@@ -30,7 +30,7 @@ def test_wan_14b_at_720p():
     assert best.sizes == MeshSizes(dp=2, sp=4)
     assert best.attention == "ulysses"
     assert best.fits
-    assert best.memory.total < (1 - SPARE) * 32e9
+    assert best.memory.total < (1 - SPARE_FRACTION) * 32e9
     # The anchor: 13.0 PFLOP a step, 72 % of them attention.
     assert best.flops * 8 == pytest.approx(13.0e15, rel=0.01)
     assert best.attention_flops / best.flops == pytest.approx(0.72, abs=0.01)
@@ -64,12 +64,12 @@ def test_memory_is_what_the_compiler_of_each_generation_wants(tpu, size, sizes, 
 
 
 def test_layouts_use_every_device_and_divide():
-    layouts = sensible_layouts(wan(), 8)
+    layouts = valid_layouts(wan(), 8)
     assert len(set(layouts)) == len(layouts) == 7
     assert all(sizes.device_count == 8 and sizes.dp <= 2 for sizes in layouts)
-    assert all(sizes.dp == 1 for sizes in sensible_layouts(wan(guidance_scale=1.0), 8)), "one branch"
-    assert {sizes.tp for sizes in sensible_layouts(wan("1.3B"), 64)} == {1, 2, 4}, "twelve heads"
-    assert sensible_layouts(wan(), 3) == [MeshSizes(sp=3)]
+    assert all(sizes.dp == 1 for sizes in valid_layouts(wan(guidance_scale=1.0), 8)), "one branch"
+    assert {sizes.tp for sizes in valid_layouts(wan("1.3B"), 64)} == {1, 2, 4}, "twelve heads"
+    assert valid_layouts(wan(), 3) == [MeshSizes(sp=3)]
 
 
 @pytest.mark.parametrize("chips", [1, 2, 4, 8, 16, 32, 64, 128, 256])
@@ -105,30 +105,30 @@ def test_choosing_estimates_every_layout_once(monkeypatch):
 
     monkeypatch.setattr(layouts, "estimate", noted)
     parse_mesh("auto", 256, chip="v6e", workload=wan)
-    assert estimated == sensible_layouts(wan(), 256)
+    assert estimated == valid_layouts(wan(), 256)
     assert len(estimated) <= 8, "two sizes of dp by four of tp"
 
 
 def test_what_a_device_sends():
-    assert sent("all-gather", 4, 400) == 300
-    assert sent("all-reduce", 4, 400) == 600
-    assert sent("all-to-all", 4, 400) == 300
-    assert sent("reduce-scatter", 4, 400) == 300
-    assert sent("collective-permute", 4, 400) == 400
-    assert sent("all-reduce", 1, 400) == 0
+    assert sent_bytes("all-gather", 4, 400) == 300
+    assert sent_bytes("all-reduce", 4, 400) == 600
+    assert sent_bytes("all-to-all", 4, 400) == 300
+    assert sent_bytes("reduce-scatter", 4, 400) == 300
+    assert sent_bytes("collective-permute", 4, 400) == 400
+    assert sent_bytes("all-reduce", 1, 400) == 0
 
 
 def test_an_exchange_on_a_long_ring_takes_longer():
     short = Traffic("x", "all-to-all", ("sp",), 4, 1, 10**9)
     long = dataclasses.replace(short, group=16)
-    assert seconds(long, parse_slice("v6e-256")) > 3 * seconds(short, parse_slice("v6e-256"))
+    assert transfer_seconds(long, parse_slice("v6e-256")) > 3 * transfer_seconds(short, parse_slice("v6e-256"))
 
 
 @pytest.mark.parametrize("length", [4097, 4725, 9450, 18_900, 33_390, 75_600, 512])
 def test_lengths_are_padded_as_the_kernel_pads_them(length):
     tile = block_sizes("v6e", length, length, 128, None)
-    assert padded(length, 128) == -(-length // tile.query) * tile.query
-    assert padded(length, 256) == -(-length // tile.key) * tile.key
+    assert pad_length(length, 128) == -(-length // tile.query) * tile.query
+    assert pad_length(length, 256) == -(-length // tile.key) * tile.key
 
 
 def test_the_solver_keeps_as_much_as_the_pipeline():

@@ -22,9 +22,9 @@ from comfy_tpu.parallel.mesh import (
 
 @pytest.fixture
 def fresh_notice():
-    mesh_module._notice_cpu.cache_clear()
+    mesh_module._log_cpu_fallback.cache_clear()
     yield
-    mesh_module._notice_cpu.cache_clear()
+    mesh_module._log_cpu_fallback.cache_clear()
 
 
 def test_auto_falls_back_to_cpu_with_one_notice(fresh_notice, caplog, monkeypatch):

@@ -152,7 +152,7 @@ def loaded(
     component = Component(
         spec, files.config(spec), make_placement(mesh, platform="cpu"), **({"dtype": torch.float32} | options)
     )
-    opened = open_loras(loras, files).of(transformer)
+    opened = open_loras(loras, files).for_transformer(transformer)
     arrays = component.load(files.checkpoint(spec), changes=opened if opened.key else None)
     weights = {}
     for slot in component.slots:

@@ -229,7 +229,7 @@ def test_same_means_prompt_model_and_settings(change):
     assert not artifacts.is_same(artifacts.describe("q", SETTINGS, MODEL), mine)
     assert not artifacts.is_same(artifacts.describe("p", SETTINGS, OTHER), mine)
     assert not artifacts.is_same(artifacts.describe("p", SETTINGS, MODEL, loras="[a LoRA]"), mine)
-    assert not artifacts.is_same(artifacts.describe("p", SETTINGS, MODEL, pictures="ab12"), mine)
+    assert not artifacts.is_same(artifacts.describe("p", SETTINGS, MODEL, images_fingerprint="ab12"), mine)
     assert not artifacts.is_same({}, mine)
 
 

@@ -12,7 +12,7 @@ from tests.closeness import SAME, assert_wrong_ones_differ, psnr
 from tools.demo_model.captions import Attributes
 from tools.demo_model.clips import evaluation_prompts
 from tools.demo_model.model import load
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 
 PROMPT = "a red circle moving right on a black background"
 
@@ -46,7 +46,7 @@ def video(prompt: str, reuse: float = 0.0, steps: int | None = None) -> torch.Te
     ],
 )
 def test_the_video_shows_what_was_asked_for(prompt: str, wanted: Attributes) -> None:
-    seen = see(video(prompt)[0].numpy())
+    seen = observe(video(prompt)[0].numpy())
     assert seen.agrees(wanted) == dict.fromkeys(seen.agrees(wanted), True)
 
 
@@ -55,7 +55,7 @@ def test_seven_of_twenty_steps_may_be_reused(prompt: str, wanted: Attributes) ->
     pipeline = opened()
     assert len(pipeline.plan(pipeline.settings(reuse=0.12)).reused) == 7
     reused = video(prompt, reuse=0.12)
-    assert all(see(reused[0].numpy()).agrees(wanted).values())
+    assert all(observe(reused[0].numpy()).agrees(wanted).values())
     assert psnr(reused, video(prompt)) >= 35, "39 and 51 are found"
     assert_wrong_ones_differ(video(prompt), 25, **{other: video(other) for other, _ in FIXED[:2] if other != prompt})
 
@@ -84,7 +84,7 @@ def test_a_hundred_prompts_of_which_training_never_saw_twenty_five() -> None:
     pipeline, right = opened(), {"colour": 0, "motion": 0, "shape": 0}
     for number, (prompt, wanted) in enumerate(evaluation_prompts(100, 25, 2025)):
         frames = torch.cat(list(pipeline.generate(prompt, pipeline.settings(seed=2025 + number))), dim=1)
-        agreed = see(frames[0].numpy()).agrees(wanted)
+        agreed = observe(frames[0].numpy()).agrees(wanted)
         for name in right:
             right[name] += agreed[name]
     assert right["colour"] >= 97

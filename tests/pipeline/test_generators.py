@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 HALF_READ = """
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import ResidencyConfig, RuntimeConfig
-from comfy_tpu.pipeline.generators import closed_at_exit
+from comfy_tpu.pipeline.generators import close_at_exit
 
-@closed_at_exit
+@close_at_exit
 def frames():
     with Residency(ResidencyConfig(budget_bytes=10)).use("x", label="x", nbytes_per_device=1, load=dict):
         try:
@@ -52,7 +52,7 @@ def test_frames_and_steps_are_closed_at_the_end() -> None:
 
 
 def test_one_that_runs_in_another_thread_is_left_alone() -> None:
-    @generators.closed_at_exit
+    @generators.close_at_exit
     def itself():
         generators._close_unfinished()  # as from another thread while this one is inside
         yield 1

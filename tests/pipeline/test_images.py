@@ -50,7 +50,7 @@ def test_ink(tmp_path: Path) -> None:
     assert np.abs(shown(ink, tmp_path / "a.jpg", quality=100)[..., 0] - GRADIENT).max() <= 4
 
 
-def test_the_first_of_moving_pictures(tmp_path: Path) -> None:
+def test_the_first_image_of_an_animation(tmp_path: Path) -> None:
     first, second = Image.fromarray(GRADIENT), Image.fromarray(255 - GRADIENT)
     assert np.array_equal(shown(first, tmp_path / "a.gif", save_all=True, append_images=[second])[..., 0], GRADIENT)
 
@@ -95,7 +95,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage
 
 
 @pytest.mark.parametrize("read", [read_image, media.find_metadata], ids=["image", "earlier output"])
-def test_no_program_is_started_for_a_picture(
+def test_no_program_is_started_for_an_image(
     read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pillow hands PostScript to Ghostscript, whatever the file's name."""

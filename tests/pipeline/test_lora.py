@@ -8,7 +8,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from comfy_tpu.compiler.cache import count_compilations
-from comfy_tpu.compiler.quantization import DTYPES, quantized
+from comfy_tpu.compiler.quantization import DTYPES, quantize_weight
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import Lora, ResidencyConfig, RuntimeConfig
 from comfy_tpu.pipeline.lora import open_loras
@@ -100,7 +100,7 @@ def test_quantized_weights_are_made_of_the_merged_ones(kind: str, tmp_path: Path
     expected = small_loras.fused((path, 0.7))
     actual = loaded([Lora(path, 0.7)], quantize=kind)
     name = "blocks.1.attn1.to_q.weight"
-    small, scale = quantized(expected[name], DTYPES[kind])
+    small, scale = quantize_weight(expected[name], DTYPES[kind])
     np.testing.assert_allclose(actual[f"{name}_scale"], scale.numpy(), rtol=1e-5)
     assert np.mean(actual[name].astype(np.float32) != small.float().numpy()) < 1e-2, "but for ties"
     plain = {name: tensor for name, tensor in expected.items() if f"{name}_scale" not in actual}

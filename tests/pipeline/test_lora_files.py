@@ -217,7 +217,7 @@ def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
         },
     )
     factors = LoraFile.open(path).match(make_targets(tensors, names)).factors
-    assert {name: (part.rows[0].start, part.made) for name, part in factors.items()} == {
+    assert {name: (part.rows[0].start, part.product_shape) for name, part in factors.items()} == {
         "to_q.weight": (0, (8, 6)),
         "to_k.weight": (8, (8, 6)),
         "to_v.weight": (16, (8, 6)),

@@ -44,13 +44,13 @@ def read_mp4(path):
 
 
 def read_gif(path):
-    with Image.open(path) as picture:
+    with Image.open(path) as image:
         frames, durations = [], []
-        for index in range(picture.n_frames):
-            picture.seek(index)
-            frames.append(np.asarray(picture.convert("RGB")))
-            durations.append(picture.info["duration"])
-        return np.stack(frames), durations, picture.info["loop"]
+        for index in range(image.n_frames):
+            image.seek(index)
+            frames.append(np.asarray(image.convert("RGB")))
+            durations.append(image.info["duration"])
+        return np.stack(frames), durations, image.info["loop"]
 
 
 def files(directory):
@@ -133,8 +133,8 @@ def test_png_frames(output, first, tmp_path):
     found = np.stack([np.asarray(Image.open(tmp_path / name)) for name in names])
     np.testing.assert_array_equal(found, (moving_square() * 255).round().numpy())
     assert media.read_metadata(f"{tmp_path}/{output}") == METADATA
-    with Image.open(tmp_path / first) as picture:
-        assert "prompt" not in picture.text  # ComfyUI would read it as a workflow
+    with Image.open(tmp_path / first) as image:
+        assert "prompt" not in image.text  # ComfyUI would read it as a workflow
 
 
 def test_new_frames_replace_the_whole_older_sequence_and_nothing_else(tmp_path):
@@ -144,7 +144,7 @@ def test_new_frames_replace_the_whole_older_sequence_and_nothing_else(tmp_path):
     assert files(tmp_path) == [f"frame_{n:04}.png" for n in range(5)] + ["frame_notes.png"]
 
 
-def test_single_picture(tmp_path):
+def test_single_image(tmp_path):
     write(tmp_path / "x.png", moving_square(1))
     np.testing.assert_array_equal(Image.open(tmp_path / "x.png"), (moving_square(1)[0] * 255).round().numpy())
     assert media.read_metadata(tmp_path / "x.png") == METADATA
@@ -426,6 +426,6 @@ def test_contact_sheet():
 def test_contact_sheet_beside_a_video(tmp_path):
     sheet = tmp_path / "sheet.png"
     media.write_videos([tmp_path / "x.npy"], [moving_square(9)[None]], fps=8, metadata=[METADATA], sheet=sheet)
-    with Image.open(sheet) as picture:
-        assert picture.size == (5 * 130 + 2, 98 + 2)  # frames 0, 2, 4, 6, 8
+    with Image.open(sheet) as image:
+        assert image.size == (5 * 130 + 2, 98 + 2)  # frames 0, 2, 4, 6, 8
     assert media.read_metadata(sheet) == METADATA

@@ -16,7 +16,7 @@ from comfy_tpu.config import GenerationSettings, ReuseConfig, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline import reuse
-from comfy_tpu.pipeline.calibration import differences, measure_curve, save
+from comfy_tpu.pipeline.calibration import compare_velocities, measure_curve, save_measured_curve
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.pipeline.progress import Progress
@@ -90,7 +90,10 @@ def test_the_first_fifth_is_computed_and_two_in_a_row_are_reused_at_most() -> No
     made = plan(flat(0.0), 1.0)
     assert made.reused == tuple(number for number in range(11, 51) if (number - 10) % 3)
     assert make_plan(
-        schedule(), GenerationSettings(reuse=1.0), flat(0.0), ReuseConfig(computed_first=0, most_in_a_row=1)
+        schedule(),
+        GenerationSettings(reuse=1.0),
+        flat(0.0),
+        ReuseConfig(first_computed_fraction=0, max_consecutive_reused=1),
     ).reused == tuple(range(2, 51, 2))
 
 
@@ -106,7 +109,7 @@ def test_a_curve_holds_for_any_number_of_steps_and_any_shift(steps: int) -> None
     for shift in (1.0, 3.0, 8.0):
         straight = np.linspace(1, 0.001, steps)
         sigmas = shift * straight / (1 + (shift - 1) * straight)
-        ratios, changes = curve.at(sigmas)
+        ratios, changes = curve.resample(sigmas)
         assert (ratios[0], changes[0]) == (1.0, 0.0)
         way = 10 * (sigmas[0] - sigmas[-1])
         assert changes.sum() == pytest.approx(0.02 * way, abs=1e-5)
@@ -115,7 +118,7 @@ def test_a_curve_holds_for_any_number_of_steps_and_any_shift(steps: int) -> None
 
 def test_a_curve_goes_on_beyond_its_ends() -> None:
     inner = Curve(np.array([0.9, 0.5, 0.1]), np.ones(3), np.array([0.0, 0.4, 0.4]))
-    np.testing.assert_allclose(inner.at(np.array([1.0, 0.9, 0.1, 0.0]))[1], [0, 0.1, 0.8, 0.1], atol=1e-5)
+    np.testing.assert_allclose(inner.resample(np.array([1.0, 0.9, 0.1, 0.0]))[1], [0, 0.1, 0.8, 0.1], atol=1e-5)
 
 
 def test_guidance_ends_after_its_share_of_the_steps() -> None:
@@ -134,7 +137,9 @@ def directory(tmp_path: Path) -> Path:
 
 def give_curve(directory: Path, curve: Curve) -> None:
     files = ModelFiles.open(directory)
-    save_curve(directory / reuse.FILE, curve, family=files.family.name, fingerprint=files.fingerprint, made_with={})
+    save_curve(
+        directory / reuse.CURVE_FILE, curve, family=files.family.name, fingerprint=files.fingerprint, made_with={}
+    )
 
 
 @functools.cache
@@ -219,7 +224,7 @@ def test_a_damaged_or_foreign_curve_is_refused(
     directory: Path, spoil: Callable[[dict[str, Any]], Any], error: type[ComfyTpuError], text: str
 ) -> None:
     give_curve(directory, flat())
-    path = directory / reuse.FILE
+    path = directory / reuse.CURVE_FILE
     find_curve(ModelFiles.open(directory))
     spoiled = spoil(json.loads(path.read_text()))
     path.write_text(spoiled if isinstance(spoiled, str) else json.dumps(spoiled))
@@ -235,7 +240,7 @@ def test_a_model_of_wan_has_its_published_curve(directory: Path, name: str, fact
 
 
 def test_the_demo_model_has_a_curve_of_its_own() -> None:
-    assert (DEMO_DIRECTORY / reuse.FILE).is_file()
+    assert (DEMO_DIRECTORY / reuse.CURVE_FILE).is_file()
     assert len(find_curve(ModelFiles.open("demo")).sigmas) == 50
 
 
@@ -319,7 +324,7 @@ def test_stages_are_the_whole_bit_for_bit() -> None:
 
 def test_differences_are_magnitude_and_direction() -> None:
     first = torch.tensor([3.0, 4.0])
-    ratios, changes = differences([first, 2 * first, torch.tensor([8.0, -6.0])])
+    ratios, changes = compare_velocities([first, 2 * first, torch.tensor([8.0, -6.0])])
     assert ratios == pytest.approx([1.0, 2.0, 1.0])
     assert changes == pytest.approx([0.0, 0.0, 2**0.5]), "a right angle"
 
@@ -343,10 +348,10 @@ def test_a_calibrated_model_can_reuse(directory: Path) -> None:
     pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     settings = pipeline.settings(**(TEN | {"reuse": 0.0, "guidance_until": 0.5}))
     curve = measure_curve(pipeline, [PROMPT, "a blue circle"], settings)
-    save(directory / reuse.FILE, curve, pipeline, [PROMPT, "a blue circle"], settings)
-    expected = [differences(velocities(pipeline, seed=7))[1]]
+    save_measured_curve(directory / reuse.CURVE_FILE, curve, pipeline, [PROMPT, "a blue circle"], settings)
+    expected = [compare_velocities(velocities(pipeline, seed=7))[1]]
     other = pipeline.settings(**(TEN | {"seed": 8}))
-    expected.append(differences(pipeline.velocities(pipeline.encode("a blue circle", other), other))[1])
+    expected.append(compare_velocities(pipeline.velocities(pipeline.encode("a blue circle", other), other))[1])
     np.testing.assert_allclose(find_curve(ModelFiles.open(directory)).changes, np.mean(expected, axis=0), atol=1e-5)
     assert pipeline.plan(pipeline.settings(**(TEN | {"reuse": 1.0}))).reused
     with pytest.raises(InvalidValueError, match="num_inference_steps=1 leaves nothing to compare; give 2 or more"):

@@ -41,13 +41,13 @@ def test_the_same_video() -> None:
     assert {"vae.decode_frame", "vae_nnx.decode_frame"} <= programs
 
 
-def test_the_same_latents_of_a_picture() -> None:
-    picture = Image.effect_noise((64, 64), 80).convert("RGB")
+def test_the_same_latents_of_an_image() -> None:
+    image = Image.effect_noise((64, 64), 80).convert("RGB")
     latents = []
     for backend in ("torchax", "nnx"):
         pipeline = opened(backend, DEMO_IMAGE_MODEL)
         settings = pipeline.settings(num_frames=9)
-        latents.append(pipeline.encode_images([picture], settings)["condition"])
+        latents.append(pipeline.encode_images([image], settings)["condition"])
     assert torch.allclose(latents[1], latents[0], atol=1e-3)
 
 

@@ -265,7 +265,7 @@ def test_a_program_of_a_single_operation_that_cannot_be_stored_is_no_raw_warning
 SMALL_TILES = Tiles(side=6, overlap=2)
 
 
-def test_a_picture_that_does_not_fit_is_decoded_in_tiles() -> None:
+def test_an_image_that_does_not_fit_is_decoded_in_tiles() -> None:
     pipeline = opened("single")
     settings = pipeline.settings(**(CHOSEN | {"width": 160, "num_frames": 5}))
     latents = torch.randn(1, 4, 2, 6, 20, generator=torch.Generator().manual_seed(0))

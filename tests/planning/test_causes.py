@@ -4,7 +4,7 @@ import pytest
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.traffic import UNEXPLAINED
-from comfy_tpu.planning.causes import explain
+from comfy_tpu.planning.causes import explain_traffic
 from comfy_tpu.planning.hlo import Collective
 
 SIZES = MeshSizes(dp=2, sp=2, tp=2)
@@ -37,7 +37,7 @@ EXPLAINED = [
 
 @pytest.mark.parametrize(("collective", "cause"), EXPLAINED, ids=[cause for _, cause in EXPLAINED])
 def test_explained(collective, cause):
-    (traffic,) = explain([collective], SIZES, WEIGHTS)
+    (traffic,) = explain_traffic([collective], SIZES, WEIGHTS)
     assert traffic.cause == cause
     assert traffic.count == collective.times
     assert traffic.detail == ""
@@ -59,7 +59,7 @@ RESHARDINGS = {
 
 @pytest.mark.parametrize("name", RESHARDINGS)
 def test_a_resharding_is_not_explained_away(name):
-    (traffic,) = explain([RESHARDINGS[name]], SIZES, WEIGHTS)
+    (traffic,) = explain_traffic([RESHARDINGS[name]], SIZES, WEIGHTS)
     assert traffic.cause == UNEXPLAINED
     assert RESHARDINGS[name].operation in traffic.detail
 
@@ -67,6 +67,6 @@ def test_a_resharding_is_not_explained_away(name):
 def test_the_same_is_added_up_and_the_largest_is_first():
     gather = item("all-gather", "sp", "squeeze", shape=(2560, 5120))
     small = dataclasses.replace(EXPLAINED[4][0], nbytes=4)
-    traffic = explain([small, gather, gather], SIZES, WEIGHTS)
+    traffic = explain_traffic([small, gather, gather], SIZES, WEIGHTS)
     assert [(t.cause, t.count) for t in traffic] == [("weight gather", 80), ("mean key", 40)]
     assert traffic[0].nbytes == 80 * 2 * 100 * 64 // 2

@@ -12,7 +12,7 @@ from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.planning import plan as planning
-from comfy_tpu.planning.compilation import count, has_tpu_compiler
+from comfy_tpu.planning.compilation import count_program, has_tpu_compiler
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import make_plan, parse_size
 from comfy_tpu.planning.program import lower_step, square_arrays
@@ -37,15 +37,15 @@ def test_the_chosen_layout_fits_with_a_tenth_to_spare(wan_plan):
 def test_it_sends_at_most_two_fifths_of_the_seeds_layout(wan_plan):
     assert wan_plan.seed.sizes == MeshSizes(dp=2, tp=4)
     assert wan_plan.seed.partitioned.sent_bytes > 139e9
-    assert wan_plan.share_of_seed <= 0.4
-    assert wan_plan.share_of_seed == pytest.approx(
+    assert wan_plan.seed_share <= 0.4
+    assert wan_plan.seed_share == pytest.approx(
         wan_plan.chosen.partitioned.sent_bytes / wan_plan.seed.partitioned.sent_bytes
     )
 
 
 def counted(plan):
     layouts = [layout for layout in plan.layouts if layout.partitioned]
-    assert len(layouts) == planning.COUNTED + 1, "the best, and the seed's"
+    assert len(layouts) == planning.COUNTED_LAYOUTS + 1, "the best, and the seed's"
     return layouts
 
 
@@ -99,7 +99,7 @@ def test_formulas_for_other_slices(tpu, sizes, size):
     settings = parse_size(size, model)
     work = model.workload(settings)
     program = lower_step(model, settings, work, slice_, sizes)
-    result = count(program, "partition")
+    result = count_program(program, "partition")
     assert result.unexplained == ()
     assert result.kernels
     assert result.square_arrays == program.facts.square_arrays == ()
@@ -117,7 +117,7 @@ def test_the_tpu_compiler_agrees(sizes):
     settings = parse_size("720P", model)
     work = model.workload(settings)
     program = lower_step(model, settings, work, V6E_8, sizes)
-    compiled, partitioned = count(program, "compile"), count(program, "partition")
+    compiled, partitioned = count_program(program, "compile"), count_program(program, "partition")
     assert compiled.unexplained == ()
     assert compiled.sent_bytes == pytest.approx(partitioned.sent_bytes, rel=0.001)
     peak = compiled.peak_bytes(program.facts)

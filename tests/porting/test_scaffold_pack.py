@@ -29,9 +29,9 @@ LOAD = """
 import asyncio, importlib.util, json, sys
 from pathlib import Path
 sys.path.append({tests!r})
-import stand_in
+import fake_comfyui
 import torch
-stand_in.install(Path({models!r}))
+fake_comfyui.install(Path({models!r}))
 found = []
 for number, directory in enumerate({directories!r}):
     spec = importlib.util.spec_from_file_location(f"pack_{{number}}", Path(directory) / "__init__.py")

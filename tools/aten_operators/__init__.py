@@ -1,4 +1,4 @@
-"""Writes docs/aten-operators.md: what torchax and we make of torch's operators, and who uses which.
+"""Writes docs/aten-operators.md: how torchax and comfy-tpu implement torch's operators, and which families use them.
 
 make aten-operators
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from comfy_tpu.bridge.catalogue import Row, brought_by_torchax, overloads
-from tools.aten_operators.use import compared_with_torch, used_by_families
-from tools.versions import installed
+from comfy_tpu.bridge.catalogue import Row, count_torchax_operators, overloads
+from tools.aten_operators.usage import find_compared, find_used_by_families
+from tools.versions import installed_versions
 
 PACKAGES = ("torch", "torchax", "diffusers", "transformers")
 KINDS = {
@@ -30,15 +30,15 @@ COLUMNS = (
 
 
 def versions() -> dict[str, str]:
-    return installed(PACKAGES)
+    return installed_versions(PACKAGES)
 
 
 def make_page(compared: set[Row] | None = None, used: Mapping[str, set[Row]] | None = None) -> str:
-    """`compared` and `used`, by family: what is traced for them, where they are not given."""
-    lowered, decomposed = brought_by_torchax()
+    """The text of the page. `compared` and `used` (by family) are found by tracing unless they are given."""
+    lowered, decomposed = count_torchax_operators()
     rows = overloads()
-    compared = compared_with_torch() if compared is None else compared
-    used = used_by_families() if used is None else used
+    compared = find_compared() if compared is None else compared
+    used = find_used_by_families() if used is None else used
     aten = {row: listed for row, listed in rows.items() if row.is_aten}
     other = {row: listed for row, listed in rows.items() if not row.is_aten}
     lines = [

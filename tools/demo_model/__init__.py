@@ -1,1 +1,1 @@
-"""How the embedded demo model is made and judged: drawn clips with captions, training, a scorer."""
+"""Trains and evaluates the embedded demo model: drawn clips with captions, training, a scorer."""

@@ -73,7 +73,7 @@ class Attributes:
         return self.colour, self.shape, self.motion
 
 
-def held_out(colour: str, shape: str, motion: str) -> bool:
+def is_held_out(colour: str, shape: str, motion: str) -> bool:
     """Whether training never sees this triple: 32 of 256, one colour for every pair of shape and motion.
 
     Every pair of attributes is still seen in training with some third one: what is held out is the combination.
@@ -83,8 +83,8 @@ def held_out(colour: str, shape: str, motion: str) -> bool:
 
 
 TRIPLES = list(product(COLOURS, SHAPES, MOTIONS))
-TRAINING_TRIPLES = [triple for triple in TRIPLES if not held_out(*triple)]
-HELD_OUT_TRIPLES = [triple for triple in TRIPLES if held_out(*triple)]
+TRAINING_TRIPLES = [triple for triple in TRIPLES if not is_held_out(*triple)]
+HELD_OUT_TRIPLES = [triple for triple in TRIPLES if is_held_out(*triple)]
 
 
 def plain_caption(attributes: Attributes) -> str:
@@ -129,10 +129,10 @@ def parse(caption: str) -> Attributes:
     """Read a caption of the grammar back. Raises ValueError where an attribute is missing or said twice."""
     words = " ".join(re.findall(r"[a-z]+", caption.lower()))
     found = {
-        "colour": _mentioned(words, COLOUR_WORDS),
-        "shape": _mentioned(words, SHAPE_WORDS),
-        "motion": _mentioned(words, MOTION_WORDS),
-        "background": _mentioned(words, BACKGROUND_WORDS),
+        "colour": _find_mentioned(words, COLOUR_WORDS),
+        "shape": _find_mentioned(words, SHAPE_WORDS),
+        "motion": _find_mentioned(words, MOTION_WORDS),
+        "background": _find_mentioned(words, BACKGROUND_WORDS),
     }
     for name, values in found.items():
         if len(values) > 1 or (not values and name != "background"):
@@ -163,5 +163,5 @@ def _article(words: str) -> str:
     return "an" if words[0] in "aeiou" else "a"
 
 
-def _mentioned(words: str, synonyms: dict[str, list[str]]) -> set[str]:
+def _find_mentioned(words: str, synonyms: dict[str, list[str]]) -> set[str]:
     return {name for name, phrases in synonyms.items() if any(re.search(rf"\b{phrase}\b", words) for phrase in phrases)}

@@ -66,7 +66,7 @@ def sample_held_out(count: int, generator: torch.Generator) -> ClipBatch:
     return _sample(_indices(HELD_OUT_TRIPLES, count, generator), generator)
 
 
-def clips_of(attributes: list[Attributes], generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
+def make_clips(attributes: list[Attributes], generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
     """One clip for each; where the background is None it is drawn at random."""
     device = generator.device
     rows = [(list(COLOURS).index(a.colour), SHAPES.index(a.shape), MOTIONS.index(a.motion)) for a in attributes]
@@ -143,11 +143,11 @@ def _indices(triples: list[tuple[str, str, str]], count: int, generator: torch.G
 
 
 def _sample(indices: Tensor, generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
-    batch = _anywhere(indices, generator)
-    return _from_the_middle(batch, centred, generator) if centred else batch
+    batch = _sample_tracks(indices, generator)
+    return _sample_centred_tracks(batch, centred, generator) if centred else batch
 
 
-def _anywhere(indices: Tensor, generator: torch.Generator) -> ClipBatch:
+def _sample_tracks(indices: Tensor, generator: torch.Generator) -> ClipBatch:
     """Positions, sizes and speeds for the triples; nothing leaves the image and every motion is plainly visible."""
     colour, shape, motion = indices.unbind(1)
     device, count = indices.device, len(indices)
@@ -187,7 +187,7 @@ def _anywhere(indices: Tensor, generator: torch.Generator) -> ClipBatch:
     return ClipBatch(colour, shape, motion, background, torch.stack([x, y], -1), radius, angle)
 
 
-def _from_the_middle(batch: ClipBatch, share: float, generator: torch.Generator) -> ClipBatch:
+def _sample_centred_tracks(batch: ClipBatch, share: float, generator: torch.Generator) -> ClipBatch:
     """For a share of the clips another track: a thing of middling size begins in the middle, whatever it will do.
 
     Such a first frame says nothing of the motion, but that a circle with a wedge will spin.

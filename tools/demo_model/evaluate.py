@@ -16,7 +16,7 @@ import torch
 from tools.demo_model.captions import Attributes
 from tools.demo_model.clips import FRAMES, SIZE, evaluation_prompts
 from tools.demo_model.model import load
-from tools.demo_model.score import see
+from tools.demo_model.score import observe
 from tools.demo_model.sheet import write_sheet
 
 logger = logging.getLogger("tools.demo_model")
@@ -44,7 +44,7 @@ def generate(pipeline, prompts: list[str], steps: int, guidance: float, seed: in
 
 
 def generate_compiled(model: Path, prompts: list[str], steps: int, guidance: float, seed: int) -> np.ndarray:
-    """The same through the project's own pipeline, on whatever JAX finds."""
+    """The same videos by the project's own pipeline, on the devices that JAX finds."""
     from comfy_tpu.pipeline.video import VideoPipeline
 
     pipeline = VideoPipeline.open(model)
@@ -59,7 +59,7 @@ def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
     """Share of right answers for each attribute, and every miss."""
     right, asked, misses = Counter(), Counter(), []
     for number, (video, attributes) in enumerate(zip(videos, wanted, strict=True)):
-        seen = see(video)
+        seen = observe(video)
         for name, correct in seen.agrees(attributes).items():
             asked[name] += 1
             right[name] += correct
@@ -69,7 +69,7 @@ def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
 
 
 def options(description: str | None, *, prompts: int, held_out: int) -> argparse.ArgumentParser:
-    """Of every evaluation."""
+    """The command line options of every evaluation."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=prompts)
@@ -88,7 +88,7 @@ def options(description: str | None, *, prompts: int, held_out: int) -> argparse
 def evaluate(
     arguments: argparse.Namespace, make: Callable[[float], np.ndarray], judge: Callable[[np.ndarray], dict]
 ) -> None:
-    """`make` the videos at every guidance that was asked for, `judge` them, and write down what came out."""
+    """Makes videos at every given guidance with `make`, scores them with `judge`, and writes the results."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     reports = {}
     for guidance in arguments.guidance:

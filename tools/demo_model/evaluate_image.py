@@ -15,24 +15,24 @@ import torch
 from PIL import Image
 
 from tools.demo_model.captions import Attributes
-from tools.demo_model.clips import FRAMES, SIZE, clips_of, draw, evaluation_prompts
+from tools.demo_model.clips import FRAMES, SIZE, draw, evaluation_prompts, make_clips
 from tools.demo_model.evaluate import evaluate, options, tally
 from tools.demo_model.model import load_image_model
 
-KEPT = 25.0
+PSNR_MIN = 25.0
 """Decibels between an image and the first frame of its video."""
 
 
 @dataclass(frozen=True)
 class Task:
     prompt: str
-    picture: Image.Image
+    image: Image.Image
     wanted: Attributes
 
 
 def tasks(count: int, held_out: int, seed: int) -> list[Task]:
     prompts = evaluation_prompts(count, held_out, seed)
-    batch = clips_of([wanted for _, wanted in prompts], torch.Generator().manual_seed(seed), centred=1.0)
+    batch = make_clips([wanted for _, wanted in prompts], torch.Generator().manual_seed(seed), centred=1.0)
     frames = (draw(batch)[:, :, 0] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     return [
         Task(prompt, Image.fromarray(frame), batch.attributes(row))
@@ -40,9 +40,9 @@ def tasks(count: int, held_out: int, seed: int) -> list[Task]:
     ]
 
 
-def kept(picture: Image.Image, video: np.ndarray) -> float:
+def first_frame_psnr(image: Image.Image, video: np.ndarray) -> float:
     """PSNR of a video's first frame [H, W, 3] in 0..1 against the image it was given."""
-    difference = np.asarray(video[0], np.float64) - np.asarray(picture, np.float64) / 255
+    difference = np.asarray(video[0], np.float64) - np.asarray(image, np.float64) / 255
     return -10 * math.log10(max(float(np.square(difference).mean()), 1e-12))
 
 
@@ -51,7 +51,7 @@ def generate(pipeline: Any, given: list[Task], steps: int, guidance: float, seed
     pipeline.set_progress_bar_config(disable=True)
     videos = [
         pipeline(
-            task.picture,
+            task.image,
             task.prompt,
             height=SIZE,
             width=SIZE,
@@ -72,19 +72,17 @@ def generate_compiled(model: Path, given: list[Task], steps: int, guidance: floa
     videos = []
     for number, task in enumerate(given):
         settings = pipeline.settings(num_inference_steps=steps, guidance_scale=guidance, seed=seed + number)
-        videos.append(
-            torch.cat(list(pipeline.generate(task.prompt, settings, images=[task.picture])), dim=1)[0].numpy()
-        )
+        videos.append(torch.cat(list(pipeline.generate(task.prompt, settings, images=[task.image])), dim=1)[0].numpy())
     return np.stack(videos)
 
 
 def judge(videos: np.ndarray, given: list[Task]) -> dict:
     report = tally(videos, [task.wanted for task in given])
-    decibels = [kept(task.picture, video) for task, video in zip(given, videos, strict=True)]
+    decibels = [first_frame_psnr(task.image, video) for task, video in zip(given, videos, strict=True)]
     report["first_frame"] = {
         "mean_db": round(sum(decibels) / len(decibels), 2),
         "worst_db": round(min(decibels), 2),
-        "share_kept": round(sum(value >= KEPT for value in decibels) / len(decibels), 4),
+        "share_kept": round(sum(value >= PSNR_MIN for value in decibels) / len(decibels), 4),
     }
     return report
 

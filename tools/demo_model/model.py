@@ -187,7 +187,7 @@ def save_image_model(
 
 
 def load(directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> WanPipeline:
-    return _loaded(WanPipeline, directory, device, dtype)
+    return _load(WanPipeline, directory, device, dtype)
 
 
 def load_image_model(
@@ -198,10 +198,10 @@ def load_image_model(
         str(directory.resolve().parent), transformer=None, dtype=dtype, local_files_only=True
     ).components
     parts = {name: shared[name] for name in SHARED_PARTS if name in shared}
-    return _loaded(WanImageToVideoPipeline, directory, device, dtype, **parts)
+    return _load(WanImageToVideoPipeline, directory, device, dtype, **parts)
 
 
-def _loaded(kind: type, directory: Path, device: str | torch.device, dtype: torch.dtype, **parts: Any) -> Any:
+def _load(kind: type, directory: Path, device: str | torch.device, dtype: torch.dtype, **parts: Any) -> Any:
     pipeline = kind.from_pretrained(str(directory), dtype=dtype, local_files_only=True, **parts)
     pipeline.vae.float()  # as everybody runs Wan
     return pipeline.to(device)
@@ -216,5 +216,5 @@ def _as_bfloat16(module: nn.Module, except_in: tuple[str, ...]) -> nn.Module:
 
 def _rewrite(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text()) | changes
-    content.pop("_name_or_path", None)  # where this was trained is nobody's business
+    content.pop("_name_or_path", None)  # a path of the machine that trained it
     file.write_text(json.dumps(content, indent=2) + "\n")

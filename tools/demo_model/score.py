@@ -15,20 +15,26 @@ import torch
 from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, Attributes
 from tools.demo_model.clips import outline_coverage
 
-NEAR = 0.22  # a palette entry farther than this from what is seen is not it; entries are at least 0.39 apart
-PLAIN = 0.90  # share of pixels that must be background, object, or a mix of both
-ALIKE = 0.74  # overlap with the best outline, below which a thing is none of the four shapes (drawn ones reach 0.9)
-TRAVEL, REST = 10.0, 3.0  # pixels: farther is a motion, less is none (drawn motions cover 20 or more)
-SWELL, STEADY = 1.8, 1.25  # area ratios, last to first: drawn ones are above 3.5, or 1
-BREATH = 1.6  # largest to smallest area of a thing that is still: a decoder's first frame may be softer than the rest
-TURN, LEVEL = 60.0, 20.0  # degrees: drawn spins cover 160 or more
+COLOUR_DISTANCE_MAX = (
+    0.22  # a palette entry farther than this from what is seen is not it; entries are at least 0.39 apart
+)
+PLAIN_SHARE_MIN = 0.90  # share of pixels that must be background, object, or a mix of both
+OVERLAP_MIN = (
+    0.74  # overlap with the best outline, below which a thing is none of the four shapes (drawn ones reach 0.9)
+)
+TRAVEL_MIN, REST_MAX = 10.0, 3.0  # pixels: farther is a motion, less is none (drawn motions cover 20 or more)
+GROWTH_MIN, GROWTH_MAX_AT_REST = 1.8, 1.25  # area ratios, last to first: drawn ones are above 3.5, or 1
+AREA_RATIO_MAX = (
+    1.6  # largest to smallest area of a thing that is still: a decoder's first frame may be softer than the rest
+)
+TURN_MIN, TURN_MAX_AT_REST = 60.0, 20.0  # degrees: drawn spins cover 160 or more
 _GRID = 40  # side of the normalised mask
 _REACH = 1.6  # its half-width in units of the square root of the object's area
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the scorer makes of a video; None where it cannot tell."""
+class Observation:
+    """The attributes that the scorer recognizes in a video; None for one that it cannot recognize."""
 
     colour: str | None = None
     shape: str | None = None
@@ -36,23 +42,23 @@ class Seen:
     background: str | None = None
 
     def agrees(self, wanted: Attributes) -> dict[str, bool]:
-        """Attribute by attribute; one that was not asked for is left out."""
+        """Whether each attribute agrees with the wanted one; attributes that the caption leaves out are left out."""
         names = [field.name for field in fields(self) if getattr(wanted, field.name) is not None]
         return {name: getattr(self, name) == getattr(wanted, name) for name in names}
 
 
-def see(video: np.ndarray) -> Seen:
-    """Look at a video [F, H, W, 3] in 0..1."""
+def observe(video: np.ndarray) -> Observation:
+    """Recognizes the attributes of a video [F, H, W, 3] in 0..1."""
     if video.ndim != 4 or video.shape[-1] != 3:
         raise ValueError(f"a video is an array [frames, height, width, 3], got {video.shape}")
     video = np.asarray(video, np.float64)
     if not np.isfinite(video).all():
-        return Seen()
+        return Observation()
     plane = _background_colour(video)
     background = _nearest(plane, BACKGROUNDS)
     away = np.linalg.norm(video - plane, axis=-1)
     if background is None or (away > 0.25).sum() < 20 * len(video):
-        return Seen(background=background)
+        return Observation(background=background)
     # The inside of the object: where it differs from the background about as much as it ever does.
     inside = away > 0.8 * np.quantile(away[away > 0.25], 0.75)
     paint = np.median(video[inside], axis=0)
@@ -60,14 +66,14 @@ def see(video: np.ndarray) -> Seen:
     alpha = (video - plane) @ towards / (towards @ towards)
     residual = np.linalg.norm(video - plane - alpha.clip(0, 1)[..., None] * towards, axis=-1)
     # Twice the contrast about one half: soft edges of a decoder become those of a drawing, and areas stay as they are.
-    alpha = (2 * alpha - 0.5).clip(0, 1) * (residual < NEAR)
+    alpha = (2 * alpha - 0.5).clip(0, 1) * (residual < COLOUR_DISTANCE_MAX)
     area = (alpha > 0.5).sum(axis=(1, 2))
-    if (residual < NEAR).mean() < PLAIN or area.min() < 20 or area.max() > 0.6 * alpha[0].size:
-        return Seen(background=background)
+    if (residual < COLOUR_DISTANCE_MAX).mean() < PLAIN_SHARE_MIN or area.min() < 20 or area.max() > 0.6 * alpha[0].size:
+        return Observation(background=background)
     centre, area = _moments(alpha)
-    shape, turned = _shape_and_turn(alpha, centre, area)
+    shape, turned = _find_shape_and_turn(alpha, centre, area)
     colour = _nearest(paint, COLOURS)
-    return Seen(colour, shape, _motion(centre, area, turned), background)
+    return Observation(colour, shape, _motion(centre, area, turned), background)
 
 
 def _background_colour(video: np.ndarray) -> np.ndarray:
@@ -78,7 +84,7 @@ def _background_colour(video: np.ndarray) -> np.ndarray:
 def _nearest(colour: np.ndarray, palette: dict[str, tuple[float, float, float]]) -> str | None:
     distance = {name: float(np.linalg.norm(colour - np.array(entry))) for name, entry in palette.items()}
     name = min(distance, key=lambda entry: distance[entry])
-    return name if distance[name] < NEAR else None
+    return name if distance[name] < COLOUR_DISTANCE_MAX else None
 
 
 def _moments(alpha: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -102,11 +108,11 @@ def _outlines() -> tuple[np.ndarray, list[tuple[str, float, float]]]:
     count, side = len(entries), 128
     centre, radius = torch.full((count, 1, 2), side / 2), torch.full((count, 1), side / 3.2)
     drawn = outline_coverage(shape, motion, centre, radius, angle, size=side)[:, 0].double().numpy()
-    masks = _normalised(drawn, *_moments(drawn)).astype(np.float32)
+    masks = _normalise(drawn, *_moments(drawn)).astype(np.float32)
     return masks, [(name, angle, period) for name, _, angle, period in entries]
 
 
-def _normalised(alpha: np.ndarray, centre: np.ndarray, area: np.ndarray) -> np.ndarray:
+def _normalise(alpha: np.ndarray, centre: np.ndarray, area: np.ndarray) -> np.ndarray:
     """Each frame's mask about its centroid at a common area, bilinear, [F, GRID, GRID]."""
     steps = np.linspace(-_REACH, _REACH, _GRID) * np.sqrt(area)[:, None] / math.sqrt(math.pi)
     limit_y, limit_x = alpha.shape[1] - 1.001, alpha.shape[2] - 1.001
@@ -122,10 +128,10 @@ def _normalised(alpha: np.ndarray, centre: np.ndarray, area: np.ndarray) -> np.n
     return (above * (1 - part_y) + below * part_y) * within
 
 
-def _shape_and_turn(alpha: np.ndarray, centre: np.ndarray, area: np.ndarray) -> tuple[str | None, float | None]:
+def _find_shape_and_turn(alpha: np.ndarray, centre: np.ndarray, area: np.ndarray) -> tuple[str | None, float | None]:
     """The shape over all frames, and by how many degrees it turned; None for the angle where it has none."""
     outlines, entries = _outlines()
-    masks = _normalised(alpha, centre, area).astype(np.float32)
+    masks = _normalise(alpha, centre, area).astype(np.float32)
     flat, known = masks.reshape(len(masks), 1, -1), outlines.reshape(1, len(outlines), -1)
     # Soft intersection over union, from sums: min = (a + b - |a - b|) / 2.
     total = flat.sum(-1) + known.sum(-1)
@@ -136,7 +142,7 @@ def _shape_and_turn(alpha: np.ndarray, centre: np.ndarray, area: np.ndarray) -> 
     weight = area / area.sum()
     means = {name: float(weight @ overlap[:, kind == name].max(axis=1)) for name in dict.fromkeys(kind)}
     best = max(means, key=lambda name: means[name])
-    shape = best.split()[0] if means[best] >= ALIKE else None
+    shape = best.split()[0] if means[best] >= OVERLAP_MIN else None
     period = next(entry[2] for entry, name in zip(entries, kind, strict=True) if name == best)
     if period == 0:
         return shape, None
@@ -152,17 +158,17 @@ def _motion(centre: np.ndarray, area: np.ndarray, turned: float | None) -> str |
     travelled = max(abs(step_x), abs(step_y))
     astray = float(np.abs(centre - centre[0]).max())
     ratio = float(area[-2:].mean() / area[:2].mean())
-    steady = 1 / STEADY < ratio < STEADY
-    turning = turned is not None and abs(turned) > TURN
+    steady = 1 / GROWTH_MAX_AT_REST < ratio < GROWTH_MAX_AT_REST
+    turning = turned is not None and abs(turned) > TURN_MIN
     if turning:
         # The centroid of a disc with a wedge goes round the disc's middle: up to 7 pixels for the largest one.
-        return "spinning" if steady and travelled < TRAVEL else None
-    if travelled > TRAVEL and min(abs(step_x), abs(step_y)) < travelled / 2 and steady:
+        return "spinning" if steady and travelled < TRAVEL_MIN else None
+    if travelled > TRAVEL_MIN and min(abs(step_x), abs(step_y)) < travelled / 2 and steady:
         horizontal = abs(step_x) > abs(step_y)
         forwards = (step_x if horizontal else step_y) > 0
         return {(True, True): "right", (True, False): "left", (False, True): "down"}.get((horizontal, forwards), "up")
-    if travelled < TRAVEL and not 1 / SWELL < ratio < SWELL:
+    if travelled < TRAVEL_MIN and not 1 / GROWTH_MIN < ratio < GROWTH_MIN:
         return "growing" if ratio > 1 else "shrinking"
-    level = turned is None or abs(turned) < LEVEL
-    steady = steady and area.max() < BREATH * area.min()
-    return "still" if astray < REST and steady and level else None
+    level = turned is None or abs(turned) < TURN_MAX_AT_REST
+    steady = steady and area.max() < AREA_RATIO_MAX * area.min()
+    return "still" if astray < REST_MAX and steady and level else None

@@ -83,9 +83,9 @@ class FoldedPadding:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        picture = None
+        image_tokens = None
         if attn.add_k_proj is not None:
-            picture, context = context[:, : -self.rows], context[:, -self.rows :]
+            image_tokens, context = context[:, : -self.rows], context[:, -self.rows :]
         query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(context)))
         if rotary_emb is not None:
@@ -96,8 +96,8 @@ class FoldedPadding:
             bias = F.pad(bias[1:], (0, 1), value=self.folded).expand(len(value), 1, query.shape[1], -1)
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        if picture is not None:
-            key, value = attn.norm_added_k(attn.add_k_proj(picture)), attn.add_v_proj(picture)
+        if image_tokens is not None:
+            key, value = attn.norm_added_k(attn.add_k_proj(image_tokens)), attn.add_v_proj(image_tokens)
             key, value = (x.unflatten(2, (attn.heads, -1)).to(query.dtype).transpose(1, 2) for x in (key, value))
             out = out + F.scaled_dot_product_attention(query, key, value)
         return attn.to_out[0](out.transpose(1, 2).flatten(2, 3))

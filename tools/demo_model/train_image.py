@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import UMT5EncoderModel
 
 from tools.demo_model.model import new_image_encoder, new_image_transformer
-from tools.demo_model.train_vae import latents_of
+from tools.demo_model.train_vae import encode_latents
 from tools.demo_model.train_video import Trainer, VideoTraining
 
 
@@ -31,10 +31,10 @@ class ImageToVideo(nn.Module):
         self.image_encoder = new_image_encoder()
         self.transformer = new_image_transformer(layers)
 
-    def forward(self, noisy: Tensor, timestep: Tensor, tokens: Tensor, condition: Tensor, picture: Tensor) -> Tensor:
+    def forward(self, noisy: Tensor, timestep: Tensor, tokens: Tensor, condition: Tensor, image: Tensor) -> Tensor:
         mask = (tokens != 0).long()
         embeds = self.text_encoder(tokens, mask).last_hidden_state * mask[..., None]
-        seen = self.image_encoder(picture / 127.5 - 1, output_hidden_states=True).hidden_states[-2]
+        seen = self.image_encoder(image / 127.5 - 1, output_hidden_states=True).hidden_states[-2]
         given = torch.zeros_like(condition[:, :4])
         given[:, :, 0] = 1
         noisy = torch.cat((noisy, given, condition), dim=1)
@@ -51,12 +51,12 @@ class ImageTrainer(Trainer):
     def _new_model(self) -> nn.Module:
         return ImageToVideo(self.text_encoder, self.settings.layers)
 
-    def _encoded(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
-        picture = (video[:, :, 0] * 255).round()
+    def _encode(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
+        image = (video[:, :, 0] * 255).round()
         given = torch.full_like(video, 0.5)
-        given[:, :, 0] = picture / 255
+        given[:, :, 0] = image / 255
         return {
-            **super()._encoded(vae, video),
-            "condition": latents_of(vae, given).bfloat16().contiguous(),
-            "picture": picture.to(torch.uint8),
+            **super()._encode(vae, video),
+            "condition": encode_latents(vae, given).bfloat16().contiguous(),
+            "image": image.to(torch.uint8),
         }

@@ -26,14 +26,14 @@ class VaeTraining:
     batch: int = 32
     rate: float = 6e-4  # 2e-3 is behind it after 300 steps
     warmup: int = 100
-    # Weight of the KL term: latents that are smooth, and channels nobody needs silent, at no visible cost in sharpness.
+    # Weight of the KL term: smooth latents, and unused channels silent, at no visible cost in sharpness.
     kl: float = 1e-4
     # Squared error first of all: the median of what a pixel may show is the background, so under L1 alone objects
     # stayed away (18 dB after 2,000 steps, then also with a wide posterior). L1 and the edges sharpen what is there.
     absolute: float = 0.1
     edges: float = 0.1
     objects: float = 4.0  # extra weight of the pixels that are not background
-    first: float = 0.0  # extra weight of the first frame, whose latents are its own and nobody else's
+    first: float = 0.0  # extra weight of the first frame, whose latents hold no other frame
     centred: float = 0.0  # share of clips that begin in the middle
     seed: int = 0
 
@@ -46,7 +46,7 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
     """
     torch.manual_seed(settings.seed)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    vae = AutoencoderKLWan.from_pretrained(directory) if decoder_only else _quiet_start(new_vae())
+    vae = AutoencoderKLWan.from_pretrained(directory) if decoder_only else _initialize(new_vae())
     vae.to(device)
     take_whole_clips(vae)
     if decoder_only:
@@ -92,7 +92,7 @@ def schedule(step: int, steps: int, warmup: int, floor: float = 0.01) -> float:
 
 
 @torch.no_grad()
-def latents_of(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
+def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     """Normalised latents of videos in 0..1, for a VAE that takes whole clips."""
     with torch.autocast(video.device.type, torch.bfloat16, enabled=video.is_cuda):
         video = (video * 2 - 1).contiguous(memory_format=torch.channels_last_3d)
@@ -102,7 +102,7 @@ def latents_of(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     return (mean - shift) / scale
 
 
-def _quiet_start(vae: AutoencoderKLWan) -> AutoencoderKLWan:
+def _initialize(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     """Residual branches that begin at zero, and a posterior narrow enough for the decoder to see the latents at all."""
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):
@@ -130,11 +130,11 @@ def _decibels(mean_square: Tensor) -> float:
 @torch.no_grad()
 def _measure(vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Generator) -> None:
     """Mean and deviation of every latent channel, into the config, as Wan has them there."""
-    means = [latents_of(vae, draw(sample_training(settings.batch, generator))) for _ in range(16)]
+    means = [encode_latents(vae, draw(sample_training(settings.batch, generator))) for _ in range(16)]
     by_channel = torch.cat(means).transpose(0, 1).flatten(1)
     deviation = by_channel.std(1)
     logger.info("latents: std %s", [round(value, 3) for value in deviation.tolist()])
-    # A silent channel stays quiet: blown up to unit variance it would ask the transformer for what nobody decodes.
+    # A silent channel stays quiet: at unit variance the transformer would have to predict values that are not decoded.
     deviation = deviation.clamp(min=0.25 * float(deviation.max()))
     vae.register_to_config(
         latents_mean=[round(value, 4) for value in by_channel.mean(1).tolist()],

@@ -15,7 +15,7 @@ from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TRA
 from tools.demo_model.clips import draw, sample_training
 from tools.demo_model.model import FLOW_SHIFT, new_text_encoder, new_tokenizer, new_transformer
 from tools.demo_model.shortcuts import fold_padding, take_whole_clips
-from tools.demo_model.train_vae import latents_of, schedule
+from tools.demo_model.train_vae import encode_latents, schedule
 
 logger = logging.getLogger(__name__)
 TOKENS = 32  # rows of a caption in training; the longest of the grammar has 22
@@ -138,7 +138,7 @@ class Trainer:
         return given | {"tokens": torch.where(silent[:, None], empty, tokens)}
 
     def _pool(self, vae: AutoencoderKLWan, scratch: Path) -> dict[str, Tensor]:
-        """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encoded`."""
+        """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encode`."""
         settings, device = self.settings, self.device
         file = scratch / f"{type(settings).__name__}-{settings.pool}.pt"
         if file.exists():
@@ -155,15 +155,15 @@ class Trainer:
         for _ in range(0, settings.pool, chunk):
             batch = sample_training(chunk, generator, settings.centred)
             attributes = torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1)
-            parts.append({"attributes": attributes, **self._encoded(fast, draw(batch))})
+            parts.append({"attributes": attributes, **self._encode(fast, draw(batch))})
         pool = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         _write(pool, file)
         logger.info("%d clips drawn and encoded in %.0f s", len(pool["attributes"]), time.monotonic() - began)
         return pool
 
-    def _encoded(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
+    def _encode(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
         """`latents` [N, z, f, h, w] as bfloat16, and what else the model is given of a clip."""
-        return {"latents": latents_of(vae, video).bfloat16().contiguous()}
+        return {"latents": encode_latents(vae, video).bfloat16().contiguous()}
 
     def save(self, file: Path) -> None:
         state = {

@@ -1,4 +1,4 @@
-"""What the card of a node set says, as values for placeholders and as conditions on notes."""
+"""The facts of a node set's card, as values for placeholders and as conditions on notes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comfy_tpu.families.card import ModelCard, NodeSet
 from tools.pages.sources import Json, PageError
 
 KINDS = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
-"""What the ids of a family's nodes end with."""
+"""The suffixes of the ids of a family's nodes."""
 
 _CONDITIONS: Mapping[str, Callable[[NodeSet], bool]] = {
     "video": lambda nodes: not nodes.makes_images,

@@ -27,7 +27,7 @@ def generated_files(
     packages = {card.package for card in cards}
     others = [card for card in registry.family_cards() if card.package not in packages]
     foreign = {node_set.key for card in others for node_set in card.node_sets}
-    nodes = {node_id: node for node_id, node in nodes.items() if not _is_of(node_id, foreign)}
+    nodes = {node_id: node for node_id, node in nodes.items() if not _belongs_to(node_id, foreign)}
     for language in languages:
         texts = read_texts(root, language, "help.json")
         definitions = english_definitions(nodes) if language == "en" else read_texts(root, language, "nodeDefs.json")
@@ -47,7 +47,7 @@ def generated_files(
             yield name, replace_table((root / name).read_text(encoding="utf-8"), name, table)
 
 
-def _is_of(node_id: str, keys: Collection[str]) -> bool:
+def _belongs_to(node_id: str, keys: Collection[str]) -> bool:
     return any(node_id == f"{key}{kind}" for key in keys for kind in KINDS)
 
 

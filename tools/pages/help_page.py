@@ -30,14 +30,19 @@ class _HelpPage:
     def lines(self, templates: Sequence[str]) -> Iterator[str]:
         definition, headings = self.facts.definition(self.node["id"]), self.form["headings"]
         yield f"# {definition['display_name']}"
-        yield from ("", self.joined(definition["description"], *self.notes("introduction")))
+        yield from ("", self.join_sentences(definition["description"], *self.notes("introduction")))
         yield from ("", f"## {headings['inputs']}", "")
         yield from map(self.input_row, self.node["inputs"])
         yield from ("", f"## {headings['outputs']}", "")
         yield from (self.output_row(str(number), each) for number, each in enumerate(self.node["outputs"]))
         if remarks := self.notes("remarks"):
-            yield from ("", self.joined(*remarks))
-        yield from ("", f"## {headings['example']}", "", self.joined(*self.notes("example"), self.templates(templates)))
+            yield from ("", self.join_sentences(*remarks))
+        yield from (
+            "",
+            f"## {headings['example']}",
+            "",
+            self.join_sentences(*self.notes("example"), self.templates(templates)),
+        )
         yield from ("", f"## {headings['errors']}", "")
         yield from self.errors()
 
@@ -51,7 +56,7 @@ class _HelpPage:
             found += [self.facts.fill(note["text"]) for note in value or [] if self.facts.holds(note.get("when", []))]
         return found
 
-    def joined(self, *sentences: str) -> str:
+    def join_sentences(self, *sentences: str) -> str:
         return str(self.form["sentence_space"]).join(sentence for sentence in sentences if sentence)
 
     def input_row(self, given: Json) -> str:
@@ -61,11 +66,11 @@ class _HelpPage:
             self.form["input"],
             id=name,
             name=text["name"],
-            kind=self.kind_of(given),
-            text=self.joined(text["tooltip"], self.facts.by_model(name), *self.notes("inputs", name)),
+            kind=self.type_and_default(given),
+            text=self.join_sentences(text["tooltip"], self.facts.by_model(name), *self.notes("inputs", name)),
         )
 
-    def kind_of(self, given: Json) -> str:
+    def type_and_default(self, given: Json) -> str:
         """Type or range, and default."""
         optional = self.form["optional"] if given["optional"] else ""
         if given["type"] in ("INT", "FLOAT"):
@@ -95,7 +100,7 @@ class _HelpPage:
             id=made["name"],
             name=text["name"],
             type=made["type"],
-            text=self.joined(text["tooltip"], *self.notes("outputs", made["name"])),
+            text=self.join_sentences(text["tooltip"], *self.notes("outputs", made["name"])),
         )
 
     def templates(self, templates: Sequence[str]) -> str:

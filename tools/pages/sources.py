@@ -1,4 +1,4 @@
-"""What pages are made of: the nodes' schemas, the hand-written texts, and the example workflows."""
+"""The sources of generated pages: the nodes' schemas, the hand-written texts, and the example workflows."""
 
 from __future__ import annotations
 

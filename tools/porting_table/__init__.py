@@ -1,4 +1,4 @@
-"""Writes docs/porting-table.md: what `comfy-tpu port check` says of diffusers' models.
+"""Writes docs/porting-table.md: the results of `comfy-tpu port check` for diffusers' models.
 
 make porting-table
 """

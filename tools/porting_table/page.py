@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.versions import installed
+from tools.versions import installed_versions
 
 PACKAGES = ("torch", "jax", "torchax", "diffusers")
 SECONDS_MAX = 900
@@ -35,7 +35,7 @@ CLASSES = (*TRANSFORMERS, *AUTOENCODERS)
 
 
 def versions() -> dict[str, str]:
-    return installed(PACKAGES)
+    return installed_versions(PACKAGES)
 
 
 def versions_line() -> str:

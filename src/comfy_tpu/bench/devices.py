@@ -17,7 +17,7 @@ from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.models import BenchModel, find_bench_model
 from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.compiler.weights import adopt
+from comfy_tpu.compiler.weights import alias_torch_tensor
 from comfy_tpu.config import CacheConfig, GenerationSettings, Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Config
@@ -78,7 +78,7 @@ class Bench:
         if tensor.device.type == "cpu" or self.placement.sizes.device_count > 1:
             return to_device(tensor.cpu(), self.placement.sharding())
         self.synchronize()
-        return adopt(tensor, self.placement.sharding())
+        return alias_torch_tensor(tensor, self.placement.sharding())
 
     def tensor(self, array: jax.Array) -> torch.Tensor:
         """The array as a tensor of torch on its device."""

@@ -18,7 +18,7 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import Reference, load_references
 from comfy_tpu.families.registry import (
     family_cards,
-    family_of,
+    find_family_card,
     find_published,
     load_family,
     model_cards,
@@ -146,7 +146,7 @@ def _find_family(name: str) -> FamilyCard:
 
 def _published_model(hub_id: str) -> BenchModel:
     card = next(card for card in model_cards() if hub_id in card.published)
-    family, reference = load_family(card.name), load_references(family_of(card))[0].get(hub_id)
+    family, reference = load_family(card.name), load_references(find_family_card(card))[0].get(hub_id)
     configs = {**(reference.configs if reference else {}), family.transformer.name: card.published[hub_id]}
     sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.presets]
     ordered = sorted(sizes or [card.defaults], key=lambda size: size.height * size.width)
@@ -176,7 +176,7 @@ def _small_model(family: FamilyCard) -> BenchModel:
 def _model_directory(model: str) -> BenchModel:
     files = ModelFiles.open(model, to_run=False)
     family, defaults = files.family, files.defaults
-    references = load_references(family_of(family.card))[0]
+    references = load_references(find_family_card(family.card))[0]
     reference = next((references[hub_id] for hub_id in family.card.published if hub_id in references), None)
     configs = {spec.name: files.config(spec) for spec in family.components}
     size = f"{defaults.width}x{defaults.height}x{defaults.num_frames}"

@@ -10,7 +10,7 @@ from comfy_tpu.bench.plots import Bar, check_libraries, draw_bars
 from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.bench.tables import PEER_NAMES, TITLES, make_table, peer_name, seconds
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 COMPARED = ("transformer", "vae", "text", "end-to-end")
@@ -46,7 +46,7 @@ class Places:
     def finish(self, run: Run) -> None:
         for field, path, text in (("markdown", self.markdown, tables), ("plot", self.plot, plot)):
             if path is not None:
-                with replacing(path, field=field) as partial, explained(path, field=field):
+                with replacing(path, field=field) as partial, write_errors(path, field=field):
                     partial.write_text(text(run), encoding="utf-8")
 
 

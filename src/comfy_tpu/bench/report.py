@@ -15,7 +15,7 @@ from comfy_tpu.bench.results import Row, Run, read_runs
 from comfy_tpu.bench.tables import TITLES, make_table, render
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import family_cards
-from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 Found = list[tuple[Run, Row]]
@@ -83,7 +83,7 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
         texts |= {output.with_name(name): text for name, text in plots.items()}
     texts[output] = "\n".join(chapters)
     for path, text in texts.items():
-        with replacing(path) as partial, explained(path):
+        with replacing(path) as partial, write_errors(path):
             partial.write_text(text, encoding="utf-8")
     return list(texts)
 

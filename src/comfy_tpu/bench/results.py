@@ -11,7 +11,7 @@ from typing import Any
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.json_input import read_json
-from comfy_tpu.pipeline.atomic import explained, replacing
+from comfy_tpu.pipeline.atomic import replacing, write_errors
 
 SCHEMA = 1
 
@@ -129,5 +129,5 @@ def read_runs(path: Path) -> list[Run]:
 def write_runs(path: Path, runs: Iterable[Run], *, field: str = "output") -> None:
     """`field`: as in `check_place`."""
     document = {"schema": SCHEMA, "runs": [run.to_json() for run in runs]}
-    with replacing(path, field=field) as partial, explained(path, field=field):
+    with replacing(path, field=field) as partial, write_errors(path, field=field):
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ from comfy_tpu.bridge.boundary import check_host_data, to_device, to_host
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
 from comfy_tpu.bridge.joint import joint_attention
-from comfy_tpu.bridge.layers import BlockCall, content_of, map_layers, run_layer, run_layers
+from comfy_tpu.bridge.layers import BlockCall, map_layers, run_layer, run_layers, tensor_content
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.scope import TraceContext, current_trace, trace_scope
@@ -18,7 +18,6 @@ __all__ = [
     "call_module",
     "check_host_data",
     "constrain",
-    "content_of",
     "current_trace",
     "joint_attention",
     "map_layers",
@@ -27,6 +26,7 @@ __all__ = [
     "run_layers",
     "scan",
     "skeleton_limits",
+    "tensor_content",
     "to_device",
     "to_host",
     "trace_scope",

@@ -1,6 +1,6 @@
-"""Which operators return views, of what kind, and what is known of the strides of everything else.
+"""Which operators return views, of what kind, and the strides of other operators' results where they are known.
 
-Operators say themselves what they alias: in their schemas, `Tensor(a)` is returned as a view, `Tensor(a!)` is written.
+An operator's schema declares its aliases: `Tensor(a)` is returned as a view, `Tensor(a!)` is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from comfy_tpu.bridge.layouts import ROW_MAJOR, Layout, Shape, kept_by_a_copy
+from comfy_tpu.bridge.layouts import ROW_MAJOR, Layout, Shape, copy_layout
 from comfy_tpu.bridge.recipes import Expand, Index, Permute, Recipe, Reinterpretation
 
 aten = torch.ops.aten
@@ -27,10 +27,10 @@ class Kind(enum.Enum):
     SAME_ORDER = enum.auto()
     """A view of the same elements in the same order, or a copy if strides do not allow it."""
     CONVERTS = enum.auto()
-    """`to`: the tensor itself, if there is nothing to convert."""
+    """`to`, which returns the tensor itself if there is nothing to convert."""
     VIEW = enum.auto()
     CHANGES_SHAPE = enum.auto()
-    """Of its operand itself: `unsqueeze_`."""
+    """An operator that changes the shape of its operand in place: `unsqueeze_`."""
     WRITES = enum.auto()
     WRITES_OUT = enum.auto()
 
@@ -59,7 +59,7 @@ def custom_definition(func: Any) -> Callable[..., Any] | None:
 
 
 @functools.cache
-def kind_of(func: Any) -> Kind:
+def operator_kind(func: Any) -> Kind:
     if isinstance(func, torch._ops.OpOverload):
         packet, schemas = func.overloadpacket, [func._schema]
     elif isinstance(func, torch._ops.OpOverloadPacket):
@@ -79,18 +79,19 @@ def kind_of(func: Any) -> Kind:
     return Kind.VIEW if returned else Kind.PLAIN
 
 
-def recipes_of(func: Any, shape: Shape, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-    """One for every view that `func(parent, *args, **kwargs)` returns of a parent of `shape`; None if we have none."""
+def find_recipes(func: Any, shape: Shape, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """A recipe for each view that `func(parent, *args, **kwargs)` returns, for a parent of `shape`; None for an
+    operator that is not in RECIPES."""
     make = RECIPES.get(getattr(func, "overloadpacket", func))
     return None if make is None else make(shape, *args, **kwargs)
 
 
-def returns_several(func: Any) -> bool:
+def returns_sequence(func: Any) -> bool:
     schema = getattr(func, "_schema", None) or getattr(func, func.overloads()[0])._schema
     return len(schema.returns) > 1 or isinstance(schema.returns[0].type, torch.ListType)
 
 
-def _along(shape: Shape, dim: int, part: int | slice) -> Index:
+def _index_dim(shape: Shape, dim: int, part: int | slice) -> Index:
     return Index((slice(None),) * (dim % len(shape)) + (part,), shape)
 
 
@@ -106,28 +107,28 @@ def _transpose(shape: Shape, dim0: int = 0, dim1: int = 1) -> list[Recipe]:
 
 
 def _select(shape: Shape, dim: int, index: int) -> list[Recipe]:
-    return [_along(shape, dim, index)]
+    return [_index_dim(shape, dim, index)]
 
 
 def _slice(shape: Shape, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> list[Recipe]:
-    return [_along(shape, dim, slice(start, end, step))]
+    return [_index_dim(shape, dim, slice(start, end, step))]
 
 
 def _narrow(shape: Shape, dim: int, start: int, length: int) -> list[Recipe]:
     start = start % shape[dim] if start < 0 else start
-    return [_along(shape, dim, slice(start, start + length))]
+    return [_index_dim(shape, dim, slice(start, start + length))]
 
 
 def _split(shape: Shape, split_size: int | Sequence[int], dim: int = 0) -> list[Recipe]:
     if not isinstance(split_size, int):
         return _split_with_sizes(shape, split_size, dim)
     starts = range(0, max(shape[dim], 1), max(split_size, 1))
-    return [_along(shape, dim, slice(start, start + split_size)) for start in starts]
+    return [_index_dim(shape, dim, slice(start, start + split_size)) for start in starts]
 
 
 def _split_with_sizes(shape: Shape, split_sizes: Sequence[int], dim: int = 0) -> list[Recipe]:
     ends = list(itertools.accumulate(split_sizes))
-    return [_along(shape, dim, slice(end - size, end)) for size, end in zip(split_sizes, ends, strict=True)]
+    return [_index_dim(shape, dim, slice(end - size, end)) for size, end in zip(split_sizes, ends, strict=True)]
 
 
 def _tensor_split(shape: Shape, indices_or_sections: int | Sequence[int], dim: int = 0) -> list[Recipe]:
@@ -135,11 +136,11 @@ def _tensor_split(shape: Shape, indices_or_sections: int | Sequence[int], dim: i
     if isinstance(parts, int):
         sizes = [length // parts + (part < length % parts) for part in range(parts)]
         return _split_with_sizes(shape, sizes, dim)
-    return [_along(shape, dim, slice(*ends)) for ends in itertools.pairwise([0, *parts, length])]
+    return [_index_dim(shape, dim, slice(*ends)) for ends in itertools.pairwise([0, *parts, length])]
 
 
 def _unbind(shape: Shape, dim: int = 0) -> list[Recipe]:
-    return [_along(shape, dim, index) for index in range(shape[dim])]
+    return [_index_dim(shape, dim, index) for index in range(shape[dim])]
 
 
 def _expand(shape: Shape, size: Sequence[int], *, implicit: bool = False) -> list[Recipe]:
@@ -186,7 +187,7 @@ _ALWAYS_ROW_MAJOR = {
     aten.new_ones,
     aten.new_zeros,
 }
-_ROW_MAJOR_OF_ROW_MAJOR = {
+_PRESERVES_ROW_MAJOR = {
     F.conv1d,
     F.conv2d,
     F.conv3d,
@@ -228,19 +229,19 @@ _ROW_MAJOR_OF_ROW_MAJOR = {
 
 
 @functools.cache
-def _rule_of(func: Any) -> tuple[bool, bool, bool]:
+def _layout_rule(func: Any) -> tuple[bool, bool, bool]:
     packet = getattr(func, "overloadpacket", func)
     pointwise = isinstance(func, torch._ops.OpOverload) and torch.Tag.pointwise in func.tags
-    return packet in _ALWAYS_ROW_MAJOR, packet in _ROW_MAJOR_OF_ROW_MAJOR, pointwise or packet in (aten.clone,)
+    return packet in _ALWAYS_ROW_MAJOR, packet in _PRESERVES_ROW_MAJOR, pointwise or packet in (aten.clone,)
 
 
-def layout_of_result(func: Any, tensors: Sequence[tuple[Layout, Shape]]) -> Layout:
-    """Strides of what a plain operator makes of tensors of such layouts and shapes, where they are sure."""
-    always, of_row_major, pointwise = _rule_of(func)
+def result_layout(func: Any, tensors: Sequence[tuple[Layout, Shape]]) -> Layout:
+    """The strides of a plain operator's result for operands of these layouts and shapes; None if they are unknown."""
+    always, preserves, pointwise = _layout_rule(func)
     if always or not tensors:
         return ROW_MAJOR
-    if (of_row_major or pointwise) and all(layout == ROW_MAJOR for layout, _ in tensors):
+    if (preserves or pointwise) and all(layout == ROW_MAJOR for layout, _ in tensors):
         return ROW_MAJOR
     if pointwise and all(tensor == tensors[0] for tensor in tensors):
-        return kept_by_a_copy(*tensors[0])
+        return copy_layout(*tensors[0])
     return None

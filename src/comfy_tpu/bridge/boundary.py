@@ -1,4 +1,4 @@
-"""Host tensors in, host tensors out: nested structures of them, with their dtypes, and nothing of torchax."""
+"""The boundary between host tensors and device arrays: nested structures are converted, and dtypes are kept."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from comfy_tpu.errors import EscapeError, device_errors
 
 
 def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
-    """Torch tensors and numpy arrays in nested containers become jax arrays; everything else stays.
+    """Converts torch tensors and numpy arrays in nested containers to jax arrays; other leaves are returned unchanged.
 
-    The arrays never share memory with what was given: jax on CPU would alias it (measured, also with
-    `may_alias=False`), and a node that later writes into its tensor would change our input.
+    The arrays never share memory with `tree`: jax on CPU would alias the tensors (measured, also with
+    `may_alias=False`), and a node that later writes into its tensor would change the program's input.
     """
 
     def move(leaf: Any) -> Any:
@@ -36,7 +36,7 @@ def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
 
 
 def to_host(tree: Any, *, consume: bool = False) -> Any:
-    """jax arrays in nested containers become writable torch CPU tensors; everything else stays.
+    """Converts jax arrays in nested containers to writable torch CPU tensors; other leaves are returned unchanged.
 
     `consume=True` promises that the arrays are not used again: on CPU the tensor then takes over their memory.
     """
@@ -62,7 +62,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def check_host_data(value: Any, where: str = "result") -> None:
-    """Raises if a device tensor, a traced value or a live model hides anywhere in what is about to be handed out."""
+    """Raises EscapeError if `value`, or anything nested in it, is a device tensor, a traced value or a live model."""
     if isinstance(value, (DeviceTensor, jax.Array, torch.nn.Module)):
         raise EscapeError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, expected host data; use to_host()"

@@ -10,8 +10,8 @@ import jax
 import torch
 import torch.nn.utils.stateless
 
-from comfy_tpu.bridge.failures import explained
-from comfy_tpu.bridge.module_state import nothing_kept
+from comfy_tpu.bridge.failures import model_code_errors
+from comfy_tpu.bridge.module_state import restore_module_state
 from comfy_tpu.bridge.scope import TraceContext, trace_scope
 from comfy_tpu.errors import TraceError, see
 
@@ -23,7 +23,7 @@ def _computed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_stacked(name: str) -> bool:
-    """Weights of scanned layers, which are gathered layer by layer instead of here."""
+    """Whether a name is that of stacked weights, which are gathered layer by layer inside the scan."""
     return ".*." in name
 
 
@@ -36,10 +36,10 @@ def call_module(
     context: TraceContext,
     method: str | Callable[..., Any] = "forward",
 ) -> Any:
-    """`module.method(*args)`, or `method(module, *args)` for a function: jax arrays in, jax arrays out.
+    """Returns `module.method(*args)`, or `method(module, *args)` for a function: jax arrays in, jax arrays out.
 
-    `weights` stand in for its parameters and buffers. Meant to run under `jax.jit`. The module itself is a skeleton:
-    nothing is written to it.
+    `weights` replace the module's parameters and buffers for the call. Meant to run under `jax.jit`. The module itself
+    is a skeleton: nothing is written to it.
     """
     if callable(method):
         function: Callable[..., Any] = functools.partial(method, module)
@@ -57,26 +57,26 @@ def call_function(
     module: torch.nn.Module | None = None,
     weights: Weights | None = None,
 ) -> Any:
-    """The same for any torch function, with a module whose weights it uses, or without one."""
-    with trace_scope(context) as environment, explained():
+    """`call_module` for any torch function; `module` and `weights` are those that the function uses, if it uses any."""
+    with trace_scope(context) as environment, model_code_errors():
         inputs = environment.as_torch((tuple(args), dict(kwargs or {})))
         if module is None:
-            return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
+            return _check_results(environment.as_jax(function(*inputs[0], **inputs[1])))
         arrays = {
-            name: array if is_stacked(name) else context.for_compute(name, array)
+            name: array if is_stacked(name) else context.constrain_weight(name, array)
             for name, array in (weights or {}).items()
         }
         # Computed buffers go in as traced constants: left on the host, everything derived from them (a RoPE table
         # of 75,600 rows) would be worked out on the host and become a constant of its own.
         parameters = environment.as_torch(environment.t2j_copy(_computed_buffers(module)) | arrays)
         with (
-            nothing_kept(module),
+            restore_module_state(module),
             torch.nn.utils.stateless._reparametrize_module(module, parameters, tie_weights=True),
         ):
-            return _results(environment.as_jax(function(*inputs[0], **inputs[1])))
+            return _check_results(environment.as_jax(function(*inputs[0], **inputs[1])))
 
 
-def _results(results: Any) -> Any:
+def _check_results(results: Any) -> Any:
     for leaf in jax.tree.leaves(results):
         if not isinstance(leaf, (jax.Array, int, float, bool)):
             raise TraceError(

@@ -28,17 +28,19 @@ class Row:
         return self.name.startswith("aten.")
 
 
-def brought_by_torchax() -> tuple[int, int]:
-    """How many ATen operators it has lowerings for, and how many more only decompositions."""
+def count_torchax_operators() -> tuple[int, int]:
+    """The number of ATen operators that torchax lowers, and of those for which it only has a decomposition."""
     torchax = load_torchax()
     lowered = {_name(_packet(function)) for function in torchax.ops.ops_registry.all_aten_ops}
     decomposed = {_name(_packet(function)) for function in torchax.decompositions.DECOMPOSITIONS}
-    of_aten, more = (sum(name.startswith("aten.") for name in names) for names in (lowered, decomposed - lowered))
-    return of_aten, more
+    lowerings, decompositions = (
+        sum(name.startswith("aten.") for name in names) for names in (lowered, decomposed - lowered)
+    )
+    return lowerings, decompositions
 
 
-def row_of(function: Function) -> Row | None:
-    """What a trace does for a function that it was asked for; None if it breaks it down into others."""
+def find_row(function: Function) -> Row | None:
+    """How a trace implements a torch function; None if torch breaks the function down into other operators."""
     packet = _packet(function)
     known = environment()
     if function in OPERATORS or packet in OPERATORS:
@@ -53,12 +55,12 @@ def row_of(function: Function) -> Row | None:
 
 
 def overloads() -> dict[Row, list[str]]:
-    """Every row, in the order of names, with the overloads that it is for: none where it is for all."""
+    """Every row, sorted by name, with the overloads that it implements; an empty list means all overloads."""
     known = environment()
     found: dict[Row, set[str]] = {}
     whole = set()
     for function in (*known._ops, *known._decomps, *RECIPES):
-        row = row_of(function)
+        row = find_row(function)
         assert row is not None
         found.setdefault(row, set()).update(_overload(function))
         if not isinstance(function, OpOverload):

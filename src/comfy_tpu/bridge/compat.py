@@ -1,13 +1,13 @@
-"""Importing torchax: on torch versions it does not know yet, and without leaving traces in torch.
+"""Importing torchax: on torch versions that it does not know yet, and without changing torch.
 
 torchax 0.0.13 names about twenty operator overloads that torch 2.13 removed (named tensors), and whole operators
-that later versions removed, in tables it builds at import. A stand-in answers torchax for exactly those names, only
-while the import runs; where nothing is missing it is never asked.
+that later versions removed, in tables it builds at import. While the import runs, `MissingName` objects replace exactly
+those names; with a torchax that knows this torch there are none.
 
 The import also changes torch for everybody else: it renames the PrivateUse1 backend, after which
 `torch.accelerator.current_accelerator()` is "jax" (even on a machine with CUDA), switches off the fast path of
 `nn.MultiheadAttention`, adds entries to torch's decomposition table and sets an environment variable. None of that
-is needed to trace, so none of it is let through. Device tensors call themselves "xla", which every torch knows.
+is needed to trace, so all of it is undone. The device of traced tensors is "xla", a name that every torch knows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 import torch._decomp
 
 DEVICE = torch.device("xla:0")
-"""What tensors in a trace answer to `.device`."""
+"""The `.device` of tensors in a trace."""
 
 
 class MissingName:
-    """Answers for an operator that this torch does not have, as a table key that nothing will ever look up."""
+    """Replaces an operator that this torch does not have, as a table key that is never looked up."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,7 +45,7 @@ class MissingName:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -55,8 +55,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
-    def answering(owner: Any, describe: Callable[[Any], str]) -> contextlib.AbstractContextManager[None]:
+def _substitute_missing_names(found: list[str]) -> Iterator[None]:
+    def substitute_in(owner: Any, describe: Callable[[Any], str]) -> contextlib.AbstractContextManager[None]:
         original = owner.__getattr__
 
         @functools.wraps(original)
@@ -72,10 +72,10 @@ def _answer_for_missing_names(found: list[str]) -> Iterator[None]:
                 found.append(name)
                 return MissingName(name)
 
-        return replaced(owner, "__getattr__", __getattr__)
+        return replace_attribute(owner, "__getattr__", __getattr__)
 
-    overloads = answering(torch._ops.OpOverloadPacket, str)
-    operators = answering(torch._ops._OpNamespace, lambda namespace: namespace.name)
+    overloads = substitute_in(torch._ops.OpOverloadPacket, str)
+    operators = substitute_in(torch._ops._OpNamespace, lambda namespace: namespace.name)
     with overloads, operators:
         yield
 
@@ -85,8 +85,8 @@ def _preserve_torch() -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     environment = set(os.environ)
     decompositions = {kind: set(table) for kind, table in torch._decomp.global_decomposition_table.items()}
-    without_renaming = replaced(torch.utils, "rename_privateuse1_backend", lambda name: None)
-    without_registering = replaced(torch, "_register_device_module", lambda device_type, module: None)
+    without_renaming = replace_attribute(torch.utils, "rename_privateuse1_backend", lambda name: None)
+    without_registering = replace_attribute(torch, "_register_device_module", lambda device_type, module: None)
     try:
         with without_renaming, without_registering:
             yield
@@ -99,8 +99,8 @@ def _preserve_torch() -> Iterator[None]:
                 del table[added]
 
 
-def _mend(tensor: types.ModuleType, view: types.ModuleType) -> None:
-    """Where torchax 0.0.13 departs from torch in a way that a model can notice."""
+def _patch_torchax(tensor: types.ModuleType, view: types.ModuleType) -> None:
+    """Corrects operators of torchax 0.0.13 whose results differ from torch's."""
     tensor.Tensor.device = view.View.device = property(lambda self: DEVICE)
     # torchax changes the dtype of its operand in place; torch returns a converted copy.
     tensor.Tensor.type_as = lambda self, other: self.to(other.dtype)
@@ -109,7 +109,7 @@ def _mend(tensor: types.ModuleType, view: types.ModuleType) -> None:
 _lock = threading.Lock()
 _torchax: types.ModuleType | None = None
 substituted_names: list[str] = []
-"""What the stand-in had to answer for, once torchax is loaded; empty with a torchax that knows this torch."""
+"""The names that were substituted when torchax was loaded; empty with a torchax that knows this torch."""
 
 
 def load_torchax() -> types.ModuleType:
@@ -118,10 +118,10 @@ def load_torchax() -> types.ModuleType:
     with _lock:
         if _torchax is None:
             if "torchax" not in sys.modules:
-                # What is left of somebody's import that failed half-way would be taken for the whole.
+                # Modules left by an import that failed half-way would be taken for the complete package.
                 for name in [name for name in sys.modules if name.startswith("torchax.")]:
                     del sys.modules[name]
-            with _preserve_torch(), _answer_for_missing_names(substituted_names):
+            with _preserve_torch(), _substitute_missing_names(substituted_names):
                 module = importlib.import_module("torchax")
                 for name in (
                     "tensor",
@@ -134,7 +134,7 @@ def load_torchax() -> types.ModuleType:
                 ):
                     importlib.import_module(f"torchax.{name}")
             _forget_missing_names()
-            _mend(module.tensor, module.view)
+            _patch_torchax(module.tensor, module.view)
             _torchax = module
         return _torchax
 

@@ -7,14 +7,14 @@ import torch
 from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.parallel.constraints import constrain as constrain_array
-from comfy_tpu.parallel.constraints import even_batch
+from comfy_tpu.parallel.constraints import even_batch_spec
 
 
 def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torch.Tensor:
-    """Asks that `tensor` be split over the mesh, an axis name (or several, or None) per dimension.
+    """Constrains `tensor` to be split over the mesh: an axis name (or several, or None) per dimension.
 
-    `constrain(hidden_states, "dp", "sp", None)`. Outside a trace, and on one device, it does nothing: a model that
-    has such lines stays an ordinary torch model. A batch that dp does not divide stays whole.
+    `constrain(hidden_states, "dp", "sp", None)`. Outside a trace, and on one device, the tensor is returned unchanged,
+    so the model can still be run by torch. A batch that dp does not divide is not split.
     """
     if not isinstance(tensor, DeviceTensor):
         return tensor
@@ -22,6 +22,6 @@ def constrain(tensor: torch.Tensor, *axes: str | tuple[str, ...] | None) -> torc
     if placement is None:
         return tensor
     bridge = environment()
-    spec = even_batch(axes, tuple(tensor.shape), placement)
+    spec = even_batch_spec(axes, tuple(tensor.shape), placement)
     constrained: torch.Tensor = bridge.as_torch(constrain_array(bridge.as_jax(tensor), placement, spec))
     return constrained

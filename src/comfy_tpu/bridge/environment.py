@@ -1,4 +1,5 @@
-"""The one torchax environment of the process: torchax's operators, ours over them, and stricter manners."""
+"""The torchax environment of the process: torchax's operators, the overrides in `operators`, views that share memory,
+and errors where torchax would silently compute something else."""
 
 from __future__ import annotations
 
@@ -11,11 +12,25 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from comfy_tpu.bridge.aliasing import Kind, custom_definition, kind_of, layout_of_result, recipes_of, returns_several
-from comfy_tpu.bridge.compat import load_torchax, replaced
+from comfy_tpu.bridge.aliasing import (
+    Kind,
+    custom_definition,
+    find_recipes,
+    operator_kind,
+    result_layout,
+    returns_sequence,
+)
+from comfy_tpu.bridge.compat import load_torchax, replace_attribute
 from comfy_tpu.bridge.dtypes import as_numpy, check_integer_range, numpy_dtype
-from comfy_tpu.bridge.layouts import ROW_MAJOR, is_row_major, kept_by_a_copy, strides_of, viewed
-from comfy_tpu.bridge.memory import adopt, get_item, may_share, set_item, share_memory, view_of
+from comfy_tpu.bridge.layouts import ROW_MAJOR, copy_layout, is_row_major, layout_strides, view_layout
+from comfy_tpu.bridge.memory import (
+    get_item,
+    make_view,
+    mark_possible_alias,
+    patch_tensor_class,
+    rebind_memory,
+    set_item,
+)
 from comfy_tpu.bridge.model_source import calling_line
 from comfy_tpu.bridge.operators import OPERATORS, Operator, load_operators
 from comfy_tpu.bridge.recipes import Reshape, Selection
@@ -24,8 +39,8 @@ from comfy_tpu.errors import MissingOperatorError, TraceError, see
 torchax = load_torchax()
 
 DeviceTensor: tuple[type, ...] = (torchax.tensor.Tensor,)
-"""What torch tensors are while a model is traced; nothing of these types may outlive the trace. torchax's own `View`,
-which knows slices only, is not used."""
+"""The types of torch tensors while a model is traced; none of them may outlive the trace. torchax's own `View`, which
+supports slices only, is not used."""
 
 CONSTANT_BYTES_MAX = 64 * 2**20
 # A host tensor that meets a traced one becomes a constant of the program. Programs are stored whole in the compile
@@ -36,7 +51,7 @@ class _MissingOperatorError(MissingOperatorError, torchax.tensor.OperatorNotFoun
     """torchax's function mode catches its own exception to try the operator's ATen form, so ours must be one too."""
 
 
-_RANDOM = {
+_RANDOM_OPERATORS = {
     torch.bernoulli,
     torch.multinomial,
     torch.normal,
@@ -55,8 +70,8 @@ _RANDOM = {
 # Also on the host: what is drawn there while tracing becomes a constant as well.
 
 
-class _NoRandomness(threading.local):
-    """In place of torchax's holder of a random key, which compiles a program to make a key that no trace may use."""
+class _NoRandomKey(threading.local):
+    """Replaces torchax's `_PropertyHolder`, which compiles a program to make a random key that no trace may use."""
 
     def __init__(self, content_factory: Callable[[], Any]) -> None:
         self.content = torchax.tensor.RuntimeProperty(mesh=None, prng=None, autocast_dtype=None)
@@ -64,10 +79,10 @@ class _NoRandomness(threading.local):
 
 class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined]
     def __init__(self) -> None:
-        with replaced(torchax.tensor, "_PropertyHolder", _NoRandomness):
+        with replace_attribute(torchax.tensor, "_PropertyHolder", _NoRandomKey):
             super().__init__()
         self._exact = False
-        # Views that torchax makes of it are copies for us, who know better.
+        # torchax implements these two as copies; in torch they share memory, which `aliasing` handles.
         del self._ops[torch.tensor_split], self._ops[torch.Tensor.resize_]
         load_operators()
         for entry in OPERATORS.values():
@@ -124,49 +139,50 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         return isinstance(the_tensor, DeviceTensor) or new_device in (None, "cpu")
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func in _RANDOM:
+        if func in _RANDOM_OPERATORS:
             self.get_and_rotate_prng_key()
         kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
-        if special is not None and isinstance(args[0], torchax.tensor.Tensor):
-            return special(self, func, args, kwargs)
+        method = _METHODS.get(func)
+        if method is not None and isinstance(args[0], torchax.tensor.Tensor):
+            return method(self, func, args, kwargs)
         definition = custom_definition(func)
         if definition is not None:
-            # What somebody added to torch, in Python: the operators that it is made of are what we know.
+            # A custom operator that is written in Python: run its definition, whose operators are known.
             with self:
                 return definition(*args, **kwargs)
-        kind = kind_of(func)
+        kind = operator_kind(func)
         if kind is Kind.PLAIN:
-            return self._computed(func, types, args, kwargs)
+            return self._compute(func, types, args, kwargs)
         if kind is Kind.WRITES_OUT:
-            return self._written_out(func, args, kwargs)
+            return self._dispatch_out(func, args, kwargs)
         if not isinstance(args[0], torchax.tensor.Tensor):
             return super().dispatch(func, types, args, kwargs)
         if kind is Kind.WRITES:
-            return self._written(func, types, args, kwargs)
+            return self._dispatch_write(func, types, args, kwargs)
         if kind is Kind.CHANGES_SHAPE:
-            adopt(args[0], self._functional(func)(*args, **kwargs))
+            rebind_memory(args[0], self._functional(func)(*args, **kwargs))
             return args[0]
         if kind is Kind.CONVERTS:
             return self._torch_Tensor_to(args, kwargs)
         if kind is Kind.SAME_ORDER:
-            return self._in_same_order(func, types, args, kwargs)
-        return self._views(func, types, args, kwargs)
+            return self._dispatch_reshape(func, types, args, kwargs)
+        return self._dispatch_view(func, types, args, kwargs)
 
-    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _compute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = super().dispatch(func, types, args, kwargs)
         operator = self._ops.get(func) or self._ops.get(getattr(func, "overloadpacket", None))
         if operator is not None and operator.is_jax_function:  # otherwise the operators that it is made of did this
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-            result = self._of_torchs_dtype(func, result, leaves)
+            result = self._promote_like_torch(func, result, leaves)
             tensors = [(t._layout, t._value.shape) for t in leaves if isinstance(t, torchax.tensor.Tensor)]
             for leaf in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(leaf, torchax.tensor.Tensor):
-                    leaf._layout = layout_of_result(func, tensors)
+                    leaf._layout = result_layout(func, tensors)
         return result
 
-    def _of_torchs_dtype(self, func: Any, result: Any, operands: list[Any]) -> Any:
-        """torch makes bfloat16 of bfloat16 and a float32 tensor without dimensions, jax float32."""
+    def _promote_like_torch(self, func: Any, result: Any, operands: list[Any]) -> Any:
+        """Gives the result torch's dtype: bfloat16 with a zero-dimensional float32 tensor is bfloat16 in torch, float32
+        in jax."""
         if not isinstance(result, torchax.tensor.Tensor) or not result.is_floating_point():
             return result
         tensors = [each for each in operands if isinstance(each, torch.Tensor)]
@@ -178,40 +194,40 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
             return result
         return torchax.tensor.Tensor(result._elem.astype(numpy_dtype(dtype)), self)
 
-    def _views(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_view(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         parent: Any = args[0]
-        recipes = recipes_of(func, tuple(parent._value.shape), args[1:], kwargs)
+        recipes = find_recipes(func, tuple(parent._value.shape), args[1:], kwargs)
         if recipes is not None:
-            views = [view_of(parent, recipe) for recipe in recipes]
-            return views if returns_several(func) else views[0]
+            views = [make_view(parent, recipe) for recipe in recipes]
+            return views if returns_sequence(func) else views[0]
         result = super().dispatch(func, types, args, kwargs)
         if any(view._memory is parent._memory for view in (result if isinstance(result, (tuple, list)) else [result])):
-            return result  # made of operators that saw to it
+            return result  # torchax decomposed it into views, which share the memory already
         operator = self._get_op_or_decomp(func)
         if func is torch.ops.aten.as_strided.default and (parent._recipes or parent._layout != ROW_MAJOR):
             raise TraceError(
                 f"as_strided of a view{calling_line()}: a trace knows no strides; use views and slices"
                 f"{see('shared-memory')}"
             )
-        if returns_several(func) or not operator.is_jax_function or result.dtype != parent.dtype:
+        if returns_sequence(func) or not operator.is_jax_function or result.dtype != parent.dtype:
             raise TraceError(
                 f"a trace does not know what {func} is a view of{calling_line()}; use views and slices"
                 f"{see('shared-memory')}"
             )
-        return view_of(parent, Selection(lambda array: operator.func(array, *args[1:], **kwargs)), result)
+        return make_view(parent, Selection(lambda array: operator.func(array, *args[1:], **kwargs)), result)
 
-    def _in_same_order(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_reshape(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         parent: Any = args[0]
         exact, self._exact = self._exact, False
         result = super().dispatch(func, types, args, kwargs)
         if result._memory is parent._memory:
             return result
         shape = tuple(result._value.shape)
-        possible, layout = viewed(parent._layout, tuple(parent._value.shape), shape)
+        possible, layout = view_layout(parent._layout, tuple(parent._value.shape), shape)
         if possible or exact:
-            view_of(parent, Reshape(shape), result, layout)
+            make_view(parent, Reshape(shape), result, layout)
         elif possible is None:
-            may_share(parent, result, "reshape")
+            mark_possible_alias(parent, result, "reshape")
         return result
 
     def _functional(self, func: Any) -> Any:
@@ -225,7 +241,7 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
 
         return run if packet is not None else None
 
-    def _written(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_write(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             operator = self._get_op_or_decomp(func)
         except torchax.tensor.OperatorNotFound:
@@ -238,7 +254,7 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         args[0]._elem = value._elem
         return args[0]
 
-    def _written_out(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         outs = tuple(kwargs[name] for name in names)
         values = self._functional(func)(*args, **{name: kwargs[name] for name in kwargs if name not in names})
@@ -246,7 +262,7 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
             if out._elem.shape == value._elem.shape:
                 out._elem = value._elem
             elif out.numel() == 0:
-                adopt(out, torchax.tensor.Tensor(value._elem.astype(out._elem.dtype), self))
+                rebind_memory(out, torchax.tensor.Tensor(value._elem.astype(out._elem.dtype), self))
             else:
                 raise TraceError(
                     f"out= has shape {tuple(out.shape)}, and the result {tuple(value.shape)}{calling_line()}; torch is "
@@ -262,26 +278,26 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         flags = [arg for arg in args[1:] if isinstance(arg, bool)]
         memory_format = kwargs.get("memory_format") or torch.preserve_format
         if result is source and not (kwargs.get("copy") or (len(flags) > 1 and flags[1])):
-            return source if memory_format in _PLAIN_FORMATS else self._in_format(source, memory_format)
+            return source if memory_format in _PLAIN_FORMATS else self._change_memory_format(source, memory_format)
         if result is source:
             result = torchax.tensor.Tensor(source._elem, self)
-        kept = kept_by_a_copy(source._layout, tuple(source._value.shape))
+        kept = copy_layout(source._layout, tuple(source._value.shape))
         result._layout = kept if memory_format is torch.preserve_format else None
         return result
 
-    def _in_format(self, source: Any, memory_format: torch.memory_format) -> Any:
+    def _change_memory_format(self, source: Any, memory_format: torch.memory_format) -> Any:
         result = torchax.tensor.Tensor(source._elem, self)
         result._layout = None
-        may_share(source, result, "a conversion of memory format")
+        mark_possible_alias(source, result, "a conversion of memory format")
         return result
 
-    def _item_assigned(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _set_item(self, func: Any, args: Any, kwargs: Any) -> None:
         set_item(*args)
 
-    def _item(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
         return get_item(*args)
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         # `view` raises where it cannot be one, `reshape` copies; both come as aten.view, so note which it was.
         self._exact = True
         try:
@@ -293,21 +309,21 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
         source: Any = args[0]
         memory_format = (*args[1:], *kwargs.values(), torch.contiguous_format)[0]
         if memory_format not in _PLAIN_FORMATS:
-            return self._in_format(source, memory_format)
-        already = is_row_major(source._layout, tuple(source._value.shape))
-        if already:
+            return self._change_memory_format(source, memory_format)
+        row_major = is_row_major(source._layout, tuple(source._value.shape))
+        if row_major:
             return source
         result = torchax.tensor.Tensor(source._elem, self)
-        if already is None:
-            may_share(source, result, "contiguous")
+        if row_major is None:
+            mark_possible_alias(source, result, "contiguous")
         return result
 
     def _is_contiguous(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = is_row_major(args[0]._layout, tuple(args[0]._value.shape))
         return func(*args, **kwargs) if known is None or len(args) > 1 or kwargs else known
 
-    def _strides(self, func: Any, args: Any, kwargs: Any) -> Any:
-        strides = strides_of(args[0]._layout, tuple(args[0]._value.shape))
+    def _stride(self, func: Any, args: Any, kwargs: Any) -> Any:
+        strides = layout_strides(args[0]._layout, tuple(args[0]._value.shape))
         if strides is None:
             return func(*args, **kwargs)
         return strides[(*args[1:], *kwargs.values())[0]] if len(args) > 1 or kwargs else strides
@@ -336,15 +352,15 @@ class TraceEnvironment(torchax.tensor.Environment):  # type: ignore[name-defined
 
 
 _PLAIN_FORMATS = (torch.preserve_format, torch.contiguous_format)
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: TraceEnvironment._item,
-    torch.Tensor.__setitem__: TraceEnvironment._item_assigned,
+_METHODS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: TraceEnvironment._get_item,
+    torch.Tensor.__setitem__: TraceEnvironment._set_item,
     torch.Tensor.contiguous: TraceEnvironment._contiguous,
     torch.Tensor.is_contiguous: TraceEnvironment._is_contiguous,
-    torch.Tensor.stride: TraceEnvironment._strides,
-    torch.Tensor.view: TraceEnvironment._viewed,
+    torch.Tensor.stride: TraceEnvironment._stride,
+    torch.Tensor.view: TraceEnvironment._view,
 }
-"""Methods that are more than the operators they come down to."""
+"""Methods whose behaviour in torch is lost when they are dispatched as ATen operators."""
 
 _environment: TraceEnvironment | None = None
 _lock = threading.Lock()
@@ -354,6 +370,6 @@ def environment() -> TraceEnvironment:
     global _environment
     with _lock:
         if _environment is None:
-            share_memory(torchax.tensor)
+            patch_tensor_class(torchax.tensor)
             _environment = TraceEnvironment()
         return _environment

@@ -1,4 +1,4 @@
-"""What a model raises while it is traced, as one sentence: what a compiled program cannot do, the line, what to do."""
+"""Errors of a model's own code during a trace, restated as one sentence: the problem, the line, the remedy."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from comfy_tpu.errors import Section, TraceError, see
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     types: tuple[type[Exception], ...]
-    says: str
-    """A part of the message; empty: any."""
+    message_part: str
+    """Text that the message of the exception contains; empty: any message."""
     section: Section
-    what: str
-    do: str
+    problem: str
+    remedy: str
 
 
-_KNOWN_LATER = "in a compiled program it is known only while running"
-_NO_DECISION = "the value of a tensor was needed for a decision (an `if`, a `while`, an assert)"
-_DECISION = f"{_KNOWN_LATER}; decide it outside and pass it as a static argument, or use torch.where"
-_NO_NUMBER = "the value of a tensor was needed as a number"
-_NUMBER = f"{_KNOWN_LATER}; keep it a tensor, or decide it outside and pass it as a static argument, or use torch.where"
-_LEFT_BEHIND = "a tensor that an earlier trace left behind was used (a global, or a cache of another file)"
-_KEEP = "it has no value outside of its trace; keep it in a buffer of the module, or compute it each time"
+_VALUE_UNKNOWN = "in a compiled program it is known only while running"
+_DECISION_PROBLEM = "the value of a tensor was needed for a decision (an `if`, a `while`, an assert)"
+_DECISION_REMEDY = f"{_VALUE_UNKNOWN}; decide it outside and pass it as a static argument, or use torch.where"
+_NUMBER_PROBLEM = "the value of a tensor was needed as a number"
+_NUMBER_REMEDY = (
+    f"{_VALUE_UNKNOWN}; keep it a tensor, or decide it outside and pass it as a static argument, or use torch.where"
+)
+_KEPT_TENSOR_PROBLEM = "a tensor that an earlier trace left behind was used (a global, or a cache of another file)"
+_KEPT_TENSOR_REMEDY = "it has no value outside of its trace; keep it in a buffer of the module, or compute it each time"
 
 _FAILURES = (
     _Failure(
@@ -36,7 +38,7 @@ _FAILURES = (
         "",
         "mask-indexing",
         "a tensor was indexed by a mask",
-        f"how many rows are left is its value, and {_KNOWN_LATER}; keep all rows, decide it outside and pass it as a "
+        f"how many rows are left is its value, and {_VALUE_UNKNOWN}; keep all rows, decide it outside and pass it as a "
         "static argument, or use torch.where",
     ),
     _Failure(
@@ -46,8 +48,10 @@ _FAILURES = (
         "the shape of a tensor depends on the value of another (nonzero, unique, repeat_interleave, bincount)",
         "shapes must be known when compiling; compute it outside and pass it as an input, or use a form of fixed size",
     ),
-    _Failure((jax.errors.TracerBoolConversionError,), "", "tensor-condition", _NO_DECISION, _DECISION),
-    _Failure((jax.errors.ConcretizationTypeError,), "shape bool[]", "tensor-condition", _NO_DECISION, _DECISION),
+    _Failure((jax.errors.TracerBoolConversionError,), "", "tensor-condition", _DECISION_PROBLEM, _DECISION_REMEDY),
+    _Failure(
+        (jax.errors.ConcretizationTypeError,), "shape bool[]", "tensor-condition", _DECISION_PROBLEM, _DECISION_REMEDY
+    ),
     _Failure(
         (
             jax.errors.ConcretizationTypeError,
@@ -56,12 +60,18 @@ _FAILURES = (
         ),
         "",
         "tensor-to-number",
-        f"{_NO_NUMBER} (`.item()`, `.tolist()`, `int()`, a range, a size)",
-        _NUMBER,
+        f"{_NUMBER_PROBLEM} (`.item()`, `.tolist()`, `int()`, a range, a size)",
+        _NUMBER_REMEDY,
     ),
-    _Failure((RuntimeError,), "cannot be called on meta tensors", "tensor-to-number", _NO_NUMBER, _NUMBER),
-    _Failure((TypeError,), "format string passed to Tensor", "tensor-to-number", f"{_NO_NUMBER}, in a text", _NUMBER),
-    _Failure((jax.errors.UnexpectedTracerError,), "", "kept-tensor", _LEFT_BEHIND, _KEEP),
+    _Failure((RuntimeError,), "cannot be called on meta tensors", "tensor-to-number", _NUMBER_PROBLEM, _NUMBER_REMEDY),
+    _Failure(
+        (TypeError,),
+        "format string passed to Tensor",
+        "tensor-to-number",
+        f"{_NUMBER_PROBLEM}, in a text",
+        _NUMBER_REMEDY,
+    ),
+    _Failure((jax.errors.UnexpectedTracerError,), "", "kept-tensor", _KEPT_TENSOR_PROBLEM, _KEPT_TENSOR_REMEDY),
     _Failure(
         (AssertionError, RuntimeError),
         "not compiled with CUDA",
@@ -80,8 +90,8 @@ _FAILURES = (
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Around a model's own code in a trace. What is not known here stays what it is."""
+def model_code_errors() -> Iterator[None]:
+    """Turns exceptions of a model's own code in a trace into TraceError; exceptions that no entry matches pass."""
     try:
         yield
     except AttributeError as error:
@@ -93,13 +103,16 @@ def explained() -> Iterator[None]:
         ) from error
     except Exception as error:
         for failure in _FAILURES:
-            if isinstance(error, failure.types) and failure.says in str(error):
-                text = f"{failure.what}{raising_line(error)}: {failure.do}{see(failure.section)}"
+            if isinstance(error, failure.types) and failure.message_part in str(error):
+                text = f"{failure.problem}{raising_line(error)}: {failure.remedy}{see(failure.section)}"
                 raise TraceError(text) from error
         raise
 
 
 def check_constants(traced: jax.stages.Traced) -> None:
-    """JAX takes what another trace left behind for a constant, and fails when the program runs, in its own words."""
+    """Raises TraceError if the program holds a tracer of another trace as a constant.
+
+    JAX accepts such a constant and fails when the program runs, with a message about its own internals.
+    """
     if any(isinstance(constant, jax.core.Tracer) for constant in getattr(traced, "_consts", ())):
-        raise TraceError(f"{_LEFT_BEHIND}: {_KEEP}{see('kept-tensor')}")
+        raise TraceError(f"{_KEPT_TENSOR_PROBLEM}: {_KEPT_TENSOR_REMEDY}{see('kept-tensor')}")

@@ -16,9 +16,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def joint_attention(
     first: Tensors, second: Tensors, kv_lengths: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(query, key, value) of a video and of its text, [batch, heads, tokens, head_dim] each, as one sequence.
+    """Attention over a video and its text as one sequence; returns the results of both.
 
-    Each row sees the first `kv_lengths` keys: all of the video, and the tokens of its text that are not filling.
+    `first` and `second` are (query, key, value), [batch, heads, tokens, head_dim] each. Each row attends to the first
+    `kv_lengths` keys: those of the video, and those of the text that are not padding.
     """
     bridge, trace = environment(), current_trace()
     arrays: Any = bridge.as_jax((first, second, kv_lengths))

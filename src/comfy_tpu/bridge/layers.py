@@ -14,7 +14,7 @@ from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.bridge.skeleton import weight_shapes
 from comfy_tpu.errors import StackingError, see
-from comfy_tpu.parallel.constraints import constrain, even_batch
+from comfy_tpu.parallel.constraints import constrain, even_batch_spec
 
 
 class BlockCall:
@@ -55,11 +55,11 @@ def run_layers(
     def place(value: jax.Array) -> jax.Array:
         if trace.placement is None or value.ndim != len(carry_axes):
             return value
-        return constrain(value, trace.placement, even_batch(carry_axes, value.shape, trace.placement))
+        return constrain(value, trace.placement, even_batch_spec(carry_axes, value.shape, trace.placement))
 
     def layer(carried: tuple[jax.Array, ...], weights: dict[str, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
         nonlocal output_count
-        weights = {name: trace.for_compute(f"{path}.*.{name}", array) for name, array in weights.items()}
+        weights = {name: trace.constrain_weight(f"{path}.*.{name}", array) for name, array in weights.items()}
         arguments: Any = call.arguments
         arguments.update(zip(carry, bridge.as_torch(tuple(map(place, carried))), strict=True))
         with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
@@ -87,15 +87,15 @@ def run_layer(block: torch.nn.Module, index: int, args: tuple[Any, ...], kwargs:
     """`block(*args, **kwargs)` with the weights of one layer of a stack."""
     bridge, trace = environment(), current_trace()
     weights = {
-        name: trace.for_compute(f"{path}.*.{name}", array[index])
+        name: trace.constrain_weight(f"{path}.*.{name}", array[index])
         for name, array in bridge.as_jax(weight_shapes(block)).items()
     }
     with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
         return block(*args, **kwargs)
 
 
-def content_of(tensor: torch.Tensor) -> object:
-    """What a tensor holds: another object once the tensor, or what it is a view of, was written to in the trace."""
+def tensor_content(tensor: torch.Tensor) -> object:
+    """An object that identifies a tensor's content: another one once its memory was written to in the trace."""
     if not isinstance(tensor, DeviceTensor):
         return tensor
     traced: Any = tensor
@@ -107,7 +107,7 @@ def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any
     bridge, trace = environment(), current_trace()
 
     def layer(_: None, weights: dict[str, jax.Array]) -> tuple[None, Any]:
-        weights = {name: trace.for_compute(f"{path}.*.{name}", array) for name, array in weights.items()}
+        weights = {name: trace.constrain_weight(f"{path}.*.{name}", array) for name, array in weights.items()}
         with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
             return None, bridge.as_jax(function(block))
 

@@ -1,6 +1,6 @@
 """Strides that torch would give a tensor: they decide whether `reshape` and `contiguous` share memory or copy.
 
-Arrays have none, so they are kept beside them, as far as they are known: `ROW_MAJOR`, a tuple, or None for unknown.
+jax arrays have no strides, so a traced tensor keeps them beside its array: `ROW_MAJOR`, a tuple, or None for unknown.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Layout: TypeAlias = Shape | Literal["row-major"] | None
 ROW_MAJOR: Final = "row-major"
 
 
-def strides_of(layout: Layout, shape: Shape) -> Shape | None:
+def layout_strides(layout: Layout, shape: Shape) -> Shape | None:
     if layout != ROW_MAJOR:
         return layout
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_row_major(layout: Layout, shape: Shape) -> bool | None:
-    """None: unknown. The stride of a single element does not matter, nor do those of no elements."""
+    """Whether a layout is row-major; None where that is unknown. Strides of dimensions of size 1 do not matter."""
     if layout == ROW_MAJOR or math.prod(shape) == 0:
         return True
     if layout is None:
@@ -36,8 +36,8 @@ def is_row_major(layout: Layout, shape: Shape) -> bool | None:
     return True
 
 
-def kept_by_a_copy(layout: Layout, shape: Shape) -> Layout:
-    """What `clone`, `to` and arithmetic make of a tensor: dimensions in the order they had in memory, without gaps."""
+def copy_layout(layout: Layout, shape: Shape) -> Layout:
+    """The layout of a copy made by `clone`, `to` or arithmetic: the same order of dimensions in memory, no gaps."""
     if layout is None or layout == ROW_MAJOR:
         return layout
     strides = [stride for stride, size in zip(layout, shape, strict=True) if size != 1]
@@ -51,23 +51,23 @@ def kept_by_a_copy(layout: Layout, shape: Shape) -> Layout:
     return tuple(result)
 
 
-def viewed(layout: Layout, shape: Shape, new_shape: Shape) -> tuple[bool | None, Layout]:
-    """Whether a tensor can be seen in another shape without a copy, and its strides then. None: that is unknown."""
+def view_layout(layout: Layout, shape: Shape, new_shape: Shape) -> tuple[bool | None, Layout]:
+    """Whether a tensor can be viewed in another shape without a copy (None: unknown), and the strides of that view."""
     if layout == ROW_MAJOR:
         return True, ROW_MAJOR
     if layout is not None:
-        found = _strides_of_view(shape, layout, new_shape)
+        found = _view_strides(shape, layout, new_shape)
         return found is not None, found
     # With gaps between its rows, dimensions can be split and never merged: what that allows is always possible.
-    with_gaps = strides_of(ROW_MAJOR, tuple(size + 1 for size in shape))
+    with_gaps = layout_strides(ROW_MAJOR, tuple(size + 1 for size in shape))
     assert with_gaps is not None
-    return True if _strides_of_view(shape, with_gaps, new_shape) is not None else None, None
+    return True if _view_strides(shape, with_gaps, new_shape) is not None else None, None
 
 
-def _strides_of_view(shape: Shape, strides: Shape, new_shape: Sequence[int]) -> Shape | None:
-    """As `at::detail::computeStride` has it."""
+def _view_strides(shape: Shape, strides: Shape, new_shape: Sequence[int]) -> Shape | None:
+    """`at::detail::computeStride` of torch."""
     if not shape or math.prod(shape) == 0:
-        return strides if tuple(new_shape) == shape else strides_of(ROW_MAJOR, tuple(new_shape))
+        return strides if tuple(new_shape) == shape else layout_strides(ROW_MAJOR, tuple(new_shape))
     result = [0] * len(new_shape)
     place = len(new_shape) - 1
     stride, elements, placed = strides[-1], 1, 1

@@ -1,4 +1,4 @@
-"""A loop of a torch function that is one loop of the program, however often it goes round."""
+"""`lax.scan` for torch functions in a trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comfy_tpu.bridge.environment import environment
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, parts: Any) -> tuple[Any, Any]:
     """`carry, result = step(carry, part)` for every part along the first dimension of `parts`, inside a trace.
 
-    The last carry, and the results with a leading dimension. A carry keeps its shapes and dtypes.
+    Returns the last carry, and the results with a leading dimension. A carry keeps its shapes and dtypes.
     """
     bridge = environment()
 

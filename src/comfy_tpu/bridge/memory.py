@@ -1,4 +1,4 @@
-"""What a traced tensor is a window on: several may look at one memory, and all of them see what one of them writes.
+"""Shared memory of traced tensors: a write into a tensor is visible in every view of the same memory, as in torch.
 
 torchax gives every tensor an array of its own, `_elem`. Here that is a property: reading it gives what the tensor would
 hold in torch, and assigning to it writes through to the memory, whoever does it (torchax's in-place operators do).
@@ -18,33 +18,34 @@ import torch
 from comfy_tpu.bridge.compat import load_torchax
 from comfy_tpu.bridge.layouts import ROW_MAJOR, Layout, Shape
 from comfy_tpu.bridge.model_source import calling_line
-from comfy_tpu.bridge.recipes import Index, IndexAtRunTime, Recipe, is_basic, writable
+from comfy_tpu.bridge.recipes import DynamicIndex, Index, Recipe, is_basic, writable_recipes
 from comfy_tpu.errors import TraceError, see
 
 
 class Memory:
-    __slots__ = ("__weakref__", "doubt", "doubt_seen", "value", "version")
+    __slots__ = ("__weakref__", "alias_checked_from", "possible_alias", "value", "version")
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
         self.version = 0
-        self.doubt: Doubt | None = None
-        self.doubt_seen = 0
+        self.possible_alias: PossibleAlias | None = None
+        self.alias_checked_from = 0
 
 
-class Doubt:
-    """Memories that are one or several in torch, depending on strides that a trace does not know."""
+class PossibleAlias:
+    """Memories that torch would or would not share, depending on strides that the trace does not know."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
         self.writers: list[int] = []
 
     def add(self, memory: Memory) -> None:
-        memory.doubt, memory.doubt_seen = self, len(self.writers)
+        memory.possible_alias, memory.alias_checked_from = self, len(self.writers)
 
     def check(self, memory: Memory) -> None:
-        """Only a tensor that is read after another one was written needs to know."""
-        if any(writer != id(memory) for writer in self.writers[memory.doubt_seen :]):
+        """Raises TraceError if another of the memories was written since `memory` was added: the value read now depends
+        on whether torch shares them."""
+        if any(writer != id(memory) for writer in self.writers[memory.alias_checked_from :]):
             raise TraceError(
                 f"{self.reason} gives a view or a copy depending on strides, which a trace does not know here; one of "
                 f"the two was written to, and the other is read{calling_line()}; write .clone() if it is to be a "
@@ -52,15 +53,15 @@ class Doubt:
             )
 
 
-def may_share(one: Any, other: Any, what: str) -> None:
+def mark_possible_alias(one: Any, other: Any, what: str) -> None:
     memory = one._memory
-    if memory.doubt is None:
-        Doubt(f"{what}{calling_line()}").add(memory)
-    memory.doubt.add(other._memory)
+    if memory.possible_alias is None:
+        PossibleAlias(f"{what}{calling_line()}").add(memory)
+    memory.possible_alias.add(other._memory)
 
 
-def view_of(parent: Any, recipe: Recipe, view: Any = None, layout: Layout = None) -> Any:
-    """A tensor that sees `parent` through `recipe`: a new one, or `view`, which holds the value already."""
+def make_view(parent: Any, recipe: Recipe, view: Any = None, layout: Layout = None) -> Any:
+    """A view of `parent` through `recipe`: a new tensor, or `view`, which holds the value already."""
     if view is None:
         view = type(parent)(recipe.read(parent._elem), parent._env)
     view._memory, view._seen = parent._memory, parent._memory.version
@@ -69,8 +70,8 @@ def view_of(parent: Any, recipe: Recipe, view: Any = None, layout: Layout = None
     return view
 
 
-def adopt(tensor: Any, other: Any) -> None:
-    """`tensor` becomes another window on what `other` sees: `tensor.data = other`, `tensor.unsqueeze_(0)`."""
+def rebind_memory(tensor: Any, other: Any) -> None:
+    """Makes `tensor` share the memory and shape of `other`: `tensor.data = other`, `tensor.unsqueeze_(0)`."""
     resized = tensor._value.shape != other._value.shape
     for name in ("_memory", "_recipes", "_value", "_seen", "_layout"):
         setattr(tensor, name, getattr(other, name))
@@ -89,8 +90,8 @@ def _initialize(self: Any, elem: jax.Array, env: Any, requires_grad: bool = Fals
 
 def _read(self: Any) -> jax.Array:
     memory: Memory = self._memory
-    if memory.doubt is not None:
-        memory.doubt.check(memory)
+    if memory.possible_alias is not None:
+        memory.possible_alias.check(memory)
     if self._seen == memory.version:
         value: jax.Array = self._value
         return value
@@ -107,7 +108,7 @@ def _write(self: Any, value: jax.Array) -> None:
         value = value.astype(self._value.dtype)
     if value.shape != self._value.shape:
         value = _broadcast(value, tuple(self._value.shape))
-    recipes = writable(self._recipes)
+    recipes = writable_recipes(self._recipes)
     parents = [memory.value]
     for recipe in recipes[:-1]:
         parents.append(recipe.read(parents[-1]))
@@ -117,8 +118,8 @@ def _write(self: Any, value: jax.Array) -> None:
     memory.value = written
     memory.version += 1
     self._value, self._seen = value, memory.version
-    if memory.doubt is not None:
-        memory.doubt.writers.append(id(memory))
+    if memory.possible_alias is not None:
+        memory.possible_alias.writers.append(id(memory))
 
 
 def _broadcast(value: jax.Array, shape: Shape) -> jax.Array:
@@ -134,20 +135,20 @@ def _broadcast(value: jax.Array, shape: Shape) -> jax.Array:
 
 
 def get_item(tensor: Any, key: Any) -> Any:
-    """`tensor[key]`: a view for what selects, a copy for what gathers."""
-    parts = _parts(key)
+    """`tensor[key]`: a view where torch returns a view (integers, slices), a copy where it gathers (lists, masks)."""
+    parts = _index_parts(key)
     if all(map(is_basic, parts)):
-        return view_of(tensor, Index(parts, tuple(tensor._value.shape)))
+        return make_view(tensor, Index(parts, tuple(tensor._value.shape)))
     arrays = tensor._env.t2j_iso(parts)
     if all(is_basic(part) or _is_integer(part) for part in arrays):
-        return view_of(tensor, IndexAtRunTime(arrays))
+        return make_view(tensor, DynamicIndex(arrays))
     gathered = type(tensor)(tensor._elem[arrays], tensor._env)
     gathered._layout = None
     return gathered
 
 
 def set_item(tensor: Any, key: Any, value: Any) -> None:
-    parts = tensor._env.t2j_iso(_parts(key))
+    parts = tensor._env.t2j_iso(_index_parts(key))
     current = tensor._elem
     array = jnp.asarray(tensor._env.t2j_iso(value)).astype(current.dtype)  # JAX will refuse another dtype
     if not all(map(is_basic, parts)):
@@ -166,28 +167,28 @@ def _is_integer(part: Any) -> bool:
     return isinstance(part, jax.Array) and part.ndim == 0 and jnp.issubdtype(part.dtype, jnp.integer)
 
 
-def _parts(key: Any) -> tuple[Any, ...]:
+def _index_parts(key: Any) -> tuple[Any, ...]:
     if isinstance(key, list) and any(isinstance(part, (slice, torch.Tensor, type(None))) for part in key):
         key = tuple(key)  # as torch reads it
-    return tuple(_plain(part) for part in (key if isinstance(key, tuple) else (key,)))
+    return tuple(_as_python_number(part) for part in (key if isinstance(key, tuple) else (key,)))
 
 
-def _plain(part: Any) -> Any:
-    """Numbers of numpy, and of one-element tensors on the host, as Python's."""
+def _as_python_number(part: Any) -> Any:
+    """A number of numpy, or of a one-element host tensor, as a Python int; anything else unchanged."""
     if isinstance(part, slice):
-        return slice(*(_plain(bound) for bound in (part.start, part.stop, part.step)))
+        return slice(*(_as_python_number(bound) for bound in (part.start, part.stop, part.step)))
     if isinstance(part, (bool, list, tuple)) or hasattr(part, "_memory") or not hasattr(part, "__index__"):
         return part
     is_number = not getattr(part, "ndim", 0) and "bool" not in str(getattr(part, "dtype", ""))
     return part.__index__() if is_number and not isinstance(part, jax.Array) else part
 
 
-def share_memory(tensor: types.ModuleType) -> None:
-    """Makes torchax's tensors such windows."""
+def patch_tensor_class(tensor: types.ModuleType) -> None:
+    """Replaces methods and properties of torchax's Tensor class, so that views share memory."""
     cls = tensor.Tensor
     cls.__init__ = _initialize
     cls._elem = property(_read, _write)
-    cls.data = property(lambda self: self, adopt)
+    cls.data = property(lambda self: self, rebind_memory)
     # A view keeps its shape and dtype: asking for them must not read it again.
     cls.shape = property(lambda self: torch.Size(self._value.shape))
     cls.ndim = property(lambda self: len(self._value.shape))

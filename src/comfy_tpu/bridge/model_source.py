@@ -38,7 +38,7 @@ def calling_place() -> tuple[str, int, str] | None:
 
 
 def raising_place(error: BaseException) -> tuple[str, int, str] | None:
-    """The same for the line of a model that an exception passed through."""
+    """File, line and function of the innermost line of a model that an exception passed through."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_model_source(frame.filename):
             return frame.filename, frame.lineno or 0, frame.name
@@ -47,13 +47,13 @@ def raising_place(error: BaseException) -> tuple[str, int, str] | None:
 
 def calling_line() -> str:
     """` at file.py:12 in forward` for the line of a model that is running now, else an empty string."""
-    return _described(calling_place())
+    return _format_place(calling_place())
 
 
 def raising_line(error: BaseException) -> str:
     """The same for the line of a model that an exception passed through."""
-    return _described(raising_place(error))
+    return _format_place(raising_place(error))
 
 
-def _described(place: tuple[str, int, str] | None) -> str:
+def _format_place(place: tuple[str, int, str] | None) -> str:
     return "" if place is None else f" at {place[0]}:{place[1]} in {place[2]}"

@@ -1,4 +1,4 @@
-"""What a model keeps for its next call: a tensor of a trace has no value there, and must not outlive it."""
+"""State that a model keeps between calls: tensors of a trace must not stay in it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _EMPTY = types.CellType()  # compared with it, a cell says whether it has conten
 
 
 @contextlib.contextmanager
-def nothing_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Attributes are as before (a VAE's frame cache); functools' caches in its files are empty (Qwen-Image's RoPE)."""
+def restore_module_state(module: torch.nn.Module) -> Iterator[None]:
+    """Restores the module's attributes at the end of the block (a VAE's frame cache), and clears functools' caches in
+    the files that define its classes (Qwen-Image's RoPE)."""
     contents: dict[int, tuple[Any, Any]] = {}
     for owner in module.modules():
-        _remember(vars(owner), contents, type(owner).__module__)
+        _save_container(vars(owner), contents, type(owner).__module__)
     try:
         yield
     finally:
@@ -30,22 +31,22 @@ def nothing_kept(module: torch.nn.Module) -> Iterator[None]:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)
         for file in {type(owner).__module__ for owner in module.modules()}:
-            for cache in _caches_of(file):
+            for cache in _find_caches(file):
                 cache.cache_clear()
 
 
-def _remember(container: Any, contents: dict[int, tuple[Any, Any]], file: str) -> None:
+def _save_container(container: Any, contents: dict[int, tuple[Any, Any]], file: str) -> None:
     if type(container) not in (dict, list, collections.OrderedDict) or id(container) in contents:
         return
     contents[id(container)] = (container, container.copy())
     for item in container.values() if isinstance(container, dict) else container:
         # A plain object counts as the module's own if the same file defines it: Z-Image's RopeEmbedder.
         own = type(item).__module__ == file and not isinstance(item, torch.nn.Module) and hasattr(item, "__dict__")
-        _remember(vars(item) if own else item, contents, file)
+        _save_container(vars(item) if own else item, contents, file)
 
 
-def _caches_of(file: str) -> Iterator[Any]:
-    """Of the functions and methods that it defines; what it imports is not its own."""
+def _find_caches(file: str) -> Iterator[Any]:
+    """functools' caches of the functions and methods that a file defines; those it imports are not included."""
     if file not in sys.modules or file.startswith("torch."):
         return
     things = list(vars(sys.modules[file]).values())

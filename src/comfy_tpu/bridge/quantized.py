@@ -10,7 +10,7 @@ from comfy_tpu.kernels.quantized import quantized_linear
 
 
 class QuantizedLinear(torch.nn.Module):
-    """In place of a `Linear`, in traces only."""
+    """Replaces a `Linear` in a skeleton; computes in traces only."""
 
     def __init__(self, linear: torch.nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()

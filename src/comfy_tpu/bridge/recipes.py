@@ -1,6 +1,6 @@
-"""How a view is read from what it is a view of, and how a write into it gets back there.
+"""How a view is read from its parent, and how a write into the view changes the parent.
 
-Values are moved, never computed with: NaN, infinities and every dtype survive.
+Values are moved and never computed with: NaN, infinities and all dtypes are preserved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from comfy_tpu.bridge.layouts import Layout, Shape, strides_of, viewed
+from comfy_tpu.bridge.layouts import Layout, Shape, layout_strides, view_layout
 from comfy_tpu.errors import TraceError, see
 
 
@@ -23,15 +23,15 @@ class Recipe(Protocol):
     def read(self, parent: jax.Array) -> jax.Array: ...
 
     def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
-        """The parent with `value` in the place of what `read` gives."""
+        """The parent with `value` written where `read` reads."""
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
-        """Strides of the view, of a parent with these strides and this shape."""
+        """Strides of the view of a parent with this layout and shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """The same elements in the same order. Whether that is a view at all, or a copy, is for `layouts.viewed` to say."""
+    """The same elements in the same order. `layouts.view_layout` decides whether torch makes a view or a copy."""
 
     shape: Shape
 
@@ -42,7 +42,7 @@ class Reshape:
         return value.reshape(parent.shape)
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
-        return viewed(parent, shape, self.shape)[1]
+        return view_layout(parent, shape, self.shape)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Permute:
         return value.transpose(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
-        strides = strides_of(parent, shape)
+        strides = layout_strides(parent, shape)
         return strides and tuple(strides[dim] for dim in self.order)
 
 
@@ -76,7 +76,7 @@ class Expand:
         return value.reshape(parent.shape)
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
-        strides = strides_of(parent, shape)
+        strides = layout_strides(parent, shape)
         if strides is None:
             return None
         added = len(self.shape) - len(shape)
@@ -86,7 +86,7 @@ class Expand:
 
 
 def is_basic(part: Any) -> bool:
-    """An index that selects without a gather. True and False are masks."""
+    """Whether an index selects without a gather. True and False are masks, so they do not."""
     if isinstance(part, slice):
         return all(bound is None or type(bound) is int for bound in (part.start, part.stop, part.step))
     return part is None or part is Ellipsis or type(part) is int
@@ -138,9 +138,9 @@ class Index:
             (places[0], size - 1 - places[-1], places.step - 1 if len(places) > 1 else 0)
             for places, size in zip(self._ranges, parent.shape, strict=True)
         ]
-        return jnp.where(self._written(parent.shape), lax.pad(value, jnp.zeros((), value.dtype), holes), parent)
+        return jnp.where(self._written_mask(parent.shape), lax.pad(value, jnp.zeros((), value.dtype), holes), parent)
 
-    def _written(self, shape: Shape) -> jax.Array:
+    def _written_mask(self, shape: Shape) -> jax.Array:
         mask = jnp.ones((), bool)
         for dim, (places, size) in enumerate(zip(self._ranges, shape, strict=True)):
             if len(places) != size:
@@ -150,7 +150,7 @@ class Index:
         return mask
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
-        strides = strides_of(parent, shape)
+        strides = layout_strides(parent, shape)
         if strides is None:
             return None
         result, dim = [], 0
@@ -165,8 +165,8 @@ class Index:
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexAtRunTime:
-    """The same with integers that are known only while running."""
+class DynamicIndex:
+    """`parent[key]` with integers that are known only when the program runs."""
 
     key: tuple[Any, ...]
 
@@ -182,7 +182,7 @@ class IndexAtRunTime:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Anything else that picks elements (a diagonal, windows): what it does to positions says where to write."""
+    """Any other selection of elements (a diagonal, windows): `read` of an array of positions gives where to write."""
 
     read: Callable[[jax.Array], jax.Array]
 
@@ -201,20 +201,20 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class Reinterpretation:
-    """The same elements as something else, complex numbers as pairs for instance."""
+    """The same elements in another dtype, complex numbers as pairs for instance; `inverse` converts back."""
 
     read: Callable[[jax.Array], jax.Array]
-    back: Callable[[jax.Array], jax.Array]
+    inverse: Callable[[jax.Array], jax.Array]
 
     def write(self, parent: jax.Array, value: jax.Array) -> jax.Array:
-        return self.back(value)
+        return self.inverse(value)
 
     def layout(self, parent: Layout, shape: Shape) -> Layout:
         return None
 
 
-def writable(recipes: tuple[Recipe, ...]) -> tuple[Recipe, ...]:
-    """The same, to write through. A part of an expanded tensor may be written to, if it has each element once."""
+def writable_recipes(recipes: tuple[Recipe, ...]) -> tuple[Recipe, ...]:
+    """Recipes equal to these that can also write to a part of an expanded tensor that has each element once."""
     place = next((place for place, recipe in enumerate(recipes[:-1]) if isinstance(recipe, Expand)), None)
     if place is None:
         return recipes

@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TraceContext:
-    """What operators may want to know of the program that is being traced."""
+    """What operators can read of the program that is being traced."""
 
     placement: Placement | None = None
     attention: AttentionConfig = AttentionConfig()
     weight_axes: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
-    """How weights are split while computing, by name; stored they may be split further and are gathered where used."""
+    """How each weight is split while it computes, by name. In storage a weight may be split further, and is gathered
+    for each use."""
 
-    def for_compute(self, name: str, weight: jax.Array) -> jax.Array:
+    def constrain_weight(self, name: str, weight: jax.Array) -> jax.Array:
         if self.placement is None or name not in self.weight_axes:
             return weight
         return constrain(weight, self.placement, self.weight_axes[name])
@@ -60,7 +61,7 @@ def current_trace() -> TraceContext:
 
 @contextlib.contextmanager
 def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
-    """Torch code in the block runs on the environment's tensors. Everything of torch's state is put back afterwards."""
+    """Runs torch code in the block on the environment's tensors, and restores torch's global state afterwards."""
     from comfy_tpu.bridge.environment import environment
 
     with (
@@ -83,7 +84,7 @@ def trace_scope(context: TraceContext) -> Iterator[TraceEnvironment]:
 
 @contextlib.contextmanager
 def _preserve_torch_state() -> Iterator[None]:
-    """Also when the model raises half-way, or changes a global of torch and does not change it back."""
+    """Restores torch's global state, also when the model raises, or changes a global and does not change it back."""
     dtype = torch.get_default_dtype()
     seed, random_state = torch.initial_seed(), torch.get_rng_state()
     deterministic = torch.are_deterministic_algorithms_enabled()

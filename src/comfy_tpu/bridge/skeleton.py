@@ -15,22 +15,23 @@ from comfy_tpu.errors import SkeletonSizeError
 
 
 def skeleton_limits(shapes: Iterable[tuple[int, ...]]) -> SkeletonLimits:
-    """For a module whose checkpoint holds these. Some modules ask for tied weights twice, or drop layers afterwards."""
+    """Limits for a module whose checkpoint holds tensors of these shapes, with room for modules that allocate tied
+    weights twice, or drop layers afterwards."""
     sizes = [math.prod(shape) for shape in shapes]
     known = f"and its checkpoint has {len(sizes)} with {sum(sizes)} numbers"
-    return SkeletonLimits(tensors=4 * len(sizes) + 256, elements=4 * sum(sizes) + 2**20, known=known)
+    return SkeletonLimits(tensors=4 * len(sizes) + 256, elements=4 * sum(sizes) + 2**20, error_suffix=known)
 
 
 _FACTORIES = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros)
-_LARGE = 2**12
-"""Elements of an input from which on the size of a result is looked at before it is computed."""
+_LARGE_INPUT_ELEMENTS = 2**12
+"""From this many elements of an input on, the size of a result is checked before it is computed."""
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Storage for weights is asked for with torch.empty; what is computed (RoPE tables and the like) is not.
+    """Puts tensors made by torch.empty, which are the weights, on meta; computed tensors (RoPE tables) are real.
 
-    A mode rather than a `torch.device("meta")` block, which would lose the computed buffers, and rather than a patch
-    of nn.Module, which other threads would feel.
+    A mode rather than a `torch.device("meta")` block, which would lose the computed buffers, and rather than a patch of
+    nn.Module, which would affect other threads.
     """
 
     def __init__(self, limits: SkeletonLimits) -> None:
@@ -56,7 +57,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):  # not every function works on meta
             if func in _FACTORIES:
                 self._check_computed(func(*args, **{**kwargs, "device": "meta"}), largest)
-            elif largest >= _LARGE:
+            elif largest >= _LARGE_INPUT_ELEMENTS:
                 on_meta = (each.to("meta") if isinstance(each, torch.Tensor) else each for each in args)
                 self._check_computed(func(*on_meta, **kwargs), largest)
         return func(*args, **kwargs)
@@ -65,13 +66,13 @@ class _EmptyOnMeta(TorchFunctionMode):
         self._tensors += 1
         self._elements += weight.numel()
         if self._tensors > self._limits.tensors:
-            raise SkeletonSizeError(f"asks for more than {self._limits.tensors} weights, {self._limits.known}")
+            raise SkeletonSizeError(f"asks for more than {self._limits.tensors} weights, {self._limits.error_suffix}")
         if self._elements > self._limits.elements:
             elements = self._limits.elements
-            raise SkeletonSizeError(f"asks for weights with more than {elements} numbers, {self._limits.known}")
+            raise SkeletonSizeError(f"asks for weights with more than {elements} numbers, {self._limits.error_suffix}")
 
     def _check_computed(self, tensor: Any, largest: int) -> None:
-        """Before it is computed, from inputs that have this many elements at most."""
+        """Raises SkeletonSizeError for a result that is too large; `largest`: elements of its largest input."""
         if isinstance(tensor, torch.Tensor) and tensor.numel() > max(self._limits.computed, largest):
             raise SkeletonSizeError(f"asks for a table of shape {tuple(tensor.shape)}, which no known model has")
 
@@ -94,10 +95,10 @@ def build_skeleton(
     SkeletonSizeError as soon as the module asks for more than `limits`.
     """
     with torch.inference_mode(False):  # a module built inside one could not be used outside of it
-        return _emptied(factory, limits)
+        return _build_on_meta(factory, limits)
 
 
-def _emptied(factory: Callable[[], torch.nn.Module], limits: SkeletonLimits) -> torch.nn.Module:
+def _build_on_meta(factory: Callable[[], torch.nn.Module], limits: SkeletonLimits) -> torch.nn.Module:
     with _preserve_random_state(), torch.no_grad(), _EmptyOnMeta(limits):
         module = factory()
     emptied: dict[int, torch.nn.Parameter] = {}
@@ -114,7 +115,7 @@ def _emptied(factory: Callable[[], torch.nn.Module], limits: SkeletonLimits) -> 
 
 
 def weight_shapes(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Everything a checkpoint must bring: parameters and persistent buffers, each tied one once, by its first name."""
+    """The tensors that a checkpoint must hold: parameters and persistent buffers, tied ones once, by the first name."""
     kept = set(module.state_dict(keep_vars=True))
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor for name, tensor in named if name in kept}

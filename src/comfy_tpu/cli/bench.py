@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.bench.job import PARTS, PEERS, Choices
-from comfy_tpu.cli.options import names, number, path
-from comfy_tpu.cli.terminal import print_paths, print_text, say
+from comfy_tpu.cli.options import number_parser, parse_names, path_parser
+from comfy_tpu.cli.terminal import print_message, print_paths, print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,25 +27,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=defaults.dtype, choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
         "--repeats",
-        type=number(int),
+        type=number_parser(int),
         default=defaults.repeats,
         metavar="N",
         help=f"times that each is measured ({defaults.repeats})",
     )
     parser.add_argument(
-        "--steps", type=number(int), default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})"
+        "--steps", type=number_parser(int), default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})"
     )
     parser.add_argument("--compile-regional", action="store_true", help="torch.compile of every block by itself")
     parser.add_argument(
-        "--json", type=path("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
+        "--json", type=path_parser("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
     )
-    parser.add_argument("--markdown", type=path("--markdown"), metavar="FILE", help="tables of this run")
-    parser.add_argument("--plot", type=path("--plot"), metavar="FILE", help="bars of this run, x.svg")
+    parser.add_argument("--markdown", type=path_parser("--markdown"), metavar="FILE", help="tables of this run")
+    parser.add_argument("--plot", type=path_parser("--plot"), metavar="FILE", help="bars of this run, x.svg")
     commands = parser.add_subparsers(metavar="report", title="others")
     report = commands.add_parser("report", help="a page from JSON files", description="a page from JSON files")
-    report.add_argument("files", nargs="+", type=path("FILE"), metavar="FILE", help="what --json wrote")
+    report.add_argument("files", nargs="+", type=path_parser("FILE"), metavar="FILE", help="what --json wrote")
     report.add_argument(
-        "-o", "--output", type=path("--output"), required=True, metavar="PAGE", help="x.md; plots go beside it"
+        "-o", "--output", type=path_parser("--output"), required=True, metavar="PAGE", help="x.md; plots go beside it"
     )
     report.set_defaults(bench=run_report)
     parser.set_defaults(bench=run_measurements)
@@ -60,9 +60,9 @@ def run_measurements(arguments: argparse.Namespace) -> int:
     from comfy_tpu.bench import outputs, runner
 
     choices = Choices(
-        parts=names(arguments.what, PARTS, "--what"),
+        parts=parse_names(arguments.what, PARTS, "--what"),
         sizes=tuple(arguments.size),
-        peers=names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
+        peers=parse_names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
         model=arguments.model,
         mesh=arguments.mesh,
         dtype=arguments.dtype,
@@ -71,7 +71,7 @@ def run_measurements(arguments: argparse.Namespace) -> int:
         regional=arguments.compile_regional,
     )
     places = outputs.Places.check(json=arguments.json, markdown=arguments.markdown, plot=arguments.plot)
-    run = runner.run_bench(choices, say=say, keep=places.keep)
+    run = runner.run_bench(choices, say=print_message, keep=places.keep)
     places.finish(run)
     print_text(outputs.tables(run))
     return 0

@@ -8,7 +8,7 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.terminal import print_paths
 
 FIXED = ("num_videos", "fps", "reuse", "guidance_until")
-"""Settings that a calibration does not have: it computes every step of one video at a time."""
+"""Settings that cannot be chosen: a calibration computes every step of one video at a time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=options.path("--output"),
+        type=options.path_parser("--output"),
         metavar="PATH",
         help="x.json (default: reuse.json in the model)",
     )
@@ -37,12 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
         options.check_texts(prompt, arguments.negative_prompt)
     images = options.read_images(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
-        output = arguments.output or session.pipeline.directory / reuse.FILE
+        output = arguments.output or session.pipeline.directory / reuse.CURVE_FILE
         atomic.check_place(output)
         session.check_outputs(output)
         settings = session.settings()
-        session.take(images)
+        session.set_images(images)
         curve = calibration.measure_curve(session.pipeline, prompts, settings, images)
-        calibration.save(output, curve, session.pipeline, prompts, settings, pictures=session.pictures)
+        calibration.save_measured_curve(
+            output, curve, session.pipeline, prompts, settings, images_fingerprint=session.images_fingerprint
+        )
     print_paths([output])
     return 0

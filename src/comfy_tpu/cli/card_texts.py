@@ -9,12 +9,12 @@ from comfy_tpu.families.registry import family_cards, model_cards
 
 
 def default_model() -> ModelCard:
-    """The model whose defaults are shown."""
+    """The model whose defaults help texts show."""
     return model_cards()[0]
 
 
 def frame_counts() -> str:
-    """ "4n+1 for Wan, HunyuanVideo-1.5; 8n+1 for LTX-Video"."""
+    """Allowed numbers of frames: "4n+1 for Wan, HunyuanVideo-1.5; 8n+1 for LTX-Video"."""
 
     def multiples(card: FamilyCard) -> str:
         found = {model.limits.frames_multiple for model in card.models if not model.makes_images}
@@ -24,22 +24,22 @@ def frame_counts() -> str:
 
 
 def size_names() -> str:
-    """ "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
+    """Names of sizes: "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
 
     def presets(card: FamilyCard) -> str:
-        return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_rank))
+        return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_size_key))
 
     return _by_family(presets)
 
 
 def families_with(fact: Callable[[ModelCard], bool]) -> str:
     """The titles of the families that have such a model: "Flux.1, Flux.2"."""
-    return ", ".join(_escaped(card.title) for card in family_cards() if any(map(fact, card.models)))
+    return ", ".join(_escape(card.title) for card in family_cards() if any(map(fact, card.models)))
 
 
 def models_with(fact: Callable[[ModelCard], bool]) -> str:
-    """ "Wan 2.1, Wan 2.2"."""
-    return _escaped(", ".join(model.name for model in model_cards() if fact(model)))
+    """The names of the models with a property: "Wan 2.1, Wan 2.2"."""
+    return _escape(", ".join(model.name for model in model_cards() if fact(model)))
 
 
 def _by_family(describe: Callable[[FamilyCard], str]) -> str:
@@ -47,15 +47,15 @@ def _by_family(describe: Callable[[FamilyCard], str]) -> str:
     for card in family_cards():
         if text := describe(card):
             groups.setdefault(text, []).append(card.title)
-    return _escaped("; ".join(f"{text} for {', '.join(titles)}" for text, titles in groups.items()))
+    return _escape("; ".join(f"{text} for {', '.join(titles)}" for text, titles in groups.items()))
 
 
-def _rank(name: str) -> tuple[int, str]:
-    """Sizes in the order of their numbers: 512, 768, 1024."""
+def _size_key(name: str) -> tuple[int, str]:
+    """A sort key by the number in a size's name: 512, 768, 1024."""
     digits = "".join(filter(str.isdigit, name))
     return int(digits or 0), name
 
 
-def _escaped(text: str) -> str:
-    """argparse replaces %."""
+def _escape(text: str) -> str:
+    """Doubles %, which argparse would replace."""
     return text.replace("%", "%%")

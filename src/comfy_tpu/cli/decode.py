@@ -1,4 +1,4 @@
-"""comfy-tpu decode: the last stage. Latents become a video."""
+"""comfy-tpu decode: the last stage, from latents to a video."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from comfy_tpu.cli import options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "latents", metavar="LATENTS", type=options.path("LATENTS"), help="what `comfy-tpu denoise` made"
+        "latents", metavar="LATENTS", type=options.path_parser("LATENTS"), help="what `comfy-tpu denoise` made"
     )
     options.add_video_output(parser, "LATENTS with .mp4 for its suffix, .png for an image")
     options.add_fps(parser)
@@ -27,12 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
     sessions.check_video_output(arguments, header.settings.num_videos)
     with sessions.open_next_stage(arguments, arguments.latents, header) as session:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
-        session.loras, session.pictures = header.loras, header.pictures
+        session.loras, session.images_fingerprint = header.loras, header.images_fingerprint
         settings = session.settings(header.settings)
         own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
         paths = media.check_output(arguments.output or own, settings)
         session.check_outputs(*paths)
-        there = session.videos_are_there(paths, header.prompt, settings)
+        there = session.are_videos_up_to_date(paths, header.prompt, settings)
         if not there:
             session.write_videos(latents, header.prompt, settings, paths)
     return session.report(paths, header.prompt, settings, cut=header.cut, skipped=there)

@@ -1,4 +1,4 @@
-"""comfy-tpu denoise: the second stage. Settings come from the text's file; those given here go before them."""
+"""comfy-tpu denoise: the second stage. Settings come from the text's file; options given here take precedence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUTPUT = "latents.safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", metavar="TEXT", type=options.path("TEXT"), help="what `comfy-tpu encode` made")
+    parser.add_argument("text", metavar="TEXT", type=options.path_parser("TEXT"), help="what `comfy-tpu encode` made")
     options.add_artifact_output(parser, f"{OUTPUT} beside TEXT")
     options.add_force(parser)
     options.add_report(parser)
@@ -25,15 +25,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     header = artifacts.read_header(arguments.text, "text")
     output = arguments.output or arguments.text.with_name(OUTPUT)
-    there = sessions.artifact_there(output, "latents", arguments)
+    there = sessions.read_existing_artifact(output, "latents", arguments)
     with sessions.open_next_stage(arguments, arguments.text, header) as session:
         session.check_outputs(output)
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
         if session.pipeline.family.card.guidance == "classifier_free":
             artifacts.check_guidance(arguments.text, embeddings, settings)
-        session.pictures = header.pictures
-        skipped = session.is_there(output, header.prompt, settings, there)
+        session.images_fingerprint = header.images_fingerprint
+        skipped = session.is_up_to_date(output, header.prompt, settings, there)
         if not skipped:
             latents = session.pipeline.denoise(embeddings, settings)
             artifacts.save_latents(
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
                 settings,
                 session.pipeline,
                 cut=header.cut,
-                pictures=session.pictures,
+                images_fingerprint=session.images_fingerprint,
                 loras=session.loras,
             )
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

@@ -17,7 +17,7 @@ With --json, one object. Its keys stay; new ones may be added:
     model_cache     the same
     findings        name, status ("ok", "warning", "blocked"), detail, fix (or null)
 
-A fact that could not be had is null, and a finding says why.
+A fact that could not be gathered is null, and a finding gives the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""comfy-tpu encode: the first stage. What the text encoder makes of a prompt goes to a file, with all settings."""
+"""comfy-tpu encode: the first stage. Writes the embeddings of a prompt to a file, with all settings."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = options.read_prompt(arguments)
     images = options.read_images(arguments)
     output = arguments.output or Path(OUTPUT)
-    there = sessions.artifact_there(output, "text", arguments)
+    there = sessions.read_existing_artifact(output, "text", arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         session.check_outputs(output)
         settings = session.settings()
-        session.take(images)
+        session.set_images(images)
         if images and session.pipeline.family.card.starts_from_image:
             raise InvalidValueError(
                 f"image is given, but model {session.pipeline.model_name} makes an image anew while it denoises, and "
                 "no file hands it on; use comfy-tpu generate",
                 field="image",
             )
-        if session.is_there(output, prompt, settings, there):
+        if session.is_up_to_date(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
         embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)

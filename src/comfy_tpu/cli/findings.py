@@ -33,7 +33,7 @@ def verdict(findings: Iterable[Finding]) -> str:
 
 
 def printable(lines: Iterable[str], encoding: str) -> str:
-    """Lines of a report in an encoding that may lack characters, without control characters."""
+    """Joins the lines of a report, without control characters and characters that the encoding lacks."""
     return escape_controls("\n".join(lines)).encode(encoding, "replace").decode(encoding)
 
 

@@ -1,4 +1,4 @@
-"""comfy-tpu generate: a prompt becomes a video, or an image where the model makes those."""
+"""comfy-tpu generate: makes a video, or an image with an image model, from a prompt."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import argparse
 
 from comfy_tpu.cli import options
 
-OUTPUT = "video.mp4"
-PICTURE = "picture.png"
+VIDEO_OUTPUT = "video.mp4"
+IMAGE_OUTPUT = "image.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
     options.add_images(parser)
     options.add_strength(parser)
-    options.add_video_output(parser, f"{OUTPUT} or {PICTURE}; {OUTPUT.replace('.', '-1.')} and so on if it is taken")
+    options.add_video_output(
+        parser, f"{VIDEO_OUTPUT} or {IMAGE_OUTPUT}; {VIDEO_OUTPUT.replace('.', '-1.')} and so on if it is taken"
+    )
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
@@ -31,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     sessions.check_video_output(arguments, arguments.num_videos or 1)
     with sessions.open_session(arguments, arguments.model) as session:
         settings = session.settings()
-        session.take(images)
-        own = PICTURE if session.makes_images else OUTPUT
+        session.set_images(images)
+        own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
         output = arguments.output or media.free_output(own, settings.num_videos)
         paths = media.check_output(output, settings)
         session.check_outputs(*paths)

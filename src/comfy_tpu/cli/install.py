@@ -1,4 +1,4 @@
-"""comfy-tpu install: put the pack into a ComfyUI, and say what is missing before it can run there."""
+"""comfy-tpu install: installs the pack into a ComfyUI, and lists what is missing before it can run there."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import shlex
 import sys
 
 from comfy_tpu.cli.findings import finding_lines, printable, verdict
-from comfy_tpu.cli.options import path
+from comfy_tpu.cli.options import path_parser
 from comfy_tpu.cli.terminal import print_text
 from comfy_tpu.diagnosis import Finding, examine, examine_comfyui
-from comfy_tpu.installation import ComfyUI, Outcome, Pack, place, remove
+from comfy_tpu.installation import ComfyUI, Outcome, Pack, install_pack, remove_pack
 
-SHOWN = ("python", "devices", "tracing", "torchvision", "torchaudio", "demo models")
-"""Of the doctor's findings; the others only where something is wrong. `comfy-tpu doctor` shows them all."""
+SHOWN_FINDINGS = ("python", "devices", "tracing", "torchvision", "torchaudio", "demo models")
+"""The doctor's findings that are always shown; others are shown if something is wrong. `comfy-tpu doctor` shows all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "comfyui_dir", type=path("COMFYUI_DIR"), metavar="COMFYUI_DIR", help="the directory that holds main.py"
+        "comfyui_dir", type=path_parser("COMFYUI_DIR"), metavar="COMFYUI_DIR", help="the directory that holds main.py"
     )
     parser.add_argument("--copy", action="store_true", help="copy the files where links are not possible")
     parser.add_argument("--uninstall", action="store_true", help="take the pack out again; models and outputs stay")
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     comfyui = ComfyUI.open(arguments.comfyui_dir)
     if arguments.uninstall:
-        print_text(remove(comfyui).detail)
+        print_text(remove_pack(comfyui).detail)
         return 0
     pack = Pack.here()
     comfyui.check_version(pack.required_comfyui)
-    findings = _findings(comfyui, place(comfyui, pack, copy=arguments.copy))
+    findings = _findings(comfyui, install_pack(comfyui, pack, copy=arguments.copy))
     encoding = sys.stdout.encoding or "ascii"
     blocked = any(finding.status == "blocked" for finding in findings)
     lines = [*finding_lines(findings, encoding), "", verdict(findings)]
@@ -48,5 +48,5 @@ def _findings(comfyui: ComfyUI, outcome: Outcome) -> list[Finding]:
         Finding("ComfyUI", "ok", f"{comfyui.version} ({comfyui.directory})"),
         Finding("pack", "ok", outcome.detail),
         *examine_comfyui(comfyui.directory),
-        *(finding for finding in examine().findings if finding.status != "ok" or finding.name in SHOWN),
+        *(finding for finding in examine().findings if finding.status != "ok" or finding.name in SHOWN_FINDINGS),
     ]

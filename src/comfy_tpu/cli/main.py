@@ -18,8 +18,8 @@ from types import FrameType
 from typing import NoReturn
 
 import comfy_tpu
-from comfy_tpu.cli.options import argument_names, flag_of
-from comfy_tpu.cli.streams import discard, output_fails, standard_streams
+from comfy_tpu.cli.options import argument_names, find_flag
+from comfy_tpu.cli.streams import discard, is_output_broken, standard_streams
 from comfy_tpu.cli.terminal import print_error, warning_lines
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory, rename_field
 from comfy_tpu.terminal_text import excerpt, sanitize
@@ -36,7 +36,7 @@ class Command:
     name: str
     summary: str
     module: str
-    """Has add_arguments(parser) and run(arguments) -> exit status. Imported only when the command is asked for."""
+    """The module with add_arguments(parser) and run(arguments) -> exit status, imported only for its own command."""
     runs_models: bool = True
 
 
@@ -62,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     names: Mapping[str, str] = {}
     try:
-        with _termination_unwinds():
+        with _raise_on_termination():
             try:
                 arguments = _parse(argv)
                 names = arguments.names
                 if arguments.runs_models:
                     _check_address_space()
-                with warning_lines(lambda text, field: rename_field(text, field, flag_of(field, names))):
+                with warning_lines(lambda text, field: rename_field(text, field, find_flag(field, names))):
                     status: int = arguments.run(arguments)
             except SystemExit:  # of --help, which has printed it
                 sys.stdout.flush()
@@ -82,16 +82,16 @@ def _run(argv: Sequence[str]) -> int:
         discard(sys.stdout)
         return 1
     except Exception as error:
-        sentence = _sentence(error)
+        sentence = _user_message(error)
         if sentence is None:
             raise
         field = getattr(error, "field", None)
-        print_error(rename_field(sentence, field, flag_of(field, names)))
+        print_error(rename_field(sentence, field, find_flag(field, names)))
         return 1
 
 
-def _sentence(error: Exception) -> str | None:
-    """What a user is told instead of a traceback; None of an error that is a bug."""
+def _user_message(error: Exception) -> str | None:
+    """The message that replaces a traceback; None for an error that is a bug."""
     if isinstance(error, ComfyTpuError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] != "comfy_tpu":
@@ -102,13 +102,13 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:
         # pathlib raises these where it is asked whether a path that was given is a file.
         return f"{excerpt(str(error.filename))} cannot be opened ({error.strerror}); give another path"
-    if isinstance(error, OSError) and error.filename is None and output_fails():
+    if isinstance(error, OSError) and error.filename is None and is_output_broken():
         return f"standard output could not be written: {error.strerror or error}; send it elsewhere"
     return None
 
 
 def _check_address_space() -> None:
-    """Before libraries are loaded: with less, OpenBLAS waits for ever for memory while SciPy is imported."""
+    """Raises InvalidValueError for a small limit (ulimit -v), with which OpenBLAS would wait for ever on its import."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE_MIN:
         raise InvalidValueError(
@@ -118,17 +118,17 @@ def _check_address_space() -> None:
 
 
 @contextlib.contextmanager
-def _termination_unwinds() -> Iterator[None]:
-    """Signals that ask the process to end become exceptions, as Ctrl-C is one: what is half written gets removed."""
+def _raise_on_termination() -> Iterator[None]:
+    """Turns termination signals into exceptions, as Ctrl-C is one, so that partial files are removed."""
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
+    def raise_exit(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
     here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
-    # Only where nobody has decided otherwise: nohup ignores SIGHUP.
+    # Only signals with their default action: nohup ignores SIGHUP.
     ours = [number for number in (SIGTERM, SIGHUP) if here and signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
-        signal.signal(number, leave)
+        signal.signal(number, raise_exit)
     try:
         yield
     finally:
@@ -150,7 +150,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _hint(unknown: Sequence[str], names: Mapping[str, str]) -> str:
-    """What was probably meant by arguments that the command does not have, or nothing."""
+    """A suggestion for unknown arguments; empty if there is none."""
     flags = [name for name in names.values() if name.startswith("--")]
     for argument in unknown:
         written = argument.partition("=")[0].replace("_", "-")

@@ -1,4 +1,4 @@
-"""The options that commands share, each defined once. None means: not chosen, so the model's own default holds."""
+"""The options that commands share, each defined once. None: not chosen, so that the model's default applies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Name = TypeVar("Name", bound=str)
 @dataclasses.dataclass(frozen=True)
 class Option:
     field: str
-    """A field of GenerationSettings."""
+    """The field of GenerationSettings."""
     flags: tuple[str, ...]
     help: str
     help_from_cards: Callable[[], str] = lambda: ""
-    """The end of the help text."""
+    """Returns the end of the help text, from the family cards."""
 
 
 SETTINGS = (
@@ -82,11 +82,11 @@ FLAGS = {
     "last_image": "--last-image",
     "comfyui_dir": "COMFYUI_DIR",
 }
-"""How a user of the command says what an error calls by its name in Python."""
+"""Flags by the names of the fields that errors mention."""
 
 
-def path(name: str, kind: Callable[[str], Any] = Path) -> Callable[[str], Any]:
-    """Parses a file or directory that is given as the argument `name`. Path("") would be the current directory."""
+def path_parser(name: str, kind: Callable[[str], Any] = Path) -> Callable[[str], Any]:
+    """A parser of the path argument `name`, which refuses an empty one: Path("") would be the current directory."""
 
     def parse(text: str) -> Any:
         if not text:
@@ -106,17 +106,20 @@ def add_images(parser: argparse.ArgumentParser) -> None:
         "--image",
         action="append",
         default=[],
-        type=path("--image"),
+        type=path_parser("--image"),
         metavar="IMAGE",
         help="the first frame of a video, an image to start from, or a reference; as often as the model takes one",
     )
     parser.add_argument(
-        "--last-image", type=path("--last-image"), metavar="IMAGE", help="the last frame, for models that take one"
+        "--last-image",
+        type=path_parser("--last-image"),
+        metavar="IMAGE",
+        help="the last frame, for models that take one",
     )
 
 
 def read_images(arguments: argparse.Namespace) -> list[Image]:
-    """The last frame behind all others."""
+    """The given images; the last frame comes last."""
     from comfy_tpu.pipeline.images import read_image
 
     if arguments.last_image is not None and not arguments.image:
@@ -126,7 +129,7 @@ def read_images(arguments: argparse.Namespace) -> list[Image]:
 
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
-    """All files that the command line gives to read."""
+    """All input files on the command line."""
     single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
     return [*getattr(arguments, "image", ()), *loras, *(path for path in single if path is not None)]
@@ -151,7 +154,7 @@ def add_settings(
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:
-    """For a command whose input holds the settings."""
+    """Adds --fps to a command whose input file holds the settings."""
     _add_setting(parser, next(option for option in SETTINGS if option.field == "fps"), with_default=False)
 
 
@@ -166,7 +169,7 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
         "--lora",
         action="append",
         default=[],
-        type=path("--lora", parse_lora),
+        type=path_parser("--lora", parse_lora),
         metavar="FILE[:STRENGTH][:high|low]",
         help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one "
         "of two transformers; may be repeated",
@@ -174,7 +177,7 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_lora(text: str) -> Lora:
-    """What is no number stays text: the check of LoRAs refuses it, in the same words as everywhere."""
+    """PATH[:STRENGTH][:NOISE] as a `Lora`. Values that are no numbers stay text, for the common check to refuse."""
     if Path(text).is_file():  # colons may be part of a path
         return Lora(Path(text))
     path, chosen = text, dict[str, Any]()
@@ -208,7 +211,9 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
         default="none",
         help="fp8 (H100 and newer, TPU v7x) or int8 (TPU v5e, v6e): faster, and not quite the same video",
     )
-    group.add_argument("--cache-dir", type=path("--cache-dir"), metavar="DIR", help="where compiled programs are kept")
+    group.add_argument(
+        "--cache-dir", type=path_parser("--cache-dir"), metavar="DIR", help="where compiled programs are kept"
+    )
     return group
 
 
@@ -233,12 +238,15 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=path("--output", str),
+        type=path_parser("--output", str),
         metavar="PATH",
         help=f"x.mp4, x.gif, x.npy, x.png (one frame), a directory/ of PNG frames, or x-%%04d.png (default: {default})",
     )
     parser.add_argument(
-        "--contact-sheet", type=path("--contact-sheet"), metavar="PNG", help="also one image of every second frame"
+        "--contact-sheet",
+        type=path_parser("--contact-sheet"),
+        metavar="PNG",
+        help="also one image of every second frame",
     )
 
 
@@ -246,7 +254,7 @@ def add_strength(parser: argparse.ArgumentParser) -> None:
     families = card_texts.families_with(lambda model: model.starts_from_image)
     parser.add_argument(
         "--strength",
-        type=number(float),
+        type=number_parser(float),
         metavar="X",
         help=f"how much of --image is redrawn, above 0 and up to 1, which is all of it, for {families} "
         f"({INIT_IMAGE_STRENGTH})",
@@ -255,12 +263,13 @@ def add_strength(parser: argparse.ArgumentParser) -> None:
 
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "-o", "--output", type=path("--output"), metavar="PATH", help=f"x.safetensors (default: {default})"
+        "-o", "--output", type=path_parser("--output"), metavar="PATH", help=f"x.safetensors (default: {default})"
     )
 
 
-def chosen(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By field of GenerationSettings; None where nothing was said. A single value goes before the size's."""
+def chosen_settings(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The chosen settings by field of GenerationSettings; None if not chosen. Single values override those of a
+    size."""
     values: dict[str, Any] = {}
     if size := getattr(arguments, "size", None):
         if size.upper() not in presets:
@@ -276,7 +285,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     from comfy_tpu.families.settings import check_prompt
 
     prompt: str = arguments.prompt
-    with _utf8("prompt"):
+    with _utf8_errors("prompt"):
         if prompt == "-":
             prompt = _read_standard_input()
     check_texts(prompt, arguments.negative_prompt)
@@ -295,12 +304,12 @@ def _read_standard_input() -> str:
 
 def check_texts(prompt: str, negative_prompt: str | None) -> None:
     for field, text in (("prompt", prompt), ("negative_prompt", negative_prompt or "")):
-        with _utf8(field):
+        with _utf8_errors(field):
             text.encode("utf-8")  # Python keeps bytes of a command line that are not UTF-8 as lone surrogates
 
 
 @contextlib.contextmanager
-def _utf8(field: str) -> Iterator[None]:
+def _utf8_errors(field: str) -> Iterator[None]:
     try:
         yield
     except UnicodeError as error:
@@ -308,7 +317,7 @@ def _utf8(field: str) -> Iterator[None]:
 
 
 def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What a user of this command calls each of its arguments, its subcommands' too: `--output`, `MODEL`."""
+    """The names of a command's arguments as the user writes them, with those of subcommands: `--output`, `MODEL`."""
     names: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -321,8 +330,8 @@ def argument_names(parser: argparse.ArgumentParser) -> dict[str, str]:
     return names
 
 
-def flag_of(field: str | None, names: Mapping[str, str]) -> str | None:
-    """What a user of the command calls a field. `names` are the command's own: MODEL of `plan` is --model of others."""
+def find_flag(field: str | None, names: Mapping[str, str]) -> str | None:
+    """The flag or argument name of a field. `names` are the command's own: `plan` has MODEL, other commands --model."""
     return None if field is None else names.get(field, FLAGS.get(field))
 
 
@@ -338,8 +347,8 @@ def _add_setting(parser: argparse._ActionsContainer, option: Option, *, with_def
     )
 
 
-def names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
-    """Some of those that are known, in their order, from a list with commas."""
+def parse_names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
+    """The names in a comma-separated list, in the order of `known`; raises InvalidValueError for an unknown one."""
     given = tuple(name.strip() for name in text.split(",") if name.strip())
     if unknown := [name for name in given if name not in known]:
         raise InvalidValueError(f"{flag} names {unknown[0]!r}; choose from {', '.join(known)}")
@@ -348,8 +357,8 @@ def names(text: str, known: tuple[Name, ...], flag: str) -> tuple[Name, ...]:
     return tuple(name for name in known if name in given)
 
 
-def number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
-    """What is not a number stays text: the check of the settings refuses it, in the same words as everywhere."""
+def number_parser(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
+    """A parser of numbers. Other text is returned unchanged, for the common check of the settings to refuse."""
 
     def parse(text: str) -> int | float | str:
         try:
@@ -360,4 +369,4 @@ def number(kind: type[int] | type[float]) -> Callable[[str], int | float | str]:
     return parse
 
 
-_PARSERS: Mapping[type, Callable[[str], Any]] = {int: number(int), float: number(float), str: str}
+_PARSERS: Mapping[type, Callable[[str], Any]] = {int: number_parser(int), float: number_parser(float), str: str}

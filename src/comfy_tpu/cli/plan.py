@@ -1,4 +1,4 @@
-"""comfy-tpu plan: what a TPU slice would do with a model, before it is rented.
+"""comfy-tpu plan: memory, traffic and step time of a model on a TPU slice, before the slice is rented.
 
 The exit status is 1 if the step does not fit.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comfy_tpu.cli.options import path
+from comfy_tpu.cli.options import path_parser
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-guidance", action="store_true", help="one branch: no negative prompt")
     parser.add_argument("--mesh", help="choose this layout instead of the best: dp=2,sp=4, or seed")
     parser.add_argument(
-        "--export", type=path("--export"), metavar="FILE", help="also write the program, to compile it elsewhere"
+        "--export", type=path_parser("--export"), metavar="FILE", help="also write the program, to compile it elsewhere"
     )
     parser.add_argument(
-        "--from", dest="from_", type=path("--from"), metavar="FILE", help="plan a program that --export wrote"
+        "--from", dest="from_", type=path_parser("--from"), metavar="FILE", help="plan a program that --export wrote"
     )
     parser.add_argument("--no-compile", action="store_true", help="do not ask the TPU compiler, also if it is here")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -37,26 +37,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli.plan_report import as_json, as_text
 
-    plan = _from_file(arguments) if arguments.from_ else _from_model(arguments)
+    plan = _plan_from_file(arguments) if arguments.from_ else _plan_from_model(arguments)
     print(as_json(plan) if arguments.json else as_text(plan, sys.stdout.encoding))
     return 0 if plan.fits else 1
 
 
-def _from_file(arguments: argparse.Namespace) -> Plan:
+def _plan_from_file(arguments: argparse.Namespace) -> Plan:
     given = [name for name in ("model", "tpu", "size", "mesh", "export") if getattr(arguments, name) is not None]
     if given:
         raise InvalidValueError(f"from={arguments.from_} brings its own {given[0]}; leave that out", field="from")
-    from comfy_tpu.cli.terminal import say
+    from comfy_tpu.cli.terminal import print_message
     from comfy_tpu.planning.plan import plan_program
     from comfy_tpu.planning.program_file import read_program
 
-    return plan_program(read_program(arguments.from_), compile_=not arguments.no_compile, on_progress=say)
+    return plan_program(read_program(arguments.from_), compile_=not arguments.no_compile, on_progress=print_message)
 
 
-def _from_model(arguments: argparse.Namespace) -> Plan:
+def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     if arguments.model is None or arguments.tpu is None:
         raise InvalidValueError("plan needs a MODEL and --tpu, or --from; try: comfy-tpu plan demo --tpu v6e-8")
-    from comfy_tpu.cli.terminal import say
+    from comfy_tpu.cli.terminal import print_message
     from comfy_tpu.parallel.chips import parse_slice
     from comfy_tpu.pipeline.model_files import list_model_files
     from comfy_tpu.pipeline.path_conflicts import check_conflicts
@@ -78,9 +78,9 @@ def _from_model(arguments: argparse.Namespace) -> Plan:
         slice_,
         mesh=arguments.mesh or "auto",
         compile_=not arguments.no_compile,
-        on_progress=say,
+        on_progress=print_message,
     )
     if arguments.export is not None:
         write_program(arguments.export, program)
-        say(f"{arguments.export}: the program of {plan.chosen.sizes}")
+        print_message(f"{arguments.export}: the program of {plan.chosen.sizes}")
     return plan

@@ -28,7 +28,7 @@ from typing import Any
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.distribution import find_page
 from comfy_tpu.parallel.layouts import fits
-from comfy_tpu.planning.compilation import Counted, has_tpu_compiler
+from comfy_tpu.planning.compilation import ProgramCounts, has_tpu_compiler
 from comfy_tpu.planning.plan import LayoutPlan, Plan, refined_seconds
 
 
@@ -38,7 +38,7 @@ def as_json(plan: Plan) -> str:
 
 def as_document(plan: Plan) -> dict[str, Any]:
     larger = plan.larger and {"tpu": plan.larger[0].name, "mesh": dataclasses.asdict(plan.larger[1])}
-    seed = plan.seed and {"mesh": dataclasses.asdict(plan.seed.sizes), "share": plan.share_of_seed}
+    seed = plan.seed and {"mesh": dataclasses.asdict(plan.seed.sizes), "share": plan.seed_share}
     slice_ = plan.slice
     layouts = plan.layouts if plan.chosen in plan.layouts else (*plan.layouts, plan.chosen)
     return {
@@ -82,19 +82,19 @@ def _layout_document(layout: LayoutPlan, plan: Plan) -> dict[str, Any]:
         },
         "bound": guess.bound,
         "traffic": [dataclasses.asdict(item) for item in guess.traffic],
-        "partitioned": _counted_document(layout.partitioned, layout),
-        "compiled": _counted_document(layout.compiled, layout),
+        "partitioned": _counts_document(layout.partitioned, layout),
+        "compiled": _counts_document(layout.compiled, layout),
     }
 
 
-def _counted_document(counted: Counted | None, layout: LayoutPlan) -> dict[str, Any] | None:
-    if counted is None:
+def _counts_document(counts: ProgramCounts | None, layout: LayoutPlan) -> dict[str, Any] | None:
+    if counts is None:
         return None
-    peak = counted.peak_bytes(layout.facts) if layout.facts else None
+    peak = counts.peak_bytes(layout.facts) if layout.facts else None
     return {
-        **dataclasses.asdict(counted),
-        "sent_bytes": counted.sent_bytes,
-        "unexplained": len(counted.unexplained),
+        **dataclasses.asdict(counts),
+        "sent_bytes": counts.sent_bytes,
+        "unexplained": len(counts.unexplained),
         "peak_bytes": peak,
     }
 
@@ -170,34 +170,34 @@ def _chosen_lines(plan: Plan) -> Iterable[str]:
             yield f"{plan.larger[0].name} would do, as {plan.larger[1]}."
         else:
             yield "No slice up to 256 chips would do; choose a smaller size."
-    counted = layout.counted
-    if counted is not None:
+    counts = layout.counts
+    if counts is not None:
         yield ""
-        yield from _table(_traffic_rows(layout, counted))
+        yield from _table(_traffic_rows(layout, counts))
         yield ""
-        yield _attention_line(layout, counted)
-    if plan.seed and plan.share_of_seed is not None and plan.seed is not layout and layout.partitioned:
+        yield _attention_line(layout, counts)
+    if plan.seed and plan.seed_share is not None and plan.seed is not layout and layout.partitioned:
         yield (
             f"Against the seed's {plan.seed.sizes}: {_gb(layout.partitioned.sent_bytes)} GB sent instead of "
-            f"{_gb(plan.seed.sent_bytes)}, {plan.share_of_seed:.0%}."
+            f"{_gb(plan.seed.sent_bytes)}, {plan.seed_share:.0%}."
         )
 
 
-def _traffic_rows(layout: LayoutPlan, counted: Counted) -> Iterable[Sequence[str]]:
+def _traffic_rows(layout: LayoutPlan, counts: ProgramCounts) -> Iterable[Sequence[str]]:
     guesses: dict[str, int] = {}
     for item in layout.estimate.traffic:
         guesses[item.cause] = guesses.get(item.cause, 0) + item.nbytes
     yield ("", "collective", "over", "times", "GB sent", "why")
-    for item in counted.traffic:
+    for item in counts.traffic:
         why = f"{item.cause} {item.detail}".strip()
         yield ("", item.kind, ",".join(item.axes), str(item.count), f"{item.nbytes / 1e9:.3f}", why)
     total = f"{layout.estimate.sent_bytes / 1e9:.3f} by formula"
-    yield ("", "all", "", str(sum(item.count for item in counted.traffic)), f"{counted.sent_bytes / 1e9:.3f}", total)
+    yield ("", "all", "", str(sum(item.count for item in counts.traffic)), f"{counts.sent_bytes / 1e9:.3f}", total)
 
 
-def _attention_line(layout: LayoutPlan, counted: Counted) -> str:
-    kernels = f"{counted.kernels} splash kernels in the program" if counted.kernels else "dense attention"
-    squares = (*counted.square_arrays, *(layout.facts.square_arrays if layout.facts else ()))
+def _attention_line(layout: LayoutPlan, counts: ProgramCounts) -> str:
+    kernels = f"{counts.kernels} splash kernels in the program" if counts.kernels else "dense attention"
+    squares = (*counts.square_arrays, *(layout.facts.square_arrays if layout.facts else ()))
     return f"Attention: {kernels}; " + (
         f"arrays of tokens × tokens: {', '.join(squares)}." if squares else "no array of tokens × tokens."
     )
@@ -214,7 +214,7 @@ def _source_lines(plan: Plan) -> Iterable[str]:
     elif plan.compiler_refused:
         yield plan.compiler_refused
     else:
-        yield f"The TPU compiler was not asked ({_why_not_asked(plan)}): memory is the documented model."
+        yield f"The TPU compiler was not asked ({_uncompiled_reason(plan)}): memory is the documented model."
     factor, page = plan.slice.chip.temporaries, find_page("plan.md")
     if factor != 1:
         yield (
@@ -238,7 +238,7 @@ def _compiled_memory(layout: LayoutPlan, memory: Mapping[str, int]) -> str:
     )
 
 
-def _why_not_asked(plan: Plan) -> str:
+def _uncompiled_reason(plan: Plan) -> str:
     if not plan.compiler_wanted:
         return "--no-compile"
     if platform.machine().lower() in ("x86_64", "amd64"):
@@ -263,5 +263,5 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _gb(nbytes: float) -> str:
-    """Three figures, or one behind the point."""
+    """Gigabytes with three significant figures, or one decimal."""
     return f"{nbytes / 1e9:,.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.3g}"

@@ -1,4 +1,4 @@
-"""What a pipeline says while it works: bars on a terminal, and an account of where the time went."""
+"""Progress of a pipeline in a terminal, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comfy_tpu.terminal_text import escape_controls
 Key = tuple[str, str]
 
 _SPANS = 3
-"""Of reused steps that a bar names: a terminal of 80 columns has no room for all."""
+"""The number of spans of reused steps that a bar shows: a terminal of 80 columns has no room for all."""
 _LINE = "{desc}"
 _STEPS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{rate_inv_fmt}, {remaining} left]"
 _BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{rate_fmt}, {remaining} left]"
@@ -29,14 +29,14 @@ class CompiledProgram:
     seconds: float
 
 
-class Account:
-    """Seconds by stage. Where one runs inside another (compiling inside denoising), the time is the inner one's."""
+class StageTimes:
+    """Seconds by stage. The time of a stage inside another (compiling inside denoising) counts for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.programs: list[CompiledProgram] = []
         self.reused: list[int] = []
-        """Numbers of the steps at which the transformer did not run."""
+        """The numbers of the steps at which the transformer did not run."""
         self._open: list[Key] = []
         self._started: dict[Key, float] = {}
         self._began = self._last = time.monotonic()
@@ -65,10 +65,10 @@ class Account:
 
 
 class Display:
-    """Listens to a pipeline. Without a terminal on stderr it shows nothing."""
+    """A progress callback that shows bars on stderr if it is a terminal."""
 
     def __init__(self) -> None:
-        self.account = Account()
+        self.account = StageTimes()
         self._bars: dict[Key, Any] = {}
 
     def __enter__(self) -> Display:
@@ -90,7 +90,7 @@ class Display:
             self._bars[key] = self._new_bar(progress)
         bar = self._bars[key]
         if progress.reused:
-            reused = spans(self.account.reused)
+            reused = format_spans(self.account.reused)
             bar.set_description_str(escape_controls(f"{progress.stage} {progress.size}, reused {reused}"))
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
@@ -131,8 +131,8 @@ class Display:
         )
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """The last few of them; neighbours as a span: "… 16–17, 19"."""
+def format_spans(numbers: Sequence[int]) -> str:
+    """The last few numbers, neighbours as a span: "… 16–17, 19"."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What the commands that run a pipeline have in common: opening it, showing its progress, reporting at the end.
+"""Shared code of the commands that run a pipeline: opening it, showing progress, reporting at the end.
 
 With --json, one object on stdout. Its keys stay; new ones may be added:
 
@@ -29,7 +29,7 @@ from PIL.Image import Image
 
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import Display
-from comfy_tpu.cli.terminal import print_paths, say
+from comfy_tpu.cli.terminal import print_message, print_paths
 from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, CacheConfig, GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.registry import model_cards
@@ -48,24 +48,24 @@ class Session:
         self.pipeline = pipeline
         self.display = display
         self.loras: str = pipeline.loras.text
-        """Those that the latents are made with, as artifacts note them."""
-        self.pictures = ""
-        """The fingerprint of those that are given."""
-        self._from_picture: dict[str, str] = {}
+        """The LoRAs of the latents, as JSON in artifacts."""
+        self.images_fingerprint = ""
+        """The fingerprint of the given images."""
+        self._init_image_metadata: dict[str, str] = {}
 
     @property
     def makes_images(self) -> bool:
         return self.pipeline.limits.frames_max == 1
 
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
-        """The model's defaults, or `base`, with what the command line says in their place."""
+        """The model's defaults, or `base`, replaced by the values on the command line."""
         known = dataclasses.asdict(base) if base else {}
-        chosen = options.chosen(self.arguments, self.pipeline.family.card.presets)
+        chosen = options.chosen_settings(self.arguments, self.pipeline.family.card.presets)
         said = {field: value for field, value in chosen.items() if value is not None}
         return self.pipeline.settings(**{**known, **said})
 
-    def take(self, images: Sequence[Image]) -> None:
-        """Notes which images are given."""
+    def set_images(self, images: Sequence[Image]) -> None:
+        """Checks the given images and records their fingerprint."""
         if self.arguments.last_image is not None and self.makes_images:
             raise InvalidValueError("last_image is for videos; leave it out", field="last_image")
         takes = self.pipeline.family.card.image
@@ -74,7 +74,7 @@ class Session:
                 f"last_image is given, but model {self.pipeline.model_name} takes a first image only; leave it out",
                 field="last_image",
             )
-        self.pictures = fingerprint(images)
+        self.images_fingerprint = fingerprint(images)
 
     def encode_init_image(
         self, images: Sequence[Image], settings: GenerationSettings
@@ -97,7 +97,7 @@ class Session:
                 "leave the others out",
                 field="image",
             )
-        self._from_picture = {"strength": str(self._strength)}
+        self._init_image_metadata = {"strength": str(self._strength)}
         return self.pipeline.encode_init_image(as_frame(images[0], settings), settings, self._strength), ()
 
     @property
@@ -106,29 +106,31 @@ class Session:
         strength: float = INIT_IMAGE_STRENGTH if said is None else said
         return strength
 
-    def is_there(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
-        """Whether what was found is made from the same things, which is then said."""
-        expected = artifacts.describe(prompt, settings, self.pipeline, pictures=self.pictures, loras=self.loras)
+    def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
+        """Whether the metadata found are those of the same run; if so, a message is printed."""
+        expected = artifacts.describe(
+            prompt, settings, self.pipeline, images_fingerprint=self.images_fingerprint, loras=self.loras
+        )
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
-        say(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
+        print_message(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
         return True
 
-    def videos_are_there(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings) -> bool:
+    def are_videos_up_to_date(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings) -> bool:
         sheet = self.arguments.contact_sheet
         found = [media.find_metadata(path, settings.num_frames) for path in paths]
         if sheet is not None:
             found.append(media.find_metadata(sheet, 1))
-        return self.is_there(paths[0], prompt, settings, *found)
+        return self.is_up_to_date(paths[0], prompt, settings, *found)
 
     def check_outputs(self, *paths: Path) -> None:
         """Raises where an output would replace another one, or a file that this run reads. --force changes nothing."""
-        model = [path for path in list_model_files(self.pipeline.directory) if path.name != reuse.FILE]
-        check_conflicts(_outputs(self.arguments, paths), [*options.list_input_files(self.arguments), *model])
+        model = [path for path in list_model_files(self.pipeline.directory) if path.name != reuse.CURVE_FILE]
+        check_conflicts(_output_fields(self.arguments, paths), [*options.list_input_files(self.arguments), *model])
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
-        made_from = {"pictures": self.pictures, "loras": self.loras}
-        description = artifacts.describe(prompt, settings, self.pipeline, **made_from) | self._from_picture
+        made_from = {"images_fingerprint": self.images_fingerprint, "loras": self.loras}
+        description = artifacts.describe(prompt, settings, self.pipeline, **made_from) | self._init_image_metadata
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),
@@ -172,7 +174,7 @@ class Session:
 def open_next_stage(
     arguments: argparse.Namespace, path: Path, header: artifacts.Header
 ) -> contextlib.AbstractContextManager[Session]:
-    """With the model that --model names, else with the one that made the artifact at `path`, if it is here."""
+    """Opens a session with the model of --model, else with the model that made the artifact at `path`."""
     if arguments.model is not None:
         return open_session(arguments, arguments.model)
     return open_session(arguments, artifacts.find_model(path, header), name=header.model_name)
@@ -180,7 +182,7 @@ def open_next_stage(
 
 @contextlib.contextmanager
 def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str | None = None) -> Iterator[Session]:
-    """`name`: what the model is called, instead of `model` itself."""
+    """Opens a model and shows its progress. `name` replaces `model` in messages."""
     with Display() as display:
         pipeline = video.VideoPipeline.open(
             model,
@@ -201,29 +203,31 @@ def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str 
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
-    """Each by itself, before devices are started: what is said of those would stand before the refusal."""
-    make_settings(files.defaults, options.chosen(arguments, files.family.card.presets), files.family.card.limits)
+    """Checks the settings before devices are started, whose messages would come before the error."""
+    make_settings(
+        files.defaults, options.chosen_settings(arguments, files.family.card.presets), files.family.card.limits
+    )
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:
-    """As much as can be said before the model is opened, which may mean to download it."""
+    """Checks the outputs before the model is opened, which may download it."""
     paths = () if arguments.output is None else media.check_output(arguments.output)
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
             raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is an image; give it a name in .png")
         atomic.check_place(arguments.contact_sheet, field="contact_sheet")
     if num_videos == 1:  # several have other names
-        check_conflicts(_outputs(arguments, paths), options.list_input_files(arguments))
+        check_conflicts(_output_fields(arguments, paths), options.list_input_files(arguments))
 
 
-def _outputs(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """With their fields, for errors; the contact sheet is one."""
+def _output_fields(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple[str, Path]]:
+    """All outputs with their fields, for errors; the contact sheet is one."""
     sheet = getattr(arguments, "contact_sheet", None)
     return [*(("output", path) for path in paths), *([] if sheet is None else [("contact_sheet", sheet)])]
 
 
-def artifact_there(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:
-    """The metadata of the artifact at `path`, empty if nothing is there. What is no artifact is not replaced."""
+def read_existing_artifact(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:
+    """The metadata of the artifact at `path`, empty if there is none; raises InvalidValueError for another file."""
     if path.suffix != artifacts.SUFFIX:
         raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}", field="output")
     atomic.check_place(path)
@@ -242,4 +246,4 @@ def artifact_there(path: Path, stage: artifacts.Stage, arguments: argparse.Names
 
 def warn_of_cut(cut: str) -> None:
     if cut:
-        say(f"warning: PROMPT is longer than the model reads; this was cut off: {excerpt(cut)}")
+        print_message(f"warning: PROMPT is longer than the model reads; this was cut off: {excerpt(cut)}")

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command, which the caller may have closed or given to a reader that left."""
+"""Standard input, output and error of a command, which the caller may have closed, or whose reader may be gone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from typing import TextIO
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""By descriptor."""
+"""Names and modes of the streams, by descriptor."""
 
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Inside, all three are open. Closed ones lead to the null device.
+    """Opens closed streams on the null device.
 
-    Otherwise the next file that is opened would get the number of a closed one, and libraries write warnings into it;
-    and Python, which has None for a closed stream, prints errors to standard output instead. The descriptors stay open
+    Otherwise the next opened file would get the descriptor of a closed stream, and libraries would write warnings into
+    it; and Python, which has None for a closed stream, would print errors to standard output. The descriptors stay open
     afterwards: libraries may have started threads that use them.
     """
     before = {name: getattr(sys, name) for name, _ in _STREAMS}
@@ -27,7 +27,7 @@ def standard_streams() -> Iterator[None]:
         if before[name] is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     try:
-        with _names_as_bytes(sys.stdout):
+        with _print_undecodable_names(sys.stdout):
             yield
     finally:
         for name, stream in before.items():
@@ -35,17 +35,17 @@ def standard_streams() -> Iterator[None]:
 
 
 def write_error(text: str) -> None:
-    """A line on standard error, or nothing where nobody reads it: a lost warning must not end a run."""
+    """Writes a line to standard error; ignores a reader that is gone: a lost warning must not end a run."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 
 
-def output_fails() -> bool:
-    """Whether standard output cannot be written, in which case what is left of it is discarded.
+def is_output_broken() -> bool:
+    """Whether standard output cannot be written; if so, its buffer is discarded.
 
-    Writes an empty line to find out: without a buffer (PYTHONUNBUFFERED) nothing is left of what failed before.
+    Writes an empty line to find out: without a buffer (PYTHONUNBUFFERED) an earlier failure leaves no trace.
     """
     try:
         print(flush=True)
@@ -56,8 +56,7 @@ def output_fails() -> bool:
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what is written from now on, and what is in the buffer, to the null device: Python would fail once more
-    flushing it on the way out."""
+    """Redirects a stream and its buffer to the null device: Python would fail again when it flushes them at exit."""
     with contextlib.suppress(OSError):  # a stream that has no descriptor, as in tests
         null = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -75,8 +74,8 @@ def _open_descriptor(number: int) -> None:
 
 
 @contextlib.contextmanager
-def _names_as_bytes(stream: TextIO) -> Iterator[None]:
-    """File names that are not UTF-8 are printed as the bytes that they are."""
+def _print_undecodable_names(stream: TextIO) -> Iterator[None]:
+    """Prints file names that are not UTF-8 as their bytes."""
     if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
         yield
         return

@@ -1,4 +1,4 @@
-"""How the commands write lines: nothing that a file or an argument says reaches a terminal as a control character."""
+"""Prints lines for commands, without control characters that come from files or arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfy_tpu.terminal_text import escape_controls, sanitize
 
 
 def message_line(text: str) -> str:
-    """A message of the command. Further lines are indented: none in a quoted text can pass for one of ours."""
+    """A message of the command. Further lines are indented, so that a quoted text cannot imitate a message."""
     return f"comfy-tpu: {sanitize(text)}".replace("\n", "\n  ")
 
 
@@ -22,14 +22,14 @@ def print_error(text: str) -> None:
     write_error(message_line(text))
 
 
-def say(text: str) -> None:
-    """A line on stderr that does not disturb progress bars."""
+def print_message(text: str) -> None:
+    """Prints a line on stderr without disturbing progress bars."""
     if "tqdm" not in sys.modules:
         print_error(text)
         return
     try:
         sys.modules["tqdm"].tqdm.write(message_line(text), file=sys.stderr)
-    except OSError:  # nobody reads it, and a lost line must not end a run
+    except OSError:  # the reader is gone; a lost line must not end a run
         discard(sys.stderr)
 
 
@@ -50,17 +50,17 @@ class _WarningLines(logging.Handler):
         self._rename = rename
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self._rename(record.getMessage(), getattr(record, "field", None)))
+        print_message(self._rename(record.getMessage(), getattr(record, "field", None)))
 
 
 def print_text(text: str) -> None:
-    """A report, on stdout."""
+    """Prints a report on stdout."""
     encoding = sys.stdout.encoding or "ascii"
     print(escape_controls(text).encode(encoding, "replace").decode(encoding), flush=True)
 
 
 def print_paths(paths: Iterable[Path | str]) -> None:
-    """One a line: escaped on a terminal, elsewhere exactly what the file system has, for the program that reads it."""
+    """Prints one path per line: escaped on a terminal, else with the file system's exact bytes, for other programs."""
     for path in map(str, paths):
         if sys.stdout.isatty():
             print_text(path.replace("\n", r"\n"))

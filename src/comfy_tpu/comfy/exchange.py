@@ -1,4 +1,4 @@
-"""ComfyUI's types to ours and back. What goes out is plain host data: CPU tensors, nothing of ours inside."""
+"""Converts between ComfyUI's types and ours. Outputs are plain host data: CPU tensors, without objects of ours."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 Conditioning = list[list[Any]]
 Latent = dict[str, Any]
 
-_AS_IF_ABSENT = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
-_NOT_READ = (
-    *_AS_IF_ABSENT,
+_NEUTRAL_VALUES = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
+_UNSUPPORTED_KEYS = (
+    *_NEUTRAL_VALUES,
     "guidance",
     "area",
     "mask",
@@ -30,11 +30,11 @@ _NOT_READ = (
     "concat_latent_image",
     "reference_latents",
 )
-"""What other nodes tell a sampler along with a prompt. To pass over it would draw something else than was asked for."""
+"""Options of other nodes in a CONDITIONING that we do not support. Ignoring them would give a different video."""
 
 
 def to_conditioning(embeddings: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> Conditioning:
-    """float32, as ComfyUI's own encoders give it on a CPU; bfloat16 values survive that unchanged."""
+    """A CONDITIONING in float32, as ComfyUI's encoders return on a CPU; bfloat16 values are exact in float32."""
     return [[embeddings["text"].float(), {key: embeddings[name].float() for name, key in keys.items()}]]
 
 
@@ -57,9 +57,11 @@ def from_conditioning(
     from comfy_tpu.bridge.dtypes import is_finite  # brings jax, which loading the pack must not
 
     embeds, extra = entries[0]
-    if unread := [key for key in _NOT_READ if extra.get(key) is not None and extra[key] != _AS_IF_ABSENT.get(key)]:
+    if unsupported := [
+        key for key in _UNSUPPORTED_KEYS if extra.get(key) is not None and extra[key] != _NEUTRAL_VALUES.get(key)
+    ]:
         raise InvalidValueError(
-            f"{name} comes with {', '.join(unread)}, which is not read here; connect the text encoder without the "
+            f"{name} comes with {', '.join(unsupported)}, which is not read here; connect the text encoder without the "
             "nodes that limit or steer its prompt",
             field=name,
         )
@@ -108,7 +110,7 @@ def from_images(name: str, images: Any) -> Image:
 
 
 def to_latent(samples: torch.Tensor, *, is_image: bool = False) -> Latent:
-    """[videos, channels, frames, height, width]; images without frames, as ComfyUI has them."""
+    """A LATENT [videos, channels, frames, height, width]; of images without the frames, as in ComfyUI."""
     return {"samples": samples[:, :, 0] if is_image else samples}
 
 
@@ -128,7 +130,7 @@ def from_latent(name: str, latent: Any) -> torch.Tensor:
 
 
 def to_images(parts: Iterable[torch.Tensor], frames: int) -> torch.Tensor:
-    """[videos * frames, height, width, 3] of parts [videos, t, height, width, 3]; each part is let go as it is read."""
+    """Concatenates parts [videos, t, height, width, 3] to [videos * frames, height, width, 3]; frees each part."""
     images: torch.Tensor | None = None
     done = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""What ComfyUI asks the pack for: its nodes, and one route for the device panel."""
+"""The pack's entry point for ComfyUI: its nodes, and a route for the device panel."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NODES: tuple[type[io.ComfyNode], ...] = (
 
 
 _OWNERS: dict[str, str] = {}
-"""The extension that gave ComfyUI a node, by the node's id: ours and a family's own pack both know that family."""
+"""The extension that registered each node id: this pack and the pack of a single family may have the same nodes."""
 
 
 class TPUExtension(ComfyExtension):
-    """Nodes that no other extension has given to ComfyUI before."""
+    """Registers the nodes that no other extension has registered."""
 
     def __init__(self, name: str, nodes: Sequence[type[io.ComfyNode]]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TPUExtension(ComfyExtension):
 
 
 def sanitize_warnings() -> None:
-    """ComfyUI's handler prints what our modules log; this one is asked before it."""
+    """Adds a handler that sanitizes our log records before ComfyUI's handler prints them."""
     logger = logging.getLogger("comfy_tpu")
     if not any(isinstance(handler, SanitizeRecords) for handler in logger.handlers):
         logger.addHandler(SanitizeRecords())

@@ -1,4 +1,4 @@
-"""The nodes of a family of models: its stages one by one, and all of them as one. Every family has the same ones."""
+"""The nodes of a model family: one per stage, and one for the full pipeline. Every family has the same kinds."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ logger = logging.getLogger(__name__)
 class FamilyNode(io.ComfyNode):
     FAMILY: ClassVar[NodeSet]
     KIND: ClassVar[str]
-    """What its id ends with."""
+    """The suffix of the node's id."""
 
     @classmethod
-    def schema(cls, shown_as: str, description: str, given: list[io.Input], made: list[io.Output]) -> io.Schema:
+    def schema(
+        cls, title: str, description: str, input_list: list[io.Input], output_list: list[io.Output]
+    ) -> io.Schema:
         family = cls.FAMILY
         return io.Schema(
             node_id=f"{family.key}{cls.KIND}",
-            display_name=f"{family.name} {shown_as}",
+            display_name=f"{family.name} {title}",
             category=family.category,
             description=description,
-            inputs=given,
-            outputs=made,
+            inputs=input_list,
+            outputs=output_list,
         )
 
 
@@ -107,12 +109,12 @@ class ImageEncoder(FamilyNode):
             what, size = "Encodes reference images for the model to read beside the prompt", ""
             given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
         else:
-            words = f"The first frame: one image of any size, {inputs.resizing(family)}."
+            words = f"The first frame: one image of any size, {inputs.resize_text(family)}."
             frame = io.Image.Input("image", tooltip=words)
             last = [inputs.frame(family, "last_image", "last")] if family.has_last_image else []
             ending = " and, for models that take one, the last" if family.has_last_image else ""
             what, size = f"Encodes the first frame of a video{ending}", ", at the same size"
-            given = [frame, *inputs.size(family), model, *last]
+            given = [frame, *inputs.size_inputs(family), model, *last]
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
         return cls.schema("Image Encoder (TPU)", f"{what}, on the device.", given, [made])
 
@@ -123,10 +125,10 @@ class ImageEncoder(FamilyNode):
     @classmethod
     def execute(cls, model_id: str, **chosen: Any) -> io.NodeOutput:
         given = _take_images(chosen)
-        inputs.check_whole(**_counted(chosen))
+        inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
-            settings = _settings(pipeline, **chosen) if chosen else pipeline.settings()
+            settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
 
@@ -140,7 +142,7 @@ class Sampler(FamilyNode):
         given = [
             inputs.prompt_embeds(family),
             *negative,
-            *inputs.sampling(family),
+            *inputs.sampling_inputs(family),
             *([inputs.fps(family)] if family.reads_fps else []),
             inputs.model_id(family),
             inputs.scheduler(family),
@@ -152,7 +154,7 @@ class Sampler(FamilyNode):
         )
         return cls.schema(
             "TPU Sampler",
-            f"Denoises {_a(family)}'s latents from the prompt, on all chips.",
+            f"Denoises {_noun(family)}'s latents from the prompt, on all chips.",
             [*given, *([inputs.image_embeds(family)] if has_image_encoder(family) else [])],
             [latents] if family.makes_images else [latents, frames],
         )
@@ -172,17 +174,17 @@ class Sampler(FamilyNode):
         **chosen: Any,
     ) -> io.NodeOutput:
         family = cls.FAMILY
-        inputs.check_whole(**_counted(chosen))
-        shared = _shared(image_embeds)
+        inputs.check_integers(**_pick_counts(chosen))
+        shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
         with pipeline_run(family, model_id, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.text import PromptEmbeddings
 
-            settings = _settings(pipeline, **chosen)
+            settings = _make_settings(pipeline, **chosen)
             given = {"prompt_embeds": prompt_embeds}
             if family.has_negative_prompt:
                 given["negative_prompt_embeds"] = negative_prompt_embeds or []
-            positive, *negative = _branches(family, pipeline, settings, given)
+            positive, *negative = _read_branches(family, pipeline, settings, given)
             embeddings = PromptEmbeddings("", positive, negative[0] if negative else None, shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
         latents = to_latent(made, is_image=family.makes_images)
@@ -207,11 +209,11 @@ class VAEDecoder(FamilyNode):
     def execute(cls, latents: Latent, model_id: str, fps: int | None = None) -> io.NodeOutput:
         samples = from_latent("latents", latents)
         if fps is not None:
-            inputs.check_whole(fps=fps)
+            inputs.check_integers(fps=fps)
         with pipeline_run(cls.FAMILY, model_id, {"decoding": samples.shape[2]}) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
-        return _frames(images, fps)
+        return _frames_output(images, fps)
 
 
 class Pipeline(FamilyNode):
@@ -223,7 +225,7 @@ class Pipeline(FamilyNode):
         given = [
             inputs.prompt(family),
             *([inputs.negative_prompt(family)] if family.has_negative_prompt else []),
-            *inputs.sampling(family),
+            *inputs.sampling_inputs(family),
             *([] if family.makes_images else [inputs.fps(family)]),
             inputs.model_id(family),
             inputs.scheduler(family),
@@ -231,8 +233,8 @@ class Pipeline(FamilyNode):
         ]
         return cls.schema(
             "TPU Full Pipeline",
-            f"From a prompt to {_a(family)} in one node: text encoder, transformer and VAE, all on the device.",
-            [*given, *inputs.images(family)],
+            f"From a prompt to {_noun(family)} in one node: text encoder, transformer and VAE, all on the device.",
+            [*given, *inputs.image_inputs(family)],
             inputs.frame_outputs(family),
         )
 
@@ -250,13 +252,13 @@ class Pipeline(FamilyNode):
         strength: float = 1.0,
         **chosen: Any,
     ) -> io.NodeOutput:
-        inputs.check_whole(**_counted(chosen), **({} if fps is None else {"fps": fps}))
+        inputs.check_integers(**_pick_counts(chosen), **({} if fps is None else {"fps": fps}))
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
-            settings = _settings(pipeline, fps=fps, **chosen)
+            settings = _make_settings(pipeline, fps=fps, **chosen)
             init_image = None
             if given and cls.FAMILY.image_role == "initial":
                 init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)
@@ -264,14 +266,14 @@ class Pipeline(FamilyNode):
             _warn_of_cut(embeddings.cut)
             latents = pipeline.denoise(embeddings, settings, init_image)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
-        return _frames(images, fps)
+        return _frames_output(images, fps)
 
 
 def has_image_encoder(family: NodeSet) -> bool:
     return family.image_role in ("first_frame", "reference")
 
 
-def _a(family: NodeSet) -> str:
+def _noun(family: NodeSet) -> str:
     return "an image" if family.makes_images else "a video"
 
 
@@ -280,22 +282,23 @@ def make_nodes(family: NodeSet) -> list[type[io.ComfyNode]]:
     return [type(f"{family.key}{kind.KIND}", (kind,), {"FAMILY": family}) for kind in kinds]
 
 
-def _counted(chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _pick_counts(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {name: chosen[name] for name in ("num_frames", "num_inference_steps") if name in chosen}
 
 
-def _frames(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
-    """Images, and for a video its frame rate and the video. `fps` is None for an image model."""
+def _frames_output(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
+    """The node's outputs: images, and for a video model also the frame rate and the video (`fps` is None for
+    images)."""
     return node_output(images) if fps is None else node_output(images, float(fps), to_video(images, fps))
 
 
 def _check_frames(family: NodeSet, num_frames: int | None) -> bool | str:
-    """None: it comes over a link, and is checked when it is there."""
+    """True, or the problem with num_frames; a value over a link (None here) is checked when the node runs."""
     return True if num_frames is None else inputs.frames_problem(family, num_frames) or True
 
 
 def _take_images(chosen: dict[str, Any]) -> list[Any]:
-    """Taken out of what was chosen, in the order in which a model reads them, as far as they are there."""
+    """Removes the connected images from `chosen` and returns them in the order in which a model reads them."""
     given = {name: chosen.pop(name, None) for name in (*inputs.REFERENCES, "last_image")}
     if given["image"] is None and given["last_image"] is not None:
         raise InvalidValueError("last_image is given without image; connect the first frame too", field="last_image")
@@ -306,8 +309,8 @@ def _latent_frames(family: NodeSet, chosen: Mapping[str, Any]) -> int:
     return int(chosen.get("num_frames", 1) - 1) // family.models[0].temporal_scale + 1
 
 
-def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:
-    """What came over a link that may be absent, and can be of any type."""
+def _check_image_embeds(image_embeds: Any) -> dict[str, torch.Tensor]:
+    """The value of a link, which may be absent (empty); raises InvalidValueError for one of another type."""
     if image_embeds is None:
         return {}
     if not isinstance(image_embeds, dict) or not all(isinstance(each, torch.Tensor) for each in image_embeds.values()):
@@ -317,10 +320,10 @@ def _shared(image_embeds: Any) -> dict[str, torch.Tensor]:
     return image_embeds
 
 
-def _branches(
+def _read_branches(
     family: NodeSet, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, Conditioning]
 ) -> list[dict[str, torch.Tensor]]:
-    """Each as the model reads it, all of one length."""
+    """The embeddings of each prompt, padded to the same length."""
     shapes = pipeline.embedding_shapes(settings)
     read = [
         from_conditioning(name, embeds, shapes=shapes, keys=family.conditioning_keys, pads_text=family.pads_text)
@@ -333,8 +336,8 @@ def _branches(
     ]
 
 
-def _settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
-    """A model made for sizes below the widgets' smallest is drawn at its own: there is no other way to ask for it."""
+def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
+    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size."""
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
         if (height, width) != (own.height, own.width):

@@ -1,4 +1,4 @@
-"""The first import of JAX: when a node of ours runs for the first time, between nodes of others."""
+"""The first import of JAX, when a node of ours runs for the first time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy
 
 @functools.cache
 def import_jax() -> None:
-    """Leaves numpy's global generator where it was: JAX draws from it while it is imported (0.10, for the pauses
-    between its attempts to find a cluster), and another node may have seeded it."""
+    """Imports JAX and restores numpy's global random state.
+
+    JAX (0.10) draws from the generator while it is imported, and another node may have seeded it.
+    """
     state = numpy.random.get_state()
     try:
         import jax  # noqa: F401

@@ -29,7 +29,7 @@ class TPUInfo(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> float:
-        return time.time()  # what it tells changes without its inputs
+        return time.time()  # the status changes without the node's inputs
 
     @classmethod
     def execute(cls, after: Any = None) -> io.NodeOutput:

@@ -1,6 +1,6 @@
 """Inputs and outputs that several nodes share, each defined once: range, default, tooltip.
 
-Ranges and defaults are those of the node table in docs/comfyui.md; a model may allow more, from a shell.
+Ranges and defaults come from the family cards; the command line allows up to the limits of a model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def noun(family: NodeSet) -> str:
     return "image" if family.makes_images else "video"
 
 
-def resizing(family: NodeSet) -> str:
-    """What becomes of an image that is a frame and has another size."""
+def resize_text(family: NodeSet) -> str:
+    """A phrase for tooltips: how an image of another size becomes a frame."""
     return "of which the center is taken, in the video's shape" if family.crops_images else "resized to the video's"
 
 
@@ -65,7 +65,7 @@ def negative_prompt_embeds(family: NodeSet) -> io.Input:
     return io.Conditioning.Input("negative_prompt_embeds", tooltip=tooltip)
 
 
-def size(family: NodeSet) -> list[io.Input]:
+def size_inputs(family: NodeSet) -> list[io.Input]:
     """Height, width and frames."""
     sides = [
         io.Int.Input(
@@ -91,7 +91,7 @@ def size(family: NodeSet) -> list[io.Input]:
     return [*sides, frames]
 
 
-def sampling(family: NodeSet) -> list[io.Input]:
+def sampling_inputs(family: NodeSet) -> list[io.Input]:
     """Height to flow_shift, in the order of the node table."""
     motion = "finer" if family.makes_images else "finer; below 20 motion suffers"
     shift = io.Float.Input(
@@ -103,7 +103,7 @@ def sampling(family: NodeSet) -> list[io.Input]:
         tooltip=f"How long to stay at high noise: {family.words.flow_shift}.",
     )
     return [
-        *size(family),
+        *size_inputs(family),
         io.Int.Input(
             "num_inference_steps",
             default=family.defaults.num_inference_steps,
@@ -144,12 +144,12 @@ def _second_guidance(family: NodeSet) -> io.Input:
     )
 
 
-def images(family: NodeSet) -> list[io.Input]:
-    """As a full pipeline takes them."""
+def image_inputs(family: NodeSet) -> list[io.Input]:
+    """The image inputs of a full pipeline node."""
     if family.image_role is None:
         return []
     if family.image_role == "initial":
-        return initial_image()
+        return init_image_inputs()
     if family.image_role == "reference":
         return [reference(name) for name in REFERENCES]
     last = [frame(family, "last_image", "last")] if family.has_last_image else []
@@ -168,11 +168,11 @@ def frame(family: NodeSet, name: str, which: str) -> io.Input:
     return io.Image.Input(
         name,
         optional=True,
-        tooltip=f"The {which} frame, for models that take one: one image of any size, {resizing(family)}.",
+        tooltip=f"The {which} frame, for models that take one: one image of any size, {resize_text(family)}.",
     )
 
 
-def initial_image() -> list[io.Input]:
+def init_image_inputs() -> list[io.Input]:
     return [
         io.Image.Input(
             "image", optional=True, tooltip="An image to start from: one, of any size, resized to height and width."
@@ -255,7 +255,7 @@ def frame_outputs(family: NodeSet) -> list[io.Output]:
 
 
 def frames_problem(family: NodeSet, num_frames: Any) -> str | None:
-    """What is wrong with a typed num_frames, in a sentence. ComfyUI checks ranges itself, but knows no 4n+1."""
+    """The problem with a num_frames widget as a sentence, or None. ComfyUI checks ranges, but not 4n+1."""
     step, most = family.limits.frames_multiple, family.frames_max
     if not FRAMES_MIN <= num_frames <= most:
         return f"num_frames={num_frames} is outside {FRAMES_MIN} to {most}"
@@ -265,15 +265,15 @@ def frames_problem(family: NodeSet, num_frames: Any) -> str | None:
     return None
 
 
-def check_whole(**values: Any) -> None:
-    """Of what is counted with before the settings are made and checked: a link of any type can carry anything."""
+def check_integers(**values: Any) -> None:
+    """Raises InvalidValueError for a value that is not an integer: a link can pass any type."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidValueError(f"{name}={value!r} is not a whole number", field=name)
 
 
 def check_loras(given: Any) -> tuple[Lora, ...]:
-    """What came over a link that may be absent, and can be of any type."""
+    """The LoRAs of a link, which may be absent (empty); raises InvalidValueError for a value of another type."""
     if given is None:
         return ()
     if not isinstance(given, tuple) or not all(isinstance(each, Lora) for each in given):

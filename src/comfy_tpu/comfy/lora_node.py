@@ -56,7 +56,8 @@ class TPULoraLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str | None = None, **_: Any) -> str:
-        """A file that was trained further under its name is another one. No name: it comes over a link."""
+        """A fingerprint of the file's content: a file may be replaced under the same name. Empty for a name from a
+        link."""
         path = folder_paths.get_full_path(_FOLDER, lora_name) if lora_name else None
         if path is None:
             return ""
@@ -72,6 +73,6 @@ class TPULoraLoader(io.ComfyNode):
 
 
 def _two_transformer_sets() -> str:
-    """ "Wan 2.2"."""
+    """The names of the node sets with two transformers: "Wan 2.2"."""
     sets = (nodes for card in family_cards() for nodes in card.node_sets)
     return " and ".join(nodes.name for nodes in sets if nodes.has_second_guidance)

@@ -1,4 +1,4 @@
-"""Which models a node offers, and one pipeline per model for the life of the server."""
+"""The models that a node offers, and their pipelines, which live as long as the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
-from comfy_tpu.errors import InvalidValueError, listed
+from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.json_input import read_json
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _FOLDER = "diffusers"
 _DEPTH = 2
-"""models/diffusers/NAME, or models/diffusers/OWNER/NAME as the hub names it."""
+"""The depth of model directories: models/diffusers/NAME, or models/diffusers/OWNER/NAME as on the hub."""
 
-_OURS = (DEMO_MODEL, DEMO_IMAGE_MODEL)
+_DEMO_MODELS = (DEMO_MODEL, DEMO_IMAGE_MODEL)
 _Stamp = tuple[tuple[str, int, int], ...]
 _pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
@@ -34,9 +34,9 @@ def model_choices(family: NodeSet) -> list[str]:
 
 
 def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) -> VideoPipeline:
-    """The pipeline of a model. It is the same one until the model's files change, so that nothing is loaded twice.
+    """The pipeline of a model; the same object until the model's files change, so that nothing is loaded twice.
 
-    `on_fetch` is called before the hub is asked for it: a download can take an hour.
+    `on_fetch` is called before a download, which can take an hour.
     """
     import_jax()
     from comfy_tpu.pipeline.video import VideoPipeline
@@ -45,14 +45,14 @@ def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) 
     if model_id not in (*family.model_ids, *local):
         raise InvalidValueError(
             f"model_id={model_id!r} is not a {family.name} model that is known here; choose from "
-            f"{listed(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
+            f"{join_names(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
         )
     place = local.get(model_id)
     stamp = _stamp(place) if place else ()
     with _lock:
         known = _pipelines.get(model_id)
         if known is None or known[0] != stamp:
-            if place is None and model_id not in _OURS:
+            if place is None and model_id not in _DEMO_MODELS:
                 on_fetch()
             _pipelines[model_id] = stamp, VideoPipeline.open(place or model_id, name=model_id)
         return _pipelines[model_id][1]
@@ -64,7 +64,7 @@ def _local_models(family: NodeSet) -> dict[str, Path]:
         for directory in _directories(Path(root), _DEPTH):
             if family.accepts(_model_index(directory)):
                 models.setdefault(directory.relative_to(root).as_posix(), directory)
-    return {name: path for name, path in models.items() if name not in _OURS}
+    return {name: path for name, path in models.items() if name not in _DEMO_MODELS}
 
 
 def _directories(root: Path, depth: int) -> Iterator[Path]:
@@ -87,7 +87,7 @@ def _model_index(directory: Path) -> dict[str, Any]:
 
 
 def _stamp(directory: Path) -> _Stamp:
-    """Changes when a file of the model is replaced, without reading any."""
+    """Names, sizes and modification times of a model's files, which change when a file is replaced."""
     found = (*directory.glob("*"), *directory.glob("*/*"))
     files = sorted(path for path in found if path.is_file())
     return tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files)

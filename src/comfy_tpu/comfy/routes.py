@@ -1,4 +1,4 @@
-"""The one route of the pack, for the device panel, and the event that carries the same."""
+"""The pack's route for the device panel, and the event with the same content."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SECONDS_BETWEEN = 0.1
 
 _lock = threading.Lock()
 _last_sent = 0.0
-_is_due = False
-"""A status was held back, and one will be sent when the time is up."""
+_is_pending = False
+"""Whether a status was held back and will be sent when `_SECONDS_BETWEEN` have passed."""
 
 
 @functools.cache  # a second copy of the pack must not stop ComfyUI: the same route twice is an error of its server's
@@ -29,19 +29,19 @@ def add_routes() -> None:
     PromptServer.instance.routes.get(PATH)(_get_status)
 
 
-def announce(*, now: bool = False) -> None:
-    """Send every browser the status; at most ten times a second unless it must be `now`. From any thread."""
-    global _last_sent, _is_due
+def send_status(*, immediately: bool = False) -> None:
+    """Sends every browser the status: at most ten times a second, or `immediately`. May be called from any thread."""
+    global _last_sent, _is_pending
     with _lock:
         moment = time.monotonic()
         wait = _last_sent + _SECONDS_BETWEEN - moment
-        if not now and wait > 0:
-            if not _is_due:
-                _is_due = True
+        if not immediately and wait > 0:
+            if not _is_pending:
+                _is_pending = True
                 loop = PromptServer.instance.loop
-                loop.call_soon_threadsafe(loop.call_later, wait, functools.partial(announce, now=True))
+                loop.call_soon_threadsafe(loop.call_later, wait, functools.partial(send_status, immediately=True))
             return
-        _last_sent, _is_due = moment, False
+        _last_sent, _is_pending = moment, False
     PromptServer.instance.send_sync(EVENT, STATUS.snapshot())
 
 
@@ -56,8 +56,8 @@ async def _get_status(request: web.Request) -> web.Response:
 
 
 def _is_own_address(host: str, listen: str) -> bool:
-    """A server on loopback is asked by a loopback name. Any other comes from a page that gave us its own name (DNS
-    rebinding). Whoever opens the server to a network decides on its names."""
+    """Whether a request's Host is acceptable: a server on loopback accepts loopback names only, against DNS rebinding.
+    A server that listens on a network accepts any name."""
     if not all(_is_loopback(address) for address in listen.split(",")):
         return True
     return _is_loopback(host)

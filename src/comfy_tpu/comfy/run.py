@@ -1,4 +1,4 @@
-"""A node at work: its pipeline, and a listener that shows progress on the node and hears Cancel."""
+"""Runs a node's pipeline, shows progress on the node, and stops when the user cancels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from comfy_tpu.comfy.models import open_pipeline
-from comfy_tpu.comfy.routes import announce
+from comfy_tpu.comfy.routes import send_status
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.config import Lora
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TEXT_SECONDS = 0.1
-"""Between two lines of text on a node; loading would otherwise send one for each tensor."""
+"""Seconds between two lines of text on a node; loading would otherwise send one for each tensor."""
 
-_turn = threading.RLock()
-"""ComfyUI runs one node at a time, but nothing forbids another thread to call one."""
+_run_lock = threading.RLock()
+"""Held during a run: ComfyUI runs one node at a time, but another thread may call a node."""
 
 
 @contextlib.contextmanager
 def pipeline_run(
     family: NodeSet, model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()
 ) -> Iterator[VideoPipeline]:
-    """The model's pipeline with these LoRAs, reporting to the node that runs now. `stages`: what its bar counts, with
-    totals."""
+    """The model's pipeline with these LoRAs, reporting to the current node. `stages`: the stages that its progress bar
+    counts, with totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family.latent_format)
-    with _turn:
+    with _run_lock:
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
@@ -71,21 +71,23 @@ def pipeline_run(
 
 @functools.cache
 def start() -> None:
-    """JAX is about to be used, or is: the panel may ask for its devices."""
+    """Lets the panel show devices: JAX is used from now on."""
     from comfy_tpu.compiler.residency import shared_residency
 
     STATUS.start()
-    shared_residency().listen(lambda event: announce(now=True))  # a Free between two prompts, above all
+    shared_residency().add_callback(
+        lambda event: send_status(immediately=True)
+    )  # a Free between two prompts, above all
 
 
 def report_idle() -> None:
-    """Nothing is computed now."""
-    STATUS.rest()
-    announce(now=True)
+    """Reports that nothing is being computed."""
+    STATUS.set_idle()
+    send_status(immediately=True)
 
 
 class NodeReport:
-    """Shows progress on a node, and ends the run where the user cancelled it."""
+    """Shows progress on a node, and raises ComfyUI's exception if the user cancelled the run."""
 
     def __init__(self, node: str | None, stages: Mapping[str, int] | None = None, latent_format: str = "") -> None:
         self._node = node
@@ -95,32 +97,32 @@ class NodeReport:
         wanted = "denoising" in self._stages
         known = getattr(comfy.latent_formats, latent_format, None) if wanted else None  # an older ComfyUI may lack it
         self._previewer = latent_preview.get_previewer(torch.device("cpu"), known()) if known else None
-        self._said, self._said_at = "", 0.0
+        self._shown_text, self._shown_at = "", 0.0
 
     def __call__(self, progress: Progress) -> None:
         # Raising here ends the run: that is how Cancel takes effect within a step.
         comfy.model_management.throw_exception_if_processing_interrupted()
-        STATUS.note(progress, self._node)
-        self._say(STATUS.text(), hurry=progress.stage != "loading" or progress.done in (0, progress.total))
+        STATUS.record(progress, self._node)
+        self._show_text(STATUS.text(), immediately=progress.stage != "loading" or progress.done in (0, progress.total))
         if progress.stage in self._stages:
-            self._bar.update_absolute(self._done(progress), preview=self._picture(progress))
-        announce(now=progress.done in (0, progress.total))
+            self._bar.update_absolute(self._bar_position(progress), preview=self._preview_image(progress))
+        send_status(immediately=progress.done in (0, progress.total))
 
-    def _done(self, progress: Progress) -> int:
-        """Of the whole bar: the stages before this one, and what is done of this."""
+    def _bar_position(self, progress: Progress) -> int:
+        """The position on the bar: the totals of the stages before, and the progress of this one."""
         names = list(self._stages)
         before = sum(self._stages[name] for name in names[: names.index(progress.stage)])
         return before + progress.done
 
-    def _picture(self, progress: Progress) -> object:
+    def _preview_image(self, progress: Progress) -> object:
         if self._previewer is None or progress.preview is None:
             return None
         return self._previewer.decode_latent_to_preview_image("JPEG", progress.preview())
 
-    def _say(self, text: str, *, hurry: bool) -> None:
+    def _show_text(self, text: str, *, immediately: bool) -> None:
         now = time.monotonic()
-        if self._node is None or text == self._said or (not hurry and now - self._said_at < _TEXT_SECONDS):
+        if self._node is None or text == self._shown_text or (not immediately and now - self._shown_at < _TEXT_SECONDS):
             return
-        self._said, self._said_at = text, now
+        self._shown_text, self._shown_at = text, now
         server = PromptServer.instance
         server.send_progress_text(text, self._node, server.client_id)

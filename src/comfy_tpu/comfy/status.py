@@ -1,4 +1,4 @@
-"""What the devices are doing: kept from a pipeline's progress, told as a line on the node and as data for the panel."""
+"""The status of the devices, from a pipeline's progress: as a line for the node and as data for the panel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IDLE: dict[str, Any] = {"stage": "idle", "what": "", "size": "", "done": 0, "to
 
 
 class Status:
-    """Written by the thread that runs nodes, read by the server's."""
+    """The current status. Written by the thread that runs nodes, read by the server's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,12 +30,12 @@ class Status:
         self._compiled: dict[str, Any] = {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None}
 
     def start(self) -> None:
-        """JAX runs in this process from now on, so its devices may be asked."""
+        """Lets `snapshot` ask JAX for devices, which it starts."""
         _devices()  # first: where it fails, or takes long, a browser that asks meanwhile must not meet that
         with self._lock:
             self._started = True
 
-    def note(self, progress: Progress, node: str | None) -> None:
+    def record(self, progress: Progress, node: str | None) -> None:
         with self._lock:
             now = self._clock()
             if progress.stage == "denoising" and progress.done:
@@ -45,7 +45,7 @@ class Status:
             elif progress.stage == "denoising":
                 self._steps.clear()
             elif progress.stage == "compiling":
-                self._note_program(progress, now)
+                self._record_program(progress, now)
             # Whatever else happens between two steps is not a step's time: a compilation in the first one above all.
             self._mark = now
             self._activity = {
@@ -57,18 +57,18 @@ class Status:
                 "node": node,
             }
 
-    def rest(self) -> None:
-        """The node is done, or failed."""
+    def set_idle(self) -> None:
+        """Records that no node is running."""
         with self._lock:
             self._activity = _IDLE
 
     def text(self) -> str:
-        """What is going on, in a line."""
+        """The current activity as one line."""
         with self._lock:
             return _sentence(self._activity, self._step_seconds())
 
     def snapshot(self) -> dict[str, Any]:
-        """As docs/comfyui.md describes it. Asks the devices only where JAX has started already, and starts nothing."""
+        """The status as JSON, described in docs/comfyui.md. Devices are included if JAX was started before."""
         with self._lock:
             step, activity = self._step_seconds(), self._activity
             denoising = activity["stage"] == "denoising" and step is not None
@@ -103,7 +103,7 @@ class Status:
             lines.append(f"last steps: {now['step_seconds']:.2f} s each")
         return "\n".join(lines)
 
-    def _note_program(self, progress: Progress, now: float) -> None:
+    def _record_program(self, progress: Progress, now: float) -> None:
         if not progress.done:
             self._compiling_since = now
             return
@@ -188,4 +188,4 @@ def _devices() -> dict[str, Any]:
 
 
 STATUS = Status()
-"""Of this process."""
+"""The status of this process."""

@@ -1,7 +1,7 @@
-"""ComfyUI's Unload and Free reach what is on our devices.
+"""Makes ComfyUI's Unload and Free evict our weights from the devices.
 
-ComfyUI unloads the models in its own list. One empty stand-in on that list, put there by ComfyUI's own function and
-with ComfyUI's own callback, stands for everything of ours: nothing of ComfyUI is replaced.
+ComfyUI unloads the models in its own list. One empty placeholder in that list, added by ComfyUI's own function and with
+ComfyUI's own callback, represents all of our weights: nothing of ComfyUI is replaced.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from comfy.patcher_extension import CallbacksMP
 
 
 class DeviceWeights(torch.nn.Module):
-    """The stand-in. It has no weights; its name is what ComfyUI's log shows."""
+    """The placeholder. It has no weights; ComfyUI's log shows its class name."""
 
 
 @functools.cache
-def _stand_in() -> ModelPatcher:
+def _make_placeholder() -> ModelPatcher:
     from comfy_tpu.compiler.residency import shared_residency
 
     def release(patcher: ModelPatcher, unpatch_all: bool = True) -> None:
@@ -34,7 +34,7 @@ def _stand_in() -> ModelPatcher:
 
 
 def register_with_comfyui() -> None:
-    """Before our weights go to the devices."""
+    """Adds the placeholder to ComfyUI's list of loaded models, if it is not there. Called before weights are loaded."""
     # Only where it is not on the list yet: loading a model anew begins with detaching it.
-    if _stand_in() not in comfy.model_management.loaded_models():
-        comfy.model_management.load_models_gpu([_stand_in()])
+    if _make_placeholder() not in comfy.model_management.loaded_models():
+        comfy.model_management.load_models_gpu([_make_placeholder()])

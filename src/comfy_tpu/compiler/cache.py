@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_directory(config: CacheConfig) -> Path:
-    """The directory itself need not exist yet."""
+    """The directory of the compile cache, which need not exist yet."""
     if config.directory is not None:
         return config.directory
     if from_environment := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -36,7 +36,7 @@ def enable_cache(config: CacheConfig) -> Path | None:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    directory = _writable(cache_directory(config)) if config.enabled else None
+    directory = _writable_or_none(cache_directory(config)) if config.enabled else None
     text = None if directory is None else str(directory)
     if jax.config.values["jax_compilation_cache_dir"] != text:
         jax.config.update("jax_compilation_cache_dir", text)
@@ -53,11 +53,10 @@ _PACKAGE_PARENT = r".*[\\/](?=comfy_tpu[\\/])"
 
 
 def _remove_paths_from_keys() -> None:
-    """An entry's key is a hash of the program and its options. Paths in either would make a cache useless that was
-    copied to another directory, or that another installation of this package reads.
+    """Keeps paths out of the keys of entries, so that a cache can be copied, or read by another installation.
 
-    JAX puts a directory for XLA's GPU autotuning, inside the cache, into the options on every platform. A Pallas kernel
-    is part of the program as bytes, with the names of its source files.
+    A key is a hash of the program and its options. On every platform JAX puts a directory for XLA's GPU autotuning,
+    inside the cache, into the options. A Pallas kernel is part of the program as bytes, with its source file names.
     """
     import jax
 
@@ -67,7 +66,7 @@ def _remove_paths_from_keys() -> None:
 
 
 @functools.cache  # one answer, and one warning, per directory
-def _writable(directory: Path) -> Path | None:
+def _writable_or_none(directory: Path) -> Path | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -84,9 +83,10 @@ def _writable(directory: Path) -> Path | None:
 
 
 def _replace_damaged_entry(warning: re.Match[str]) -> None:
-    """JAX warns of an entry it cannot read and compiles, but never overwrites it: every process would compile again.
+    """Removes an entry that JAX cannot read, so that the program is stored again.
 
-    Removed at the moment of the warning, so that the program just compiled is stored in its place.
+    JAX warns of such an entry and compiles, but never overwrites it: every process would compile again. It is removed
+    at the moment of the warning, before JAX stores the program that it compiles now.
     """
     import jax
 
@@ -104,8 +104,10 @@ def _replace_damaged_entry(warning: re.Match[str]) -> None:
 
 
 def _report_failed_write(warning: re.Match[str]) -> None:
-    """JAX warns of every program that it cannot store, and keeps what it has written of it: every later process would
-    find that damaged. Removed, and one warning for all programs."""
+    """Removes the incomplete entry of a program that JAX could not store, and warns once for all programs.
+
+    JAX warns of each program, and leaves the incomplete entry, which every later process would find damaged.
+    """
     import jax
 
     directory = jax.config.values["jax_compilation_cache_dir"]
@@ -161,11 +163,11 @@ class CompileCount:
 
 _open_counts: list[CompileCount] = []
 _lock = threading.Lock()
-_listening = False
+_has_listeners = False
 
 
-def _listen() -> None:
-    global _listening
+def _register_listeners() -> None:
+    global _has_listeners
     import jax.monitoring
 
     def on_event(event: str, **_: str | int) -> None:
@@ -181,16 +183,16 @@ def _listen() -> None:
                     count.requested += 1
 
     with _lock:
-        if not _listening:
+        if not _has_listeners:
             jax.monitoring.register_event_listener(on_event)
             jax.monitoring.register_event_duration_secs_listener(on_duration)
-            _listening = True
+            _has_listeners = True
 
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[CompileCount]:
     """Counts every compilation in this process, whoever asks for it, for the length of the block."""
-    _listen()
+    _register_listeners()
     count = CompileCount()
     with _lock:
         _open_counts.append(count)

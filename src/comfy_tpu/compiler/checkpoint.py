@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from comfy_tpu.bridge.dtypes import is_finite
-from comfy_tpu.errors import CheckpointError, listed
+from comfy_tpu.errors import CheckpointError, join_names
 from comfy_tpu.json_input import read_json
 
 REMAP_BYTES = 64 * 1024**2
@@ -23,7 +23,7 @@ until it is unmapped, so one mapping per file would end at the size of the file 
 Mapping anew parses one header again, well under a millisecond per shard of a 14B model."""
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_WHY_NO_PICKLE = (
+_PICKLE_REASON = (
     "such files are pickles, and opening a pickle runs the code inside it; use the model's safetensors version, or "
     "convert it once in a sandbox with safetensors.torch.save_file(torch.load(path, weights_only=True), ...)"
 )
@@ -105,9 +105,9 @@ class Checkpoint:
         if self._read_bytes >= REMAP_BYTES:
             self.close()
         if info.file not in self._files:
-            with _explained(info.file):
+            with _read_errors(info.file):
                 self._files[info.file] = safe_open(info.file, framework="pt", device="cpu")
-        with _explained(info.file):
+        with _read_errors(info.file):
             tensor = self._files[info.file].get_tensor(name)
         if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
             raise CheckpointError(f"{info.file} changed while it was being read ({name}); load the checkpoint again")
@@ -142,7 +142,7 @@ def _find_files(directory: Path, variant: str | None) -> tuple[Path | None, list
             key = _name_and_variant(shard["stem"] if shard else path.stem, None)
             candidates.setdefault(key, _Candidate()).files.append(path)
     if not candidates:
-        raise CheckpointError(_nothing_found(directory))
+        raise CheckpointError(_no_files_message(directory))
     if variant is None:
         # "a.fp16" beside "a" is the same model in another form; without an "a", the dot is just part of a name.
         plain = {name for name, found in candidates if found is None}
@@ -170,10 +170,10 @@ def _name_and_variant(stem: str, variant: str | None) -> tuple[str, str | None]:
     return (head, tail) if dot else (stem, None)
 
 
-def _nothing_found(directory: Path) -> str:
+def _no_files_message(directory: Path) -> str:
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
-        return f"{directory} has no .safetensors files, only {listed(pickles)}: {_WHY_NO_PICKLE}"
+        return f"{directory} has no .safetensors files, only {join_names(pickles)}: {_PICKLE_REASON}"
     return (
         f"{directory} has no .safetensors files; download them, or give the directory of one model part that has them, "
         "such as .../transformer"
@@ -182,7 +182,7 @@ def _nothing_found(directory: Path) -> str:
 
 def _check_suffix(path: Path) -> None:
     if path.suffix in _PICKLE_SUFFIXES:
-        raise CheckpointError(f"{path} is not read: {_WHY_NO_PICKLE}")
+        raise CheckpointError(f"{path} is not read: {_PICKLE_REASON}")
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is not a .safetensors file; convert it to safetensors first")
 
@@ -199,7 +199,7 @@ def _check_present(directory: Path, names: Iterable[str], according_to: str) -> 
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {listed(missing)}, which should be there according to {according_to}; "
+            f"{directory} lacks {join_names(missing)}, which should be there according to {according_to}; "
             "download the missing files"
         )
 
@@ -213,7 +213,9 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"index {index} cannot be read ({error!r}); download it again") from error
     outside = sorted({shard for shard in weight_map.values() if Path(shard).name != shard})
     if outside:
-        raise CheckpointError(f"index {index} names files outside its directory: {listed(outside)}; do not trust it")
+        raise CheckpointError(
+            f"index {index} names files outside its directory: {join_names(outside)}; do not trust it"
+        )
     _check_present(index.parent, sorted(set(weight_map.values())), index.name)
     return weight_map
 
@@ -223,7 +225,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
     for file in files:
         if not file.is_file():  # the library would wait for the writer of a named pipe, deaf to signals
             raise CheckpointError(f"{file} is not a file; download it again")
-        with _explained(file), safe_open(file, framework="pt", device="cpu") as opened:
+        with _read_errors(file), safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.offset_keys():
                 if name in tensors:
                     raise CheckpointError(
@@ -245,15 +247,15 @@ def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[st
     absent = [name for name, shard in weight_map.items() if name not in tensors or tensors[name].file.name != shard]
     unlisted = [name for name in tensors if name not in weight_map]
     if absent or unlisted:
-        problems = [f"not in the shard it names: {listed(absent)}"] if absent else []
-        problems += [f"in a shard but not in the index: {listed(unlisted)}"] if unlisted else []
+        problems = [f"not in the shard it names: {join_names(absent)}"] if absent else []
+        problems += [f"in a shard but not in the index: {join_names(unlisted)}"] if unlisted else []
         raise CheckpointError(
             f"index {index} and its shards disagree ({'; '.join(problems)}); download index and shards again, together"
         )
 
 
 @contextlib.contextmanager
-def _explained(file: Path) -> Iterator[None]:
+def _read_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:

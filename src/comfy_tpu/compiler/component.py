@@ -1,4 +1,4 @@
-"""A module of a model, ready to run: skeleton, sharding plan, weight slots, programs."""
+"""A component of a model (transformer, text encoder, VAE): its skeleton, sharding plan, weight slots and programs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
 from comfy_tpu.bridge.dtypes import numpy_dtype
-from comfy_tpu.compiler.arranging import ArrangedSource, Packed
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.merging import DeviceMerge, MergedSource, WeightChanges
+from comfy_tpu.compiler.packed_weights import ConvertedSource, PackedWeight
 from comfy_tpu.compiler.program import Program, method_name
-from comfy_tpu.compiler.quantization import SCALE, QuantizedSource, quantize_layers
+from comfy_tpu.compiler.quantization import SCALE_SUFFIX, QuantizedSource, quantize_layers
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
 from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, check_checkpoint, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig, SkeletonLimits
@@ -31,34 +31,34 @@ from comfy_tpu.quiet import quiet
 
 @dataclasses.dataclass(frozen=True)
 class ComponentSpec:
-    """What a family says of one of its modules; the rest is generic."""
+    """The facts of one of a family's modules that generic code needs."""
 
     name: str
-    """Also the name of its folder in a model directory."""
+    """The component's name, and that of its folder in a model directory."""
     classes: tuple[str, ...]
     """The classes that its `config.json` may name."""
     build: Callable[[Mapping[str, Any]], torch.nn.Module]
-    """From the `config.json` of the component."""
+    """Builds the module from the component's `config.json`."""
     rules: tuple[Rule, ...]
     heads: str | None = None
-    """The key of its configuration that counts attention heads."""
+    """The configuration key with the number of attention heads."""
     stacks: tuple[LayerStack, ...] = ()
     float32: tuple[str, ...] = ()
     """Globs of weights that stay float32 whatever the model's dtype is."""
     quantized: tuple[str, ...] = ()
-    """Globs of linear layers that compute in 8 bits where that is asked for."""
-    shared: bool = True
-    """Its attention is shared by the mesh. False: each device computes all, so its heads need not divide."""
+    """Globs of linear layers that compute in 8 bits if quantization is chosen."""
+    shard_attention: bool = True
+    """Whether attention is split over the mesh. False: each device computes all heads, so tp need not divide them."""
     rename: Callable[[str], str] | None = None
-    """From a name in the checkpoint to the module's. None: they are the same."""
+    """Converts a name in the checkpoint to the module's. None: the names are the same."""
     unused: tuple[str, ...] = ()
     """Globs of tensors that a checkpoint may hold and the component does not need."""
-    packed: Callable[[Mapping[str, Any]], tuple[Packed, ...]] | None = None
-    """From the configuration: row-parallel weights whose columns belong to several inputs."""
+    packed: Callable[[Mapping[str, Any]], tuple[PackedWeight, ...]] | None = None
+    """(configuration) -> the weights that consist of several parts."""
 
 
 class Component:
-    """A component on a placement. Holds no weights: those are loaded into slots, and live in the residency registry."""
+    """A component on a placement. It holds no weights: `load` returns them, and the residency registry keeps them."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Component:
         scan: bool = True,
         limits: SkeletonLimits = SkeletonLimits(),
     ) -> None:
-        """`limits`: what the module may ask for while it is built, where its checkpoint is known."""
+        """`limits`: what the module may allocate while it is built, where its checkpoint is known."""
         if not dtype.is_floating_point:
             raise InvalidValueError(
                 f"{spec.name}: dtype={dtype} is not a floating dtype; use torch.bfloat16 or torch.float32"
@@ -101,8 +101,8 @@ class Component:
         )
         self.context = TraceContext(
             placement=placement,
-            attention=attention if spec.shared else dataclasses.replace(attention, over_mesh=False),
-            weight_axes={name: self._axes_of_one_layer(name, name in stacked) for name in shapes},
+            attention=attention if spec.shard_attention else dataclasses.replace(attention, over_mesh=False),
+            weight_axes={name: self._layer_axes(name, name in stacked) for name in shapes},
         )
 
     def _shapes(self, dtype: torch.dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
@@ -117,11 +117,11 @@ class Component:
     def _dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> np.dtype:
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             return numpy_dtype(tensor.dtype)
-        patterns = (*self.spec.float32, f"*{SCALE}")
+        patterns = (*self.spec.float32, f"*{SCALE_SUFFIX}")
         keeps_float32 = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         return numpy_dtype(torch.float32 if keeps_float32 else dtype)
 
-    def _axes_of_one_layer(self, name: str, stacked: bool) -> PartitionSpec:
+    def _layer_axes(self, name: str, stacked: bool) -> PartitionSpec:
         spec = self.plan.entries[name].compute
         return PartitionSpec(*spec[1:]) if stacked else spec
 
@@ -131,14 +131,15 @@ class Component:
         on_progress: Callable[[int, int], None] | None = None,
         changes: WeightChanges | None = None,
     ) -> dict[str, jax.Array]:
-        """`changes` are added to the weights: on the devices, but on the host where they are quantized or packed after.
+        """Loads the weights onto the devices and adds `changes`: on the devices, or on the host if the weights are
+        quantized or packed afterwards.
 
         A change has its columns in the checkpoint's order.
         """
         enable_cache(self._cache)  # writing layers into large stacks compiles a little, too
         if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None
-        checkpoint = self._arranged(checkpoint)
+        checkpoint = self._convert_source(checkpoint)
         options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused}
         if changes is None:
             return load_weights(checkpoint, self.slots, **options)
@@ -149,15 +150,15 @@ class Component:
 
     def check(self, checkpoint: WeightSource) -> None:
         """Raises CheckpointError if `load` would refuse the checkpoint. Reads no weight."""
-        check_checkpoint(self._arranged(checkpoint), self.slots, self.spec.unused)
+        check_checkpoint(self._convert_source(checkpoint), self.slots, self.spec.unused)
 
-    def _arranged(self, checkpoint: WeightSource) -> WeightSource:
-        """Under the names, in the order and in the dtype of the slots."""
+    def _convert_source(self, checkpoint: WeightSource) -> WeightSource:
+        """The checkpoint with the names, the order and the dtypes of the slots."""
         if self.spec.rename or self._packed:
             tp = self.placement.sizes.tp
-            checkpoint = ArrangedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
+            checkpoint = ConvertedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
         if self._quantize != "none":
-            scaled = {slot.name for slot in self.slots if slot.name + SCALE in self.plan.entries}
+            scaled = {slot.name for slot in self.slots if slot.name + SCALE_SUFFIX in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]
             checkpoint = QuantizedSource(checkpoint, weights, self._quantize)
         return checkpoint
@@ -172,8 +173,8 @@ class Component:
 
 
 def _rules_for_scales(rules: tuple[Rule, ...], names: Iterable[str]) -> list[Rule]:
-    """Scales lie along the outputs, as a bias does: where no rule takes them along with it, they are whole."""
-    scales = [name for name in names if name.endswith(SCALE)]
+    """The rules, and one that replicates each scale that no rule matches. Scales lie along the outputs, like a bias."""
+    scales = [name for name in names if name.endswith(SCALE_SUFFIX)]
     return [replicate(name) for name in scales if not any(fnmatch.fnmatchcase(name, rule.pattern) for rule in rules)]
 
 

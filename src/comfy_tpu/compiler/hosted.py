@@ -1,7 +1,7 @@
-"""A module that somebody else owns and keeps in host memory, run on our devices.
+"""Runs a module that other code owns, and keeps in host memory, on our devices.
 
-Its own code is traced, from a skeleton of it; its weights are copied to the devices, and again where they change.
-The module itself is not touched.
+A skeleton of the module is traced; its weights are copied to the devices, and copied again when they change. The module
+itself is not changed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import jax
 import torch
 
 from comfy_tpu.bridge import to_host, weight_shapes
-from comfy_tpu.bridge.failures import explained
+from comfy_tpu.bridge.failures import model_code_errors
 from comfy_tpu.bridge.model_source import raising_line
 from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.compiler.host_weights import HostWeights, WeightWatch, held_as
+from comfy_tpu.compiler.host_weights import HostWeights, WeightChangeDetector, device_dtype
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.compiler.uniform import run_watched, stack_uniform
+from comfy_tpu.compiler.uniform import run_with_detected_scans, stack_uniform
 from comfy_tpu.compiler.weights import update_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.errors import (
@@ -48,16 +48,16 @@ from comfy_tpu.parallel.rules import Rule, column, covers, gather, replicate, ro
 logger = logging.getLogger(__name__)
 
 SKELETON = "comfy_tpu skeleton"
-"""Among the memories of a copy (`__deepcopy__`) that is made for a trace."""
+"""A key of the memo of `copy.deepcopy`, which marks a copy that is made for a trace."""
 
 Function = Callable[..., Any]
-"""(module, *args, **kwargs) -> tensors: what to run, as a function on the skeleton."""
+"""(skeleton, *args, **kwargs) -> tensors: the function to run."""
 
 _numbers = itertools.count()
 
 
 class HostedModule:
-    """`function(module, …)` on the devices, for any function of the module. Calls may come from any thread."""
+    """Runs `function(module, …)` on the devices, for any function of the module. May be called from any thread."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class HostedModule:
         on_event: Callable[[ProgramEvent], None] = lambda event: None,
         on_load: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`tables` are sharding rules of models that are known: the first that covers this one is used.
+        """`tables` are sharding rules of known models: the first that covers this module's weights is used.
 
-        `prepare` may change the skeleton, which nobody else sees, before it is traced.
+        `prepare` may change the skeleton, which no other code uses, before it is traced.
 
         `varying` names entries of dictionaries that differ from block to block though no block reads them.
         """
@@ -87,7 +87,7 @@ class HostedModule:
         self._on_event = on_event
         self._on_load = on_load
         self._lock = threading.RLock()
-        self._watch = WeightWatch()
+        self._change_detector = WeightChangeDetector()
         self._programs: dict[Hashable, Program] = {}
         self._tables = tables
         self._prepare = prepare
@@ -118,7 +118,7 @@ class HostedModule:
         return tuple(_rule(name, tensor, tp) for name, tensor in weights.items())
 
     def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), fetch: bool = True, **kwargs: Any) -> Any:
-        """Host tensors in and out; `axes` say how the tensors among the arguments are split over the mesh.
+        """Returns the results as host tensors; `axes`: how the tensors among the arguments are split over the mesh.
 
         With `fetch=False` results stay on the devices, as arrays that may be arguments of another call.
         """
@@ -136,14 +136,14 @@ class HostedModule:
             return self._program(function, axes)(weights, tensors=tensors, structure=structure)
 
     def _unstack(self) -> None:
-        """For a module that uses its lists in another way than by calling their blocks."""
+        """Builds the component without stacked blocks, for a module that does not only call its blocks."""
         with self._lock:
             self._residency.evict(self._key)
             self._programs.clear()
-            self._component = self._build(self._owned(), lambda skeleton: skeleton)
+            self._component = self._build(self._get_module(), lambda skeleton: skeleton)
 
     def release(self) -> None:
-        """What it has on the devices."""
+        """Frees the module's memory on the devices."""
         self._residency.evict(self._key)
 
     @property
@@ -155,10 +155,10 @@ class HostedModule:
             def once() -> Any:
                 # Copies, which cost nothing: a model may write into its inputs, and this runs twice.
                 args, kwargs = structure.unflatten_args([tensor.clone() for tensor in tensors])
-                with _somebody_elses_code(self.name):
+                with _foreign_code_errors(self.name):
                     return function(module, *args, **kwargs)
 
-            return run_watched(module, once, self._varying)
+            return run_with_detected_scans(module, once, self._varying)
 
         run.__name__ = function.__name__
         key = (function, axes)
@@ -171,20 +171,20 @@ class HostedModule:
 
     @contextmanager
     def _weights(self) -> Iterator[Mapping[str, jax.Array]]:
-        module = self._owned()
+        module = self._get_module()
 
         def load() -> dict[str, jax.Array]:
             arrays = self._component.load(HostWeights(module), self._on_load)
-            self._watch.remember(module)
+            self._change_detector.record(module)
             return arrays
 
         nbytes = sum(slot.bytes_per_device for slot in self._component.slots)
         with self._lock, self._residency.use(self._key, label=self.name, nbytes_per_device=nbytes, load=load) as arrays:
-            if changed := self._watch.changed(module):
+            if changed := self._change_detector.find_changed(module):
                 self._update(module, arrays, changed)
             yield arrays
 
-    def _owned(self) -> torch.nn.Module:
+    def _get_module(self) -> torch.nn.Module:
         module = self._module()
         if module is None:
             raise UnsupportedError(f"{self.name} was given up by its owner; load it again")
@@ -196,15 +196,15 @@ class HostedModule:
         except BaseException:
             self._residency.evict(self._key)
             raise
-        self._watch.remember(module)
+        self._change_detector.record(module)
         logger.info("%s: %d weights changed, %.3f GB moved", self.name, len(changed), moved / 1e9)
 
 
 @contextmanager
-def _somebody_elses_code(name: str) -> Iterator[None]:
-    """Runs only while it is traced: whatever it raises then, it may be right where its inputs have values."""
+def _foreign_code_errors(name: str) -> Iterator[None]:
+    """Turns any exception of the module's code into TraceError: the code may be correct outside of a trace."""
     try:
-        with explained():
+        with model_code_errors():
             yield
     except MeshError:
         raise  # what a user chose
@@ -221,13 +221,13 @@ def _somebody_elses_code(name: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-    """Arguments without their tensors."""
+    """The arguments of a call without their tensors."""
 
     tree: Any
     leaves: tuple[Hashable, ...]
-    """Constants; `_TENSOR` where a tensor goes."""
+    """The constants among the arguments, and `_TENSOR` in the place of each tensor."""
     types: tuple[type, ...]
-    """Of the constants: 2, 2.0 and True are equal, but are different programs."""
+    """The types of the constants: 2, 2.0 and True are equal, but are different programs."""
 
     def unflatten_args(self, tensors: list[torch.Tensor]) -> Any:
         rest = iter(tensors)
@@ -251,12 +251,12 @@ def _flatten_args(arguments: Any) -> tuple[list[Any], _Structure]:
 
 
 def _skeleton(module: torch.nn.Module, prepare: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
-    """A copy with its weights on meta: the weights are known to the copier before it starts, so none is copied."""
+    """A deep copy of the module with its weights on meta: they are in deepcopy's memo, so no weight is copied."""
     weights = weight_shapes(module)
     with torch.inference_mode(False):
         memo: dict[Any, Any] = {SKELETON: True}
         for tensor in weights.values():
-            empty = torch.empty(tensor.shape, dtype=held_as(tensor), device="meta")
+            empty = torch.empty(tensor.shape, dtype=device_dtype(tensor), device="meta")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
         try:
@@ -276,9 +276,9 @@ _ROWS = re.compile(r"(^|\.)(o|to_out\.0|o_proj|to_add_out|ffn\.2|wo|down_proj)\.
 
 
 def _rule(name: str, tensor: torch.Tensor, tp: int) -> Rule:
-    """Every weight in pieces over the mesh, whole while it computes: right for any model, whatever it is called.
+    """The sharding rule of a weight of an unknown model: gathered for each use, which is correct for any model.
 
-    Where tp asks for it and a name is one that attention and feed-forward layers usually have, its columns or rows.
+    With tp > 1, names that attention and feed-forward layers usually have are split by columns or rows.
     """
     pattern = glob.escape(name)
     if tp > 1 and _COLUMNS.search(name) and tensor.ndim <= 2 and tensor.shape[0] % tp == 0:

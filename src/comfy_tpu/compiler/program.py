@@ -27,7 +27,7 @@ from comfy_tpu.compiler.cache import count_compilations, enable_cache
 from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
-from comfy_tpu.parallel.constraints import Axes, constrain, even_batch, evenly
+from comfy_tpu.parallel.constraints import Axes, constrain, even_batch_spec, even_spec
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.quiet import quiet
 
@@ -40,14 +40,14 @@ compiles in 5.2 s instead of 7.8 s and runs in 2.53 s instead of 2.55 s; in fp8,
 
 @dataclasses.dataclass(frozen=True)
 class ProgramEvent:
-    """Something a progress bar may want to say."""
+    """A stage of a program's compilation, for progress reports."""
 
     program: str
     stage: Literal["tracing", "lowering", "compiling", "ready"]
     seconds: float
-    """Since the stage before; for "ready", how long compiling took."""
+    """Seconds since the stage before; for "ready", the duration of the compilation."""
     from_cache: bool = False
-    """With "ready": nothing was compiled, the persistent cache had it."""
+    """With "ready": whether the persistent cache had the program, so that nothing was compiled."""
 
 
 def _log_event(event: ProgramEvent) -> None:
@@ -81,7 +81,7 @@ class DeviceProgram(abc.ABC):
         on_event: Callable[[ProgramEvent], None] = _log_event,
         trace_errors: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """`trace_errors` is around the model's own code while it is traced, and may explain what that raises."""
+        """`trace_errors`: a context manager around the model's own code while it is traced; it may convert errors."""
         self.name = name
         self._check_names(function, {"static": static, "donate": donate, "input_axes": tuple(input_axes or {})})
         self._placement = placement
@@ -97,11 +97,11 @@ class DeviceProgram(abc.ABC):
 
     @abc.abstractmethod
     def _call(self, weights: dict[str, jax.Array], inputs: dict[str, Any]) -> Any:
-        """The outputs. Runs while the program is traced."""
+        """Computes the outputs; runs while the program is traced."""
 
     @abc.abstractmethod
     def _check_weights(self, weights: dict[str, Any]) -> None:
-        """Raises if they are not those of this program."""
+        """Raises InvalidValueError if the weights are not those of this program."""
 
     def _check_names(self, function: Callable[..., Any], named: Mapping[str, tuple[str, ...]]) -> None:
         parameters = inspect.signature(function).parameters
@@ -128,19 +128,19 @@ class DeviceProgram(abc.ABC):
         self._executable(static, dict(weights), kept, donated)
 
     def lower(self, weights: Mapping[str, Any], /, **inputs: Any) -> jax.stages.Lowered:
-        """The program before compilation, for looking at."""
+        """The program before compilation, for inspection."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
-        return self._jitted(static).lower(dict(weights), kept, donated)
+        return self._jit(static).lower(dict(weights), kept, donated)
 
     def shapes(self, weights: Mapping[str, Any], /, **inputs: Any) -> Any:
         """The outputs without their values (`jax.ShapeDtypeStruct`): traced, and neither compiled nor run."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
-        return jax.eval_shape(self._jitted(static), dict(weights), kept, donated)
+        return jax.eval_shape(self._jit(static), dict(weights), kept, donated)
 
     def used_weights(self, weights: Mapping[str, Any], /, **inputs: Any) -> frozenset[str]:
         """The weights that the outputs depend on: traced, and neither compiled nor run."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
-        traced = self._jitted(static).trace(dict(weights), kept, donated)
+        traced = self._jit(static).trace(dict(weights), kept, donated)
         jaxpr = traced.jaxpr.jaxpr
         _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         names = sorted(weights)  # the order in which jax flattens a dict, and weights are the first argument
@@ -150,10 +150,10 @@ class DeviceProgram(abc.ABC):
         """The program lowered for a platform that need not be attached; its mesh may be abstract."""
         static, kept, donated = self._split({name: self._abstract(name, value) for name, value in inputs.items()})
         jax_platform = {"gpu": "cuda"}.get(platform, platform)
-        return jax.export.export(self._jitted(static), platforms=[jax_platform])(dict(weights), kept, donated)
+        return jax.export.export(self._jit(static), platforms=[jax_platform])(dict(weights), kept, donated)
 
     def compiled_texts(self) -> list[str]:
-        """The optimized HLO of everything that was compiled, for looking at."""
+        """The optimized HLO of all compiled programs, for inspection."""
         return [executable.as_text() or "" for executable in self._executables.values()]
 
     @property
@@ -177,7 +177,7 @@ class DeviceProgram(abc.ABC):
         placement = self._placement
         if placement is None:
             return None
-        return placement.sharding(*evenly(self._input_axes.get(name, ()), shape, placement))
+        return placement.sharding(*even_spec(self._input_axes.get(name, ()), shape, placement))
 
     def _place(self, name: str, value: Any) -> Any:
         if name in self._static:
@@ -204,38 +204,38 @@ class DeviceProgram(abc.ABC):
 
         return jax.tree.map(describe, value)
 
-    def _constrained(self, name: str, value: Any) -> Any:
-        """Inside the program an array may be split unevenly, which it could not be when it was passed in."""
+    def _constrain_input(self, name: str, value: Any) -> Any:
+        """Splits an input inside the program, where the split may be uneven, unlike that of an argument."""
         placement, axes = self._placement, self._input_axes.get(name)
         if placement is None or axes is None:
             return value
 
         def split(leaf: jax.Array) -> jax.Array:
-            return constrain(leaf, placement, even_batch(axes, leaf.shape, placement))
+            return constrain(leaf, placement, even_batch_spec(axes, leaf.shape, placement))
 
         return jax.tree.map(split, value)
 
-    def _jitted(self, static: dict[str, Hashable]) -> Any:
+    def _jit(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
-            inputs = {name: self._constrained(name, value) for name, value in {**kept, **donated}.items()} | static
+            inputs = {name: self._constrain_input(name, value) for name, value in {**kept, **donated}.items()} | static
             with self._trace_errors():
                 outputs = self._call(weights, inputs)
-            return self._placed_as_asked(outputs)
+            return self._constrain_outputs(outputs)
 
         run.__name__ = self.name.replace(".", "_")
         return jax.jit(run, donate_argnums=(2,) if self._donate else ())
 
-    def _placed_as_asked(self, outputs: Any) -> Any:
-        placement, asked = self._placement, self._output_axes
-        if placement is None or asked is None:
+    def _constrain_outputs(self, outputs: Any) -> Any:
+        placement, output_axes = self._placement, self._output_axes
+        if placement is None or output_axes is None:
             return outputs
 
-        def placed(value: Any, axes: Axes) -> Any:
-            return jax.tree.map(lambda leaf: constrain(leaf, placement, evenly(axes, leaf.shape, placement)), value)
+        def constrain_tree(value: Any, axes: Axes) -> Any:
+            return jax.tree.map(lambda leaf: constrain(leaf, placement, even_spec(axes, leaf.shape, placement)), value)
 
-        if not isinstance(asked, Mapping):
-            return placed(outputs, asked)
-        return {name: placed(value, asked.get(name, ())) for name, value in outputs.items()}
+        if not isinstance(output_axes, Mapping):
+            return constrain_tree(outputs, output_axes)
+        return {name: constrain_tree(value, output_axes.get(name, ())) for name, value in outputs.items()}
 
     def _executable(
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]
@@ -259,7 +259,7 @@ class DeviceProgram(abc.ABC):
         with self._lock:  # two threads that want the same shape wait for one compilation
             if key not in self._executables:
                 self._executables[key], ready = self._build(static, weights, kept, donated)
-                self._on_event(ready)  # only now: a listener that raises ends the run, and the program is kept
+                self._on_event(ready)  # last, so that the program is kept if the callback raises
             return self._executables[key]
 
     @property
@@ -270,7 +270,7 @@ class DeviceProgram(abc.ABC):
     def _build(
         self, static: dict[str, Hashable], *arguments: dict[str, Any]
     ) -> tuple[jax.stages.Compiled, ProgramEvent]:
-        """The program, and the event that says so."""
+        """The compiled program, and its "ready" event."""
         enable_cache(self._cache)
         self._check_weights(arguments[0])
         clock = time.perf_counter()
@@ -281,7 +281,7 @@ class DeviceProgram(abc.ABC):
             self._on_event(ProgramEvent(self.name, stage, clock - before))
 
         enter("tracing")
-        traced = self._jitted(static).trace(*arguments)
+        traced = self._jit(static).trace(*arguments)
         check_constants(traced)
         enter("lowering")
         with quiet(), _lowering_errors(self.name):
@@ -323,7 +323,7 @@ class Program(DeviceProgram):
 
 @contextlib.contextmanager
 def _lowering_errors(what: str) -> Iterator[None]:
-    """Turns JAX's word that a platform has no form of an operation into ours."""
+    """Turns JAX's error for an operation that a platform does not support into UnsupportedError."""
     try:
         yield
     except NotImplementedError as error:

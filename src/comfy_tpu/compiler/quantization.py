@@ -1,4 +1,4 @@
-"""Weights in 8 bits: which layers get them, and how they are made of a checkpoint's own while it is read."""
+"""8-bit weights: which layers get them, and how they are quantized while a checkpoint is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from comfy_tpu.bridge.quantized import QuantizedLinear
 from comfy_tpu.compiler.checkpoint import TensorInfo
-from comfy_tpu.compiler.weights import SourceAround, WeightSource
+from comfy_tpu.compiler.weights import SourceWrapper, WeightSource
 from comfy_tpu.config import Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.kernels.quantized import LARGEST
 
 DTYPES: Mapping[Quantization, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-SCALE = "_scale"
-"""A weight's scales are called like the weight, and this."""
+SCALE_SUFFIX = "_scale"
+"""The name of a weight's scales is the weight's name with this suffix."""
 
 
 def quantize_layers(module: torch.nn.Module, layers: Sequence[str], kind: Quantization) -> None:
-    """Puts 8-bit layers in place of those that the globs name."""
+    """Replaces the linear layers that match the globs by 8-bit layers."""
     if kind == "none":
         return
     if kind not in DTYPES:
@@ -38,10 +38,10 @@ def quantize_layers(module: torch.nn.Module, layers: Sequence[str], kind: Quanti
         setattr(module.get_submodule(home), own, QuantizedLinear(linear, DTYPES[kind]))
 
 
-class QuantizedSource(SourceAround):
-    """A checkpoint in which some weights are 8-bit ones with a scale for every output feature.
+class QuantizedSource(SourceWrapper):
+    """A checkpoint in which some weights are 8-bit, with a scale for every output feature.
 
-    They are made as they are read, so that neither the host nor a device ever holds the model in its own dtype.
+    Weights are quantized as they are read, so that neither the host nor a device holds the model in its own dtype.
     """
 
     def __init__(self, source: WeightSource, weights: Collection[str], kind: Quantization) -> None:
@@ -52,18 +52,18 @@ class QuantizedSource(SourceAround):
         for name, info in source.tensors.items():
             if name in self._weights:
                 # The scales beside it: both are made of one reading.
-                scales = dataclasses.replace(info, name=name + SCALE, shape=info.shape[:1], dtype=torch.float32)
-                tensors |= {name: dataclasses.replace(info, dtype=self._dtype), name + SCALE: scales}
+                scales = dataclasses.replace(info, name=name + SCALE_SUFFIX, shape=info.shape[:1], dtype=torch.float32)
+                tensors |= {name: dataclasses.replace(info, dtype=self._dtype), name + SCALE_SUFFIX: scales}
             else:
                 tensors[name] = info
         super().__init__(source, tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        weight = name.removesuffix(SCALE)
+        weight = name.removesuffix(SCALE_SUFFIX)
         if weight not in self._weights:
             return super().read(name)
         if self._last is None or self._last[0] != weight:
-            self._last = (weight, quantized(super().read(weight), self._dtype))
+            self._last = (weight, quantize_weight(super().read(weight), self._dtype))
         small, scale = self._last[1]
         return small if name == weight else scale
 
@@ -72,8 +72,8 @@ class QuantizedSource(SourceAround):
         super().close()
 
 
-def quantized(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, features] -> the same in 8 bits, and [outputs] scales."""
+def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """[outputs, features] -> the weight in 8 bits, and [outputs] scales."""
     largest = LARGEST[str(dtype).removeprefix("torch.")]
     values = weight.float()
     scale = (values.abs().amax(dim=1) / largest).clamp_min(torch.finfo(torch.float32).tiny)

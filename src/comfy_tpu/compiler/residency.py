@@ -1,7 +1,6 @@
-"""One registry of what is on the devices, in bytes; the least recently used goes first.
+"""The registry of weights on the devices, in bytes; the least recently used are evicted first.
 
-Switching models must never be the user's job: whatever a run needs is loaded when it is used, and what is not in use
-makes room for it.
+Users never unload models by hand: weights are loaded when a run uses them, and evict weights that are not in use.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ResidentEntry:
     key: Hashable
     label: str
     bytes_per_device: int
-    """On the device that holds most of it."""
+    """Bytes on the device that holds most of the entry."""
     in_use: bool
 
 
@@ -43,7 +42,7 @@ class ResidencyEvent:
     entry: ResidentEntry
 
 
-Listener = Callable[[ResidencyEvent], None]
+ResidencyCallback = Callable[[ResidencyEvent], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,9 +50,9 @@ class _Entry:
     key: Hashable
     label: str
     reserved: int
-    """Bytes per device that were announced; counts until the arrays are there."""
+    """Bytes per device that were announced; counted until the arrays are loaded."""
     loader: int | None
-    """The thread that is loading it; None once the arrays are there."""
+    """The thread that is loading the arrays; None once they are loaded."""
     arrays: Arrays = None
     held: dict[jax.Device, int] = dataclasses.field(default_factory=dict)
     users: int = 0
@@ -72,7 +71,7 @@ class _Entry:
 
 
 class Residency:
-    """What is on the devices. Every method may be called from any thread."""
+    """The weights on the devices. Every method may be called from any thread."""
 
     def __init__(self, config: ResidencyConfig, *, devices: Sequence[jax.Device] | None = None) -> None:
         self._config = config
@@ -81,18 +80,18 @@ class Residency:
         self._entries: collections.OrderedDict[Hashable, _Entry] = collections.OrderedDict()  # oldest use first
         self._changed = threading.Condition()
         self._pins: collections.Counter[int] = collections.Counter()  # thread -> entries it keeps on the devices
-        self._listeners: list[Listener] = []
+        self._callbacks: list[ResidencyCallback] = []
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that weights may take on each device. Asks the devices at its first use, not when it is made."""
+        """Bytes that weights may take on each device. The devices are asked at the first use of the property."""
         if self._budget is None:
             self._budget = _budget_bytes(self._config, self._devices or jax.local_devices())
         return self._budget
 
     @contextlib.contextmanager
     def use(self, key: Hashable, *, label: str, nbytes_per_device: int, load: Callable[[], Arrays]) -> Iterator[Arrays]:
-        """The arrays of a key, loaded if they are not there, and kept there until the with block ends.
+        """The arrays of a key, loaded if they are not on the devices, and kept there until the with block ends.
 
         nbytes_per_device is what load will take, at most, on one device. Do not keep the arrays after the block:
         they may be deleted. load must not use the registry itself.
@@ -100,13 +99,13 @@ class Residency:
         thread = threading.get_ident()
         entry, events = self._acquire(key, label, nbytes_per_device, load, thread)
         try:
-            self._tell(events)
+            self._notify(events)
             yield entry.arrays
         finally:
             self._release(entry, thread)
 
     def entries(self) -> tuple[ResidentEntry, ...]:
-        """What is on the devices or on its way, least recently used first."""
+        """Entries that are on the devices or being loaded, least recently used first."""
         with self._changed:
             return tuple(entry.view() for entry in self._entries.values())
 
@@ -119,41 +118,41 @@ class Residency:
             return dict(total)
 
     def evict(self, key: Hashable) -> bool:
-        """Free a key now, or as soon as it is no longer in use. False if it is not here."""
+        """Frees a key now, or as soon as it is no longer in use. Returns False if the key is not in the registry."""
         with self._changed:
             entry = self._entries.get(key)
             events = self._evict_or_mark([entry]) if entry else []
-        self._tell(events)
+        self._notify(events)
         return entry is not None
 
     def clear(self) -> None:
-        """Free everything: what is in use, as soon as it no longer is."""
+        """Frees all entries; an entry in use is freed when its use ends."""
         with self._changed:
             events = self._evict_or_mark(list(self._entries.values()))
-        self._tell(events)
+        self._notify(events)
 
-    def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call listener after every load and eviction. Returns what ends it."""
+    def add_callback(self, callback: ResidencyCallback) -> Callable[[], None]:
+        """Calls `callback` after every load and eviction. Returns a function that removes the callback."""
         with self._changed:
-            self._listeners.append(listener)
+            self._callbacks.append(callback)
 
         def stop() -> None:
             with self._changed, contextlib.suppress(ValueError):
-                self._listeners.remove(listener)
+                self._callbacks.remove(callback)
 
         return stop
 
     def _acquire(
         self, key: Hashable, label: str, nbytes: int, load: Callable[[], Arrays], thread: int
     ) -> tuple[_Entry, list[ResidencyEvent]]:
-        """The entry, pinned, and what listeners are still to be told."""
+        """The entry, pinned, and the events that callbacks are still to receive."""
         if nbytes > self.budget_bytes:
             raise DeviceMemoryError(self._too_large(label, nbytes))
         with self._changed:
             while True:
                 entry = self._entries.get(key)
                 if entry is None:
-                    victims = self._victims(nbytes)
+                    victims = self._find_evictable(nbytes)
                     if victims is not None:
                         break
                     # Whoever holds something and waits for more can wait for ever: two such threads, or this one
@@ -174,7 +173,7 @@ class Residency:
             entry = self._entries[key] = _Entry(key, label, reserved=nbytes, loader=thread)
             self._pin(entry, thread)
         try:
-            self._tell(events)
+            self._notify(events)
             return entry, self._fill(entry, load)
         except BaseException:
             with self._changed:
@@ -184,13 +183,13 @@ class Residency:
             raise
 
     def _fill(self, entry: _Entry, load: Callable[[], Arrays]) -> list[ResidencyEvent]:
-        arrays, failure = _attempt(load)
+        arrays, failure = _try_load(load)
         if failure:
             logger.warning("loading %s ran out of device memory; evicting what is not in use: %s", entry.label, failure)
             with self._changed:
                 events = self._evict_or_mark([other for other in self._entries.values() if not other.in_use])
-            self._tell(events)
-            arrays, failure = _attempt(load)
+            self._notify(events)
+            arrays, failure = _try_load(load)
         if failure:
             raise DeviceMemoryError(
                 f"{entry.label} needs {_gb(entry.reserved)} on each device and the devices have no room, even after "
@@ -205,7 +204,7 @@ class Residency:
         with self._changed:
             entry.arrays, entry.held, entry.loader = arrays, held, None
             # More than was announced? Then others go after all; what is in use cannot.
-            events = self._evict_or_mark(self._victims(0) or [])
+            events = self._evict_or_mark(self._find_evictable(0) or [])
             self._changed.notify_all()
         return [*events, ResidencyEvent("loaded", entry.view())]
 
@@ -215,11 +214,11 @@ class Residency:
             self._entries.move_to_end(entry.key)
             events = self._evict_or_mark([entry]) if entry.evict_at_release and not entry.in_use else []
             # Over the budget only where a load took more than it announced while others were in use.
-            events += self._evict_or_mark(self._victims(0) or [])
+            events += self._evict_or_mark(self._find_evictable(0) or [])
             self._changed.notify_all()
-        self._tell(events)
+        self._notify(events)
 
-    # The rest is called with the lock held, except _tell, which must not be: a listener may use the registry.
+    # The rest is called with the lock held, except _notify: a callback may use the registry.
 
     def _pin(self, entry: _Entry, thread: int) -> None:
         entry.users += 1
@@ -231,8 +230,8 @@ class Residency:
         if not self._pins[thread]:
             del self._pins[thread]
 
-    def _victims(self, nbytes: int) -> list[_Entry] | None:
-        """What must go for nbytes more on each device, least recently used first; None where that is not enough."""
+    def _find_evictable(self, nbytes: int) -> list[_Entry] | None:
+        """Entries to evict for nbytes more on each device, least recently used first; None if they do not suffice."""
         left = list(self._entries.values())
         victims = []
         for entry in self._entries.values():
@@ -256,14 +255,14 @@ class Residency:
         self._changed.notify_all()
         return events
 
-    def _tell(self, events: Sequence[ResidencyEvent]) -> None:
+    def _notify(self, events: Sequence[ResidencyEvent]) -> None:
         for event in events:
-            for listener in tuple(self._listeners):
+            for callback in tuple(self._callbacks):
                 try:
-                    listener(event)
+                    callback(event)
                 except Exception:
                     # A display that fails must not fail the run, nor leave its weights pinned for ever.
-                    logger.exception("a residency listener failed on %s", event)
+                    logger.exception("a residency callback failed on %s", event)
 
     def _too_large(self, label: str, nbytes: int) -> str:
         return (
@@ -282,8 +281,8 @@ class Residency:
         return ", ".join(parts) or "nothing"
 
 
-def _attempt(load: Callable[[], Arrays]) -> tuple[Arrays, str]:
-    """The arrays, or why there was no room. The error itself is dropped: its traceback would keep arrays alive."""
+def _try_load(load: Callable[[], Arrays]) -> tuple[Arrays, str]:
+    """The arrays, or the reason why they did not fit. The error is dropped: its traceback would keep arrays alive."""
     try:
         return load(), ""
     except Exception as error:
@@ -312,7 +311,7 @@ def _delete(arrays: Arrays) -> None:
 
 
 def _total(entries: Sequence[_Entry]) -> int:
-    """Bytes on the fullest device. What is still loading counts on every device: nobody knows yet where it goes."""
+    """Bytes on the fullest device. Entries that are loading count on every device: their placement is not known yet."""
     held: collections.Counter[jax.Device] = collections.Counter()
     for entry in entries:
         held.update(entry.held)
@@ -341,5 +340,5 @@ def _gb(nbytes: int) -> str:
 
 @functools.cache
 def shared_residency() -> Residency:
-    """The registry of this process: whoever loads without one of its own shares the devices through it."""
+    """The registry of this process, for models that are opened without a registry of their own."""
     return Residency(ResidencyConfig())

@@ -4,8 +4,8 @@ The `ModuleList` in the skeleton is replaced by a `ScannedLayers` that iterates 
 `for block in self.blocks: x = block(x, …)` then runs once, and that one call is a `lax.scan` over all layers. Wan 14B
 on one H200: trace 3.1 -> 0.2 s, compile 14.8 -> 3.4 s, the step itself takes the same time.
 
-What a loop does besides calling its blocks is done once, too: `for i, block in enumerate(self.blocks)` sees only
-i = 0, and nothing here can know. A family's tests therefore compare it with and without the scan.
+Anything else that the loop does is done once, too: `for i, block in enumerate(self.blocks)` sees only i = 0, which
+cannot be detected here. A family's tests therefore compare results with and without the scan.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from comfy_tpu.bridge import map_layers, run_layers, weight_shapes
 from comfy_tpu.errors import InvalidValueError, StackingError, see
 
 INDEX = "*"
-"""Stands for the layer's number in the names of stacked weights: `blocks.*.attn1.to_q.weight`."""
+"""Replaces the layer's number in the names of stacked weights: `blocks.*.attn1.to_q.weight`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Says that the `ModuleList` at `path` holds equal blocks that pass `carry` on from one to the next."""
+    """Declares that the `ModuleList` at `path` holds equal blocks that pass `carry` from one to the next."""
 
     path: str
     carry: tuple[str, ...] = ("hidden_states",)
     """Parameters of the block's forward that its outputs replace, in the order of the outputs."""
     carry_axes: tuple[str | None, ...] = ("dp", "sp", None)
-    """How each of them is split over the mesh between layers."""
+    """How each carried tensor is split over the mesh between layers."""
     varying: tuple[str, ...] = ("layer_idx",)
     """Attributes that may differ between the blocks because their forward does not read them."""
 
@@ -52,7 +52,7 @@ class StackedBlocks(torch.nn.Module):
         return template
 
     def block_names(self, path: str) -> tuple[str, ...]:
-        """What a checkpoint calls the blocks, given where they are in the module."""
+        """The checkpoint's names of the blocks, for blocks at `path` in the module."""
         return tuple(f"{path}.{index}" for index in range(self.count))
 
 
@@ -78,7 +78,7 @@ class ScannedLayers(StackedBlocks):
                 f"layers; only the whole list runs as a scan: leave it out of the family's stacks{see('uneven-blocks')}"
             )
         range(self.count)[index]  # IndexError as a list would raise it
-        return _OneLayer(self)
+        return _LayerReference(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,8 +104,8 @@ class ScannedLayers(StackedBlocks):
         )
 
 
-class _OneLayer:
-    """A layer taken out of a scanned list: its attributes can be looked at, but it has no weights of its own to run."""
+class _LayerReference:
+    """One layer of a scanned list: its attributes can be read, but it has no weights of its own and cannot run."""
 
     def __init__(self, layers: ScannedLayers) -> None:
         self._layers = layers
@@ -152,7 +152,7 @@ def block_difference(first: torch.nn.Module, other: torch.nn.Module, varying: tu
     return None
 
 
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_COMMON_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 
 
 def _facts(block: torch.nn.Module, varying: tuple[str, ...]) -> Mapping[str, Any]:
@@ -162,32 +162,32 @@ def _facts(block: torch.nn.Module, varying: tuple[str, ...]) -> Mapping[str, Any
         prefix = f"{path}." if path else ""
         facts[f"{prefix}class"] = type(module).__qualname__
         for name, value in vars(module).items():
-            if name not in varying and name not in _OF_EVERY_MODULE:
-                facts[prefix + name] = _comparable(value)
+            if name not in varying and name not in _COMMON_ATTRIBUTES:
+                facts[prefix + name] = _as_comparable(value)
         for name, tensor in (module._parameters | module._buffers).items():
             computed = name in module._non_persistent_buffers_set
             described = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-            facts[prefix + name] = _comparable(tensor) if computed else described
+            facts[prefix + name] = _as_comparable(tensor) if computed else described
     return facts
 
 
-def _comparable(value: Any, depth: int = 4) -> Any:
-    """Something that is equal for two values exactly if a forward cannot tell them apart, as far as one can look."""
+def _as_comparable(value: Any, depth: int = 4) -> Any:
+    """A value that is equal for two attributes if a forward cannot distinguish them; looks `depth` levels deep."""
     if isinstance(value, torch.Tensor):
         described = (tuple(value.shape), value.dtype)
         return described if value.is_meta else (*described, value.detach().flatten().tolist())
     if isinstance(value, Mapping):
-        return {key: _comparable(item, depth - 1) for key, item in value.items()}
+        return {key: _as_comparable(item, depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return (type(value), [_comparable(item, depth - 1) for item in value])
+        return (type(value), [_as_comparable(item, depth - 1) for item in value])
     is_object = hasattr(value, "__dict__") and not (inspect.isroutine(value) or inspect.isclass(value))
     if depth and is_object:
-        return (type(value), {name: _comparable(item, depth - 1) for name, item in vars(value).items()})
+        return (type(value), {name: _as_comparable(item, depth - 1) for name, item in vars(value).items()})
     return value
 
 
 def stacked_blocks(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Prefixes of stacked weights' names, each with the checkpoint's prefixes of its layers, in order."""
+    """The name prefix of each stack -> the checkpoint's prefixes of its layers, in order."""
     return {
         f"{path}.{INDEX}.": layers.block_names(path)
         for path, layers in module.named_modules()
@@ -196,7 +196,7 @@ def stacked_blocks(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def split_layer_name(name: str, blocks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The checkpoint's names behind a weight: one per layer for a stacked weight, in order."""
+    """The checkpoint's names of a weight: one per layer for a stacked weight, in order."""
     for prefix, layers in blocks.items():
         if name.startswith(prefix):
             return tuple(f"{layer}.{name[len(prefix) :]}" for layer in layers)
@@ -204,7 +204,7 @@ def split_layer_name(name: str, blocks: Mapping[str, tuple[str, ...]]) -> tuple[
 
 
 def check_weights(program: str, module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
-    """That `weights` are those of `module`: every one it has, of its shape, and none that it does not have."""
+    """Raises InvalidValueError unless `weights` are those of `module`, with the same names and shapes."""
     blocks = stacked_blocks(module)
     expected = weight_shapes(module)
     if missing := sorted(set(expected) - set(weights)):

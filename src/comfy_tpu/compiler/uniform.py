@@ -1,10 +1,10 @@
-"""Equal blocks of a module that nobody described, found by looking and run as a scan where that is the same.
+"""Detects equal blocks of a module without a family, and runs them as a scan where the result is the same.
 
-A family says which of its lists are uniform and what they carry (`stacking`). A module of somebody else's says
-nothing, so its lists are compared block by block, and while its forward is traced the loop is watched: blocks that
-get what the block before returned, and nothing else that differs, and whose results nobody else looks at, are one
-`lax.scan`. The others run one after the other, from the same stacked weights. That is decided anew in every trace: an
-option of the model may put something between two blocks.
+A family declares which of its lists are uniform and what they carry (`stacking`). A foreign module declares nothing, so
+its lists are compared block by block, and its loop is recorded while its forward is traced: consecutive blocks become
+one `lax.scan` if each gets the results of the block before, if their other arguments are equal, and if only the next
+block uses their results. The other blocks run one after the other, from the same stacked weights. Every trace decides
+again: an option of the model may put other code between two blocks.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 import torch
 import torch.overrides
 
-from comfy_tpu.bridge import BlockCall, content_of, run_layer, run_layers
+from comfy_tpu.bridge import BlockCall, run_layer, run_layers, tensor_content
 from comfy_tpu.compiler.stacking import StackedBlocks, block_difference
 from comfy_tpu.errors import StackingError
 
 logger = logging.getLogger(__name__)
 
 CARRY_AXES = ("dp", "sp", None)
-"""Of [batch, tokens, features], between blocks."""
+"""How [batch, tokens, features] is split between blocks."""
 
-SMALLEST_RUN = 2
+MIN_RUN_LENGTH = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Blocks of a run, from `start` to before `stop`, of which each goes on with what the one before returned."""
+    """The blocks `start` to `stop` (exclusive) of a run; each gets the results of the block before."""
 
     start: int
     stop: int
     carry: tuple[str | int, ...] = ()
-    """Arguments of the block that are what the block before returned, in the order of its results: by name, or by place
-    where the model's loop gives them so."""
+    """The arguments that are results of the block before, in the order of the results: by name, or by position where
+    the model's loop passes them so."""
 
 
 class BlockRun(StackedBlocks):
@@ -47,9 +47,9 @@ class BlockRun(StackedBlocks):
         super().__init__(blocks)
         self.list_path = list_path
         self.start = start
-        self.watch: _Watch | None = None
+        self.recorder: _LoopRecorder | None = None
         self.segments: dict[int, Segment] = {}
-        """By the position of each of their blocks."""
+        """The segment of each block, by the block's position."""
         self.returns_tuple = False
 
     @property
@@ -64,8 +64,8 @@ class BlockRun(StackedBlocks):
         return tuple(f"{self.list_path}.{self.start + index}" for index in range(self.count))
 
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.watch is not None:
-            return self.watch.call(position, args, kwargs)
+        if self.recorder is not None:
+            return self.recorder.call(position, args, kwargs)
         segment = self.segments[position]
         if segment.stop - segment.start == 1:
             return run_layer(self.template, position, args, kwargs, path=self.path)
@@ -84,7 +84,7 @@ class BlockRun(StackedBlocks):
 
 
 class _Block:
-    """One place of a run, as the model's own loop meets it."""
+    """One block of a run, as the model's own loop sees it."""
 
     def __init__(self, run: BlockRun, position: int) -> None:
         self._run = run
@@ -120,7 +120,7 @@ class _Block:
 
 
 class UniformList(torch.nn.Module):
-    """Stands for a `ModuleList`: runs of equal blocks are one module each, the others are as they were."""
+    """Replaces a `ModuleList`: each run of equal blocks is one module, other blocks are unchanged."""
 
     def __init__(self, path: str, blocks: torch.nn.ModuleList, runs: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class UniformList(torch.nn.Module):
 
 
 def stack_uniform(module: torch.nn.Module) -> torch.nn.Module:
-    """Replaces every `ModuleList` of a skeleton that has equal neighbours. The outermost lists only."""
+    """Replaces every `ModuleList` of a skeleton that has equal neighbours; of nested lists, the outermost."""
     found: list[str] = []
     for path, part in list(module.named_modules()):
         if isinstance(part, torch.nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in found):
@@ -164,68 +164,70 @@ def _runs(blocks: torch.nn.ModuleList) -> list[tuple[int, int]]:
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or block_difference(blocks[start], blocks[index], ()):
-            if index - start >= SMALLEST_RUN and _is_block(blocks[start]):
+            if index - start >= MIN_RUN_LENGTH and _is_block(blocks[start]):
                 runs.append((start, index))
             start = index
     return runs
 
 
 def _is_block(module: torch.nn.Module) -> bool:
-    """Something to call, with weights; a container that only groups others is never called.
+    """Whether a module is called as a block and has weights. Containers are not: a model calls their parts.
 
-    Nor is a sequence, always: U-Nets go through its layers themselves. Lists inside of it are looked for, then.
+    A Sequential is not, either: U-Nets iterate over its layers. Lists inside of it are searched instead.
     """
     is_called = type(module).forward is not torch.nn.Module.forward and not isinstance(module, torch.nn.Sequential)
     return is_called and any(True for _ in module.parameters())
 
 
-def run_watched(module: torch.nn.Module, function: Callable[[], Any], varying: frozenset[str] = frozenset()) -> Any:
-    """`function()`, with blocks scanned that may be. Inside a trace.
+def run_with_detected_scans(
+    module: torch.nn.Module, function: Callable[[], Any], varying: frozenset[str] = frozenset()
+) -> Any:
+    """`function()`, with equal blocks run as scans where that gives the same result. For use inside a trace.
 
-    `varying` names entries of dictionaries among the arguments that blocks do not read, though they differ.
-    The function is run twice. The first time blocks are watched, and only the first of a run computes; what that run
-    computes is used by nobody, and the compiler drops it.
+    `varying` names entries of dictionaries among the arguments that differ between blocks but are not read by them.
+    The function runs twice. The first time its loops are recorded, and only the first block of each run computes;
+    nothing uses the results of that pass, so the compiler drops it.
     """
     runs = [part for part in module.modules() if isinstance(part, BlockRun)]
     if not runs:
         return function()
-    uses = _Uses()
+    uses = _UseTracker()
     for run in runs:
-        run.watch = _Watch(run, uses, varying)
+        run.recorder = _LoopRecorder(run, uses, varying)
     try:
         with uses:
             uses.add_results(function())
     finally:
-        watches = [(run, run.watch) for run in runs]
+        recorders = [(run, run.recorder) for run in runs]
         for run in runs:
-            run.watch = None
-    for run, watch in watches:
-        assert watch is not None
-        segments = watch.segments()
+            run.recorder = None
+    for run, recorder in recorders:
+        assert recorder is not None
+        segments = recorder.segments()
         run.segments = {position: part for part in segments for position in range(part.start, part.stop)}
-        run.returns_tuple = watch.returns_tuple
+        run.returns_tuple = recorder.returns_tuple
         if len(segments) > 1:
             logger.debug("%s runs in %d pieces", run.path, len(segments))
     return function()
 
 
-class _Uses(torch.overrides.TorchFunctionMode):
-    """Notes which of the tensors that blocks returned are used by anything but a block."""
+class _UseTracker(torch.overrides.TorchFunctionMode):
+    """Records which of the tensors that blocks returned are used by other code than a block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._handed_out: dict[int, torch.Tensor] = {}  # by id; held, so that no other tensor takes the id
+        self._tracked: dict[int, torch.Tensor] = {}  # by id; held, so that no other tensor takes the id
         self._used: set[int] = set()
 
-    def hand_out(self, tensor: Any) -> Any:
-        self._handed_out[id(tensor)] = tensor
+    def track(self, tensor: Any) -> Any:
+        self._tracked[id(tensor)] = tensor
         return tensor
 
     def was_used(self, tensor: Any) -> bool:
         return id(tensor) in self._used
 
     def add_results(self, results: Any) -> None:
-        self._note(results)
+        self._mark_used(results)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,60 +235,60 @@ class _Uses(torch.overrides.TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         # x.shape and the like use nothing of it; x.mT does.
         if getattr(func, "__name__", "") != "__get__" or isinstance(result, torch.Tensor):
-            self._note((args, kwargs))
+            self._mark_used((args, kwargs))
         return result
 
-    def _note(self, tree: Any) -> None:
+    def _mark_used(self, tree: Any) -> None:
         if isinstance(tree, torch.Tensor):
-            if id(tree) in self._handed_out:
+            if id(tree) in self._tracked:
                 self._used.add(id(tree))
         elif isinstance(tree, dict):
             for item in tree.values():
-                self._note(item)
+                self._mark_used(item)
         elif isinstance(tree, (list, tuple)):
             for item in tree:
-                self._note(item)
+                self._mark_used(item)
 
 
 @dataclasses.dataclass
 class _Call:
     arguments: dict[str | int, Any]
-    """With copies of the containers: a model may use one dictionary for all blocks, and write into it."""
+    """The arguments, with copies of containers: a model may use one dictionary for all blocks, and write into it."""
     outputs: tuple[Any, ...]
 
 
-class _Watch:
-    """Follows what one pass through the model's loop hands from block to block."""
+class _LoopRecorder:
+    """Records what is passed from block to block in one pass through the model's loop."""
 
-    def __init__(self, run: BlockRun, uses: _Uses, varying: frozenset[str]) -> None:
+    def __init__(self, run: BlockRun, uses: _UseTracker, varying: frozenset[str]) -> None:
         self._run = run
         self._uses = uses
         self._varying = varying
         self._calls: dict[int, _Call] = {}
         self._in_order = True
         self._written: dict[str | int, Any] = {}
-        """Arguments that a block wrote into."""
+        """The arguments that a block wrote into."""
         self.returns_tuple = False
 
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = BlockCall(args, kwargs).arguments
-        copied = {name: self._copied(value) for name, value in arguments.items()}
+        copied = {name: self._copy_containers(value) for name, value in arguments.items()}
         self._in_order &= position == len(self._calls)
-        if not self._calls or self._leaves_traces:
-            made = self._run_it(position, arguments, copied, args, kwargs)
+        if not self._calls or self._writes_containers:
+            made = self._run_block(position, arguments, copied, args, kwargs)
         else:
             made = next(iter(self._calls.values())).outputs
-        # New tensors every time: where one turns up again tells what the model did with it.
-        outputs = tuple(self._uses.hand_out(_again(x)) if isinstance(x, torch.Tensor) else x for x in made)
+        # New tensors for each block: an argument that is one of them shows which block's result it is.
+        outputs = tuple(self._uses.track(_clone_untracked(x)) if isinstance(x, torch.Tensor) else x for x in made)
         self._calls[position] = _Call(copied, outputs)
         return outputs if self.returns_tuple else outputs[0]
 
     @property
-    def _leaves_traces(self) -> bool:
-        """In a list or dictionary, from which the model or a later block goes on: then none can be left out."""
+    def _writes_containers(self) -> bool:
+        """Whether a block writes into a list or dictionary, which later code may read: then every block must run."""
         return any(not isinstance(value, torch.Tensor) for value in self._written.values())
 
-    def _run_it(
+    def _run_block(
         self,
         position: int,
         arguments: dict[str | int, Any],
@@ -294,25 +296,25 @@ class _Watch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        held = {name: _held(value) for name, value in copied.items()}
+        before = {name: _flatten_contents(value) for name, value in copied.items()}
         result = run_layer(self._run.template, position, args, kwargs, path=self._run.path)
         for name, value in arguments.items():
-            if not _identical(held[name], _held(self._copied(value))):
-                self._written[name] = self._uses.hand_out(value)
+            if not _identical(before[name], _flatten_contents(self._copy_containers(value))):
+                self._written[name] = self._uses.track(value)
         self.returns_tuple = isinstance(result, tuple)
         return result if isinstance(result, tuple) else (result,)
 
-    def _copied(self, value: Any) -> Any:
+    def _copy_containers(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: self._copied(item) for name, item in value.items() if name not in self._varying}
-        return [self._copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {name: self._copy_containers(item) for name, item in value.items() if name not in self._varying}
+        return [self._copy_containers(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def segments(self) -> list[Segment]:
-        """The run in pieces, each of which is one scan."""
+        """The segments of the run, each of which is one scan."""
         count = self._run.count
-        singly = [Segment(position, position + 1) for position in range(count)]
+        single_blocks = [Segment(position, position + 1) for position in range(count)]
         if not self._in_order or len(self._calls) != count:
-            return singly
+            return single_blocks
         found = [Segment(0, 1)]
         for position in range(1, count):
             last, carry = found[-1], self._link(position)
@@ -321,17 +323,18 @@ class _Watch:
             else:
                 found.append(Segment(position, position + 1))
         if self._written and not self._may_write(found):
-            return singly
+            return single_blocks
         return found
 
     def _may_write(self, segments: list[Segment]) -> bool:
-        """A scan hands its blocks tensors of its own: what they write, nobody sees but the next block."""
+        """Whether the writes of blocks are preserved: in a scan only the next block sees what a block writes."""
         carried = {name for segment in segments for name in segment.carry}
         seen_by_others = any(self._uses.was_used(value) for value in self._written.values())
         return len(segments) == 1 and self._written.keys() <= carried and not seen_by_others
 
     def _link(self, position: int) -> tuple[str | int, ...]:
-        """What block `position` takes over from the one before, if that is everything and nothing else differs."""
+        """The arguments of block `position` that are the results of the block before; empty if the two cannot be in one
+        scan."""
         before, call = self._calls[position - 1], self._calls[position]
         places = {id(output): index for index, output in enumerate(before.outputs)}
         carried = {name: places[id(value)] for name, value in call.arguments.items() if id(value) in places}
@@ -341,45 +344,45 @@ class _Watch:
             return ()
         if any(self._uses.was_used(output) for output in before.outputs):
             return ()
-        if not all(_alike(before.arguments.get(name), before.outputs[index]) for name, index in carried.items()):
+        if not all(_same_type(before.arguments.get(name), before.outputs[index]) for name, index in carried.items()):
             return ()
         rest, rest_before = (
             {name: value for name, value in arguments.items() if name not in carried}
             for arguments in (call.arguments, before.arguments)
         )
-        if rest.keys() != rest_before.keys() or not all(_same(rest[name], rest_before[name]) for name in rest):
+        if rest.keys() != rest_before.keys() or not all(_same_value(rest[name], rest_before[name]) for name in rest):
             return ()
         return tuple(sorted(carried, key=lambda name: carried[name]))
 
 
-def _again(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_untracked(tensor: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunction():  # not a use by the model
         return tensor.clone()
 
 
-def _alike(before: Any, after: torch.Tensor) -> bool:
+def _same_type(before: Any, after: torch.Tensor) -> bool:
     return isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (after.shape, after.dtype)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_value(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, (int, float, str, bool, type(None))):
         return type(one) is type(other) and one == other
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return all(_same(a, b) for a, b in zip(one, other, strict=True))
+        return all(_same_value(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return all(_same(one[name], other[name]) for name in one)
+        return all(_same_value(one[name], other[name]) for name in one)
     return False
 
 
-def _held(tree: Any) -> list[Any]:
-    """Everything in copied arguments, and what its tensors hold."""
+def _flatten_contents(tree: Any) -> list[Any]:
+    """All leaves of copied arguments, each tensor followed by its content."""
     if isinstance(tree, dict):
-        return [item for name, value in tree.items() for item in (name, *_held(value))]
+        return [item for name, value in tree.items() for item in (name, *_flatten_contents(value))]
     if isinstance(tree, list):
-        return [item for value in tree for item in _held(value)]
-    return [tree, content_of(tree)] if isinstance(tree, torch.Tensor) else [tree]
+        return [item for value in tree for item in _flatten_contents(value)]
+    return [tree, tensor_content(tree)] if isinstance(tree, torch.Tensor) else [tree]
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:

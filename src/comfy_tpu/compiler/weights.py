@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from comfy_tpu.bridge.dtypes import as_numpy
 from comfy_tpu.compiler.checkpoint import TensorInfo
-from comfy_tpu.errors import CheckpointError, listed
+from comfy_tpu.errors import CheckpointError, join_names
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
-_LISTED = 10
+_MAX_LISTED = 10
 
 HOST_STACK_BYTES = 4 * 2**20
 """A stack of at most this size is filled on the host, a larger one on its devices. The compiled program that writes a
@@ -37,14 +37,14 @@ ProgressCallback = Callable[[int, int], None]
 
 
 class WeightChanger(Protocol):
-    """Replaces some tensors of a checkpoint once they are on their devices."""
+    """Replaces some tensors of a checkpoint after they are put on their devices."""
 
     def __contains__(self, name: object) -> bool:
         """Whether the tensor of this name in the checkpoint is replaced."""
         ...
 
     def __call__(self, name: str, array: jax.Array) -> jax.Array:
-        """What replaces `array`, in the same dtype and place."""
+        """The array that replaces `array`, with the same dtype and sharding."""
         ...
 
 
@@ -62,8 +62,8 @@ class WeightSource(Protocol):
     def close(self) -> None: ...
 
 
-class SourceAround:
-    """A source that changes what another one gives: names, dtypes, values. Its heirs say how."""
+class SourceWrapper:
+    """A source that wraps another one. Subclasses override `read` to change names, dtypes or values."""
 
     def __init__(self, source: WeightSource, tensors: Mapping[str, TensorInfo] | None = None) -> None:
         self._source = source
@@ -82,10 +82,10 @@ class SourceAround:
 
 @dataclasses.dataclass(frozen=True)
 class WeightSlot:
-    """A weight that a program needs, and the tensors of a checkpoint that fill it.
+    """A weight that a program needs, and the tensors of a checkpoint that it is loaded from.
 
-    One source of the same shape fills it as it is; otherwise there is one source per entry of the leading (layer)
-    dimension, in that order. A list of one layer is therefore told from a plain weight by its shape.
+    A plain weight has one source of the same shape; a stacked weight has one source per entry of the leading (layer)
+    dimension, in order. The shape distinguishes a stack of one layer from a plain weight.
     """
 
     name: str
@@ -112,7 +112,7 @@ def load_weights(
     ignore_unused: Sequence[str] = (),
     change: WeightChanger | None = None,
 ) -> dict[str, jax.Array]:
-    """Every slot as an array on its devices. `ignore_unused`: globs of tensors in the checkpoint that no slot needs.
+    """Loads every slot as an array on its devices. `ignore_unused`: globs of tensors that no slot needs.
 
     Everything that headers can tell is checked before a byte is read. If anything is raised, by on_progress too,
     what was already loaded is deleted.
@@ -148,7 +148,7 @@ def load_weights(
 def update_weights(
     source: WeightSource, slots: Sequence[WeightSlot], arrays: dict[str, jax.Array], changed: Collection[str]
 ) -> int:
-    """Writes the `changed` tensors of a source into arrays that `load_weights` made; how many bytes were moved.
+    """Writes the `changed` tensors of a source into arrays that `load_weights` made; returns the bytes moved.
 
     If anything is raised, the arrays are no longer those of any source: delete them.
     """
@@ -171,7 +171,7 @@ def _is_stacked_on_host(slot: WeightSlot, source: WeightSource, change: WeightCh
 
 
 class _HostStack:
-    """The layers of one slot, in host memory until all of them are there."""
+    """The layers of one slot, in host memory until all of them are read."""
 
     def __init__(self, slot: WeightSlot) -> None:
         self._slot = slot
@@ -197,7 +197,7 @@ def _write(
     stack: jax.Array | None,
     change: WeightChanger | None = None,
 ) -> jax.Array:
-    """The slot's array with one more of its sources in it."""
+    """The slot's array with one more of its sources written into it."""
     tensor = checkpoint.read(slot.sources[position])
     whole = tuple(tensor.shape) == slot.shape
     layer = NamedSharding(slot.sharding.mesh, PartitionSpec(*slot.sharding.spec[1:]))
@@ -220,10 +220,10 @@ def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot])
 
 
 def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
-    """A tensor on its devices. keep: the array outlives the mapped file that the tensor is a view of."""
+    """Puts a tensor on its devices. `keep`: whether the array outlives the mapped file that the tensor is a view of."""
     target = getattr(torch, np.dtype(dtype).name)
     if tensor.is_cuda and sharding.num_devices == 1 and sharding.mesh.devices.flat[0].platform == "gpu":
-        return adopt(tensor.to(target), sharding)
+        return alias_torch_tensor(tensor.to(target), sharding)
     tensor = tensor.cpu()
     if keep and sharding.mesh.devices.flat[0].platform == "cpu":
         # CPU devices take over host memory that is aligned to 64 bytes instead of copying it, so an array could turn
@@ -239,8 +239,8 @@ def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep:
     return jax.make_array_from_callback(tuple(tensor.shape), sharding, piece)
 
 
-def adopt(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
-    """A tensor that torch has on the one device of `sharding`, as an array over the same memory: nothing is copied."""
+def alias_torch_tensor(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
+    """A jax array over the memory of a torch tensor on the single device of `sharding`; nothing is copied."""
     array = jax.dlpack.from_dlpack(tensor.detach().contiguous())
     return jax.make_array_from_single_device_arrays(tuple(tensor.shape), sharding, [array])
 
@@ -277,7 +277,7 @@ def check_checkpoint(checkpoint: WeightSource, slots: Sequence[WeightSlot], igno
         problems += [problem for info in present for problem in _mismatches(slot, info)]
         problems += _placement_problems(slot)
     if missing:
-        problems.append(f"missing from the checkpoint: {listed(missing, _LISTED)}")
+        problems.append(f"missing from the checkpoint: {join_names(missing, _MAX_LISTED)}")
     used = {source for slot in slots for source in slot.sources}
     unused = [
         name
@@ -285,11 +285,11 @@ def check_checkpoint(checkpoint: WeightSource, slots: Sequence[WeightSlot], igno
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore_unused)
     ]
     if unused:
-        problems.append(f"in the checkpoint, but the model has no place for them: {listed(unused, _LISTED)}")
+        problems.append(f"in the checkpoint, but the model has no place for them: {join_names(unused, _MAX_LISTED)}")
     if problems:
-        more = [f"and {len(problems) - _LISTED} more problems"] if len(problems) > _LISTED else []
+        more = [f"and {len(problems) - _MAX_LISTED} more problems"] if len(problems) > _MAX_LISTED else []
         # The missing and the unused come last and are the most telling: keep them.
-        lines = problems[: _LISTED - 2] + problems[-2:] if more else problems
+        lines = problems[: _MAX_LISTED - 2] + problems[-2:] if more else problems
         raise CheckpointError(
             f"checkpoint {checkpoint.path} does not fit the model:\n  "
             + "\n  ".join(lines + more)

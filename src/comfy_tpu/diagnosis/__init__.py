@@ -1,4 +1,4 @@
-"""Is this machine ready to run a model, and if not, what fixes it."""
+"""Checks whether this machine can run a model, and suggests commands that fix problems."""
 
 from comfy_tpu.diagnosis.checks import Finding
 from comfy_tpu.diagnosis.comfyui import ComfyUIProbes, examine_comfyui

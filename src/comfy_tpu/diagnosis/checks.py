@@ -1,4 +1,4 @@
-"""Judgements: from facts to findings, each with the command that mends what is wrong. Nothing here looks around."""
+"""Turns facts into findings, each with a command that fixes the problem. Nothing here inspects the machine."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def format_bytes(count: int) -> str:
 
 
 def _plugin_fix(requirement: str, plugins: Sequence[str], versions: Mapping[str, str | None]) -> str:
-    """Where a plugin is installed and does not work, pip would find nothing to do."""
+    """Reinstalls a plugin that is installed and does not work, since pip would find nothing to do; else installs it."""
     installed = [name for name in plugins if versions.get(name)]
     return repairs.reinstall(installed, requirement) if installed else repairs.install(requirement)
 

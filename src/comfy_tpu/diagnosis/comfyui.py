@@ -1,4 +1,5 @@
-"""Can this Python run ComfyUI: is it ComfyUI's own, and is everything there that ComfyUI asks for."""
+"""Checks whether this Python can run ComfyUI: whether it is ComfyUI's own, and has the packages that ComfyUI
+requires."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from packaging.requirements import InvalidRequirement, Requirement
 from comfy_tpu.diagnosis import facts, repairs
 from comfy_tpu.diagnosis.checks import Finding
 from comfy_tpu.distribution import install_command
-from comfy_tpu.errors import listed
+from comfy_tpu.errors import join_names
 
 # ComfyUI starts without it, less its audio nodes. No command is suggested: PyPI's may not import beside this torch.
-_DISPENSABLE = "torchaudio"
+_OPTIONAL_PACKAGE = "torchaudio"
 
 
 def own_environment(directory: Path) -> Path | None:
-    """The virtual environment that somebody made inside ComfyUI's directory."""
+    """The virtual environment inside ComfyUI's directory, if there is one."""
     places = (directory / name for name in ("venv", ".venv"))
     return next((place for place in places if (place / "pyvenv.cfg").is_file()), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class ComfyUIProbes:
-    """The ways facts are come by. A test gives its own."""
+    """The functions that gather facts; tests replace them."""
 
     environment: Callable[[Path], Path | None] = own_environment
     prefix: Callable[[], Path] = lambda: Path(sys.prefix)
@@ -62,22 +63,22 @@ def _check_packages(
     fix = repairs.install_requirements(directory / "requirements.txt", versions)
     name = "its packages"
     if missing := [requirement.name for requirement in essential if versions.get(requirement.name) is None]:
-        return Finding(name, "blocked", f"ComfyUI needs {listed(missing)}, not installed here", fix)
+        return Finding(name, "blocked", f"ComfyUI needs {join_names(missing)}, not installed here", fix)
     unmet = {
         requirement.name: f"{requirement} (here: {versions.get(requirement.name) or 'none'})"
         for requirement in (*essential, *others)
         if not requirement.specifier.contains(versions.get(requirement.name) or "0", prereleases=True)
         or versions.get(requirement.name) is None
     }
-    if list(unmet) == [_DISPENSABLE]:
-        return Finding(name, "warning", f"ComfyUI asks for {unmet[_DISPENSABLE]}, which only its audio nodes need")
+    if list(unmet) == [_OPTIONAL_PACKAGE]:
+        return Finding(name, "warning", f"ComfyUI asks for {unmet[_OPTIONAL_PACKAGE]}, which only its audio nodes need")
     if unmet:
-        return Finding(name, "warning", f"ComfyUI asks for {listed(unmet.values())}", fix)
+        return Finding(name, "warning", f"ComfyUI asks for {join_names(unmet.values())}", fix)
     return Finding(name, "ok", f"all {len(essential) + len(others)} of ComfyUI's requirements.txt")
 
 
 def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:
-    """What ComfyUI does not start without, and the rest."""
+    """The requirements without which ComfyUI does not start, and the others."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     essential: list[Requirement] = []
     others: list[Requirement] = []
@@ -91,5 +92,5 @@ def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:
         except InvalidRequirement:  # an empty line, or an option of pip
             continue
         if requirement.marker is None or requirement.marker.evaluate():
-            (others if requirement.name == _DISPENSABLE else kind).append(requirement)
+            (others if requirement.name == _OPTIONAL_PACKAGE else kind).append(requirement)
     return essential, others

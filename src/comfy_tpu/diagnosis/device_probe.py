@@ -1,4 +1,4 @@
-"""Run as a process of its own: start JAX, trace a line of torch, open the demo models; one line of JSON to stdout."""
+"""A subprocess that starts JAX, traces a line of torch and opens the demo models; prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from comfy_tpu.errors import ComfyTpuError
 
 
-class _Listener(logging.Handler):
+class _MessageHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.messages: list[str] = []
@@ -20,7 +20,7 @@ class _Listener(logging.Handler):
 
 
 def probe() -> dict[str, Any]:
-    listener = _Listener()
+    listener = _MessageHandler()
     # JAX says only here, at INFO, why it passed over an accelerator: "The TPU is already in use by process …".
     logger = logging.getLogger("jax._src.xla_bridge")
     logger.setLevel(logging.INFO)

@@ -1,4 +1,5 @@
-"""Gather the facts, judge them, survive whatever goes wrong on the way: a broken machine is the normal case here."""
+"""Gathers facts and checks them; a failing probe becomes a finding, because broken machines are the normal case
+here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Probes:
-    """The ways facts are come by. A test gives its own."""
+    """The functions that gather facts; tests replace them."""
 
     python: Callable[[], facts.Python] = facts.python
     requirements: Callable[[], tuple[str, ...]] = facts.requirements
@@ -34,7 +35,7 @@ class Probes:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A fact is None where it could not be had; a finding then says why."""
+    """The facts and findings. A fact that could not be gathered is None, and a finding gives the reason."""
 
     python: facts.Python | None
     versions: Mapping[str, str | None]

@@ -1,4 +1,4 @@
-"""What can be learnt about this machine. Every function here looks; none of them judges."""
+"""Gathers facts about this machine. Nothing here evaluates them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What JAX found when it started, or why it did not start."""
+    """The devices that JAX found, or the reason why it did not start."""
 
     platform: str | None
     devices: tuple[Device, ...] = ()
@@ -72,7 +72,7 @@ class Hardware:
     """Accelerators that the operating system shows, whether or not JAX can use them."""
 
     tpu: str | None = None
-    """Where a TPU shows, as "/dev/accel0"."""
+    """The device file of a TPU, such as "/dev/accel0"."""
     tpu_variable: str | None = None
     """An environment variable that only a TPU machine sets."""
     nvidia: str | None = None
@@ -99,12 +99,12 @@ class Directory:
 
 def python() -> Python:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Python(version, sys.executable, _project()[1])
+    return Python(version, sys.executable, _read_project()[1])
 
 
 def requirements() -> tuple[str, ...]:
-    """What the package asks for, without its extras, as written in pyproject.toml."""
-    return _project()[0]
+    """The requirements of the package, without its extras, as in pyproject.toml."""
+    return _read_project()[0]
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
@@ -113,7 +113,7 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
-    """Start JAX in a process of its own: there it can crash, wait for ever, or hold the accelerator without harm."""
+    """Starts JAX in a subprocess, where it can crash, hang, or hold the accelerator without harm."""
     environment = dict(os.environ)
     requested = environment.get("JAX_PLATFORMS") or None
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # or the probe takes 75% of a GPU that is in use
@@ -126,7 +126,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         return Devices(None, requested=requested, error=f"JAX was still starting after {timeout_s:.0f} s")
     if done.returncode != 0 or not done.stdout.strip():
         said = done.stderr.strip().splitlines()
-        error = f"JAX {_ending(done.returncode)}: {said[-1] if said else 'it said nothing'}"
+        error = f"JAX {_describe_exit(done.returncode)}: {said[-1] if said else 'it said nothing'}"
         return Devices(None, requested=requested, error=error)
     answer = json.loads(done.stdout.splitlines()[-1])
     return Devices(
@@ -150,7 +150,7 @@ def torch_extensions() -> dict[str, TorchExtension]:
 
 
 def import_error(names: Iterable[str]) -> str | None:
-    """Tried in a process of its own: a broken torch can take the process with it."""
+    """Why the packages cannot be imported together, tried in a subprocess: a broken torch can crash it."""
     command = [sys.executable, "-c", f"import {', '.join(names)}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
@@ -199,7 +199,7 @@ def model_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def _project() -> tuple[tuple[str, ...], str]:
+def _read_project() -> tuple[tuple[str, ...], str]:
     """Requirements and Python versions, from the installed package or, in a plain checkout, from its pyproject.toml."""
     try:
         metadata = importlib.metadata.metadata("comfy-tpu")
@@ -220,7 +220,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _ending(returncode: int) -> str:
+def _describe_exit(returncode: int) -> str:
     if returncode < 0:
         return f"was ended by {signal.Signals(-returncode).name} while starting"
     return f"exited with status {returncode} while starting"

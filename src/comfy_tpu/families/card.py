@@ -50,7 +50,7 @@ class ImageInput:
 
     role: ImageRole
     required: bool = False
-    """The model makes nothing without an image."""
+    """Whether the model needs an image."""
     last_image: Literal["no", "optional", "required"] = "no"
     """Whether an image for the last frame may or must be given beside the first."""
     resize: Literal["stretch", "crop"] = "stretch"
@@ -88,9 +88,9 @@ class ModelCard:
     """2: the second one computes the timesteps below `settings.boundary`."""
     image: ImageInput | None = None
     reads_fps: bool = False
-    """The transformer is told the frame rate."""
+    """Whether the frame rate is an input of the transformer."""
     vae_backends: tuple[VaeBackend, ...] = (VAE_BACKEND,)
-    """What can run the VAE, the default first."""
+    """The backends of the VAE, the default first."""
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
     with. A model directory's own reuse.json takes precedence."""
@@ -101,7 +101,7 @@ class ModelCard:
 
     @property
     def starts_from_image(self) -> bool:
-        """Denoising may start from an image."""
+        """Whether denoising may start from an image."""
         return self.image is not None and self.image.role == "initial"
 
     def accepts(self, index: Config, config: Config) -> bool:
@@ -122,9 +122,9 @@ class Words:
     """The parts of help texts that differ between families; each completes a sentence of `comfy/inputs.py`."""
 
     text_encoder: str
-    """ "Wan's UMT5 encoder"."""
+    """The name of the text encoder: "Wan's UMT5 encoder"."""
     schedulers: str
-    """What the first scheduler is, and what the others are."""
+    """A description of the first scheduler and of the others."""
     sizes: str
     """The usual sizes, as a sentence."""
     native_text_encoder: str = ""
@@ -157,13 +157,13 @@ class NodeSet:
     conditioning_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Embeddings besides "text" -> their keys in a CONDITIONING."""
     pads_text: bool = True
-    """Shorter texts are padded with zeros, as in training."""
+    """Whether shorter texts are padded with zeros, as in training."""
     size_max: int = 1280
     frames_max: int = 121
     shift_max: float = 10.0
     """The largest values of the widgets; the command line goes up to the model's limits."""
     has_demo_models: bool = False
-    """The models that come with the package are of this kind."""
+    """Whether the models that come with the package are of this kind."""
 
     @property
     def defaults(self) -> GenerationSettings:
@@ -179,7 +179,7 @@ class NodeSet:
 
     @property
     def hub_models(self) -> tuple[str, ...]:
-        """The first is the default of every node."""
+        """Hub ids; the first is the default of every node."""
         return tuple(hub_id for model in self.models for hub_id in model.published)
 
     @property

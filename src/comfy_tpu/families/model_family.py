@@ -1,5 +1,5 @@
-"""The code of a model family: how text, latents, images and frames are computed, as a few small functions on torch
-tensors. The facts beside it are in the family's card.
+"""The code of a model family: small functions on torch tensors that compute text, latents, images and frames. The facts
+of a family are in its card.
 
 An image is a video of one frame. Functions that take a `module` run inside a trace; `module` is the component's
 skeleton.
@@ -26,14 +26,14 @@ ReadJson = Callable[[str], Config]
 """Reads a JSON file of the model directory; empty where there is none."""
 
 Rows = tuple[slice, ...]
-"""Pieces of the outputs of a module in a LoRA file, in the order in which ours has them."""
+"""Slices of the outputs of a module in a LoRA file, in the order of the model's own module."""
 
 LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, Rows]]
-"""(a module of the transformer, shape of its weight) -> its other names in LoRA files, with dots between the parts, and
-the outputs of that name that belong to the module: not all where one module of theirs is several here."""
+"""(a module of the transformer, shape of its weight) -> its other names in LoRA files, with dots between the parts,
+each with the outputs that belong to the module: not all where one module of the file is several modules here."""
 
 Cache = list[torch.Tensor | None]
-"""What a VAE remembers of the frames before."""
+"""A VAE's cache of the frames before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TextEncoder:
     """(tokenizer, prompts, length) -> inputs of `encode`, input_ids and attention_mask among them, the same number of
     tokens for every prompt. None: those two, padded to length."""
     length: int | None = None
-    """Tokens that it always reads. None: settings.max_sequence_length."""
+    """The fixed number of tokens. None: settings.max_sequence_length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Denoiser:
     transformers: tuple[ComponentSpec, ...]
     """One; or two, the second for timesteps below `settings.boundary`."""
     prepare: Callable[..., Mapping[str, torch.Tensor]]
-    """(module, **embeddings) -> what every step needs of the prompt. Names with a dot become weights of the
-    transformer, the others are inputs of `predict`, with the batch first."""
+    """(module, **embeddings) -> the tensors that every step needs of the prompt. Names with a dot become weights of the
+    transformer; the others are inputs of `predict`, with the batch first."""
     predict: Callable[..., torch.Tensor]
     """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
     prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
@@ -78,12 +78,12 @@ class Denoiser:
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
     lora_names: LoraNames = lambda module, shape: {}
-    """Beside diffusers' own, which every family accepts."""
+    """The names in LoRA files besides diffusers' own, which every family accepts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """In latents: pieces of frames that are too large to be decoded at once."""
+    """Tiles of frames that are too large to be decoded at once, in latents."""
 
     side: int = 32
     """256 pixels where a latent has 8, as diffusers tiles the Wan VAE."""
@@ -123,7 +123,7 @@ class Vae:
     first_cache: Callable[[int], Cache | None] = lambda frames: None
     """(latent frames) -> the cache before the first one: for a VAE that must know how many there will be."""
     decodes_all_frames: bool = False
-    """The VAE reads later frames: `decode_frame` is given all latent frames of a video together."""
+    """Whether the VAE reads later frames, so that `decode_frame` gets all latent frames of a video together."""
     tiles: Tiles = Tiles()
     encode_image: Callable[..., torch.Tensor] | None = None
     """(module, image [1, height, width, 3] in 0..1, noise [1, channels, 1, height, width]) -> latents to start from, in
@@ -143,7 +143,7 @@ class ImageEncoding:
     """(latents of the images' video frame by frame, number of images, settings) -> embeddings by name, on the host.
     For reference images, the latents of each."""
     encoder: ComponentSpec | None = None
-    """Of the image's content, beside the VAE."""
+    """The encoder of the image's content, besides the VAE."""
     embed: Callable[..., dict[str, torch.Tensor]] | None = None
     """(the encoder's module, pixel_values) -> embeddings by name."""
     processor: str = "image_processor"
@@ -151,7 +151,7 @@ class ImageEncoding:
     optional_embeddings: tuple[str, ...] = ()
     """Embeddings that the transformer can do without."""
     first_frame_only: bool = False
-    """Only the first frame is encoded: the others have no information."""
+    """Whether only the first frame is encoded, because the others are gray."""
     fit_reference: Callable[[Image], Image] | None = None
     """Resizes a reference image to a size that the VAE takes, or raises InvalidValueError."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
@@ -160,10 +160,10 @@ class ImageEncoding:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduling:
-    """Which solvers a model has, and what its directory says about them."""
+    """The schedulers of a model, and the settings of schedulers in its directory."""
 
     factories: Mapping[str, SchedulerFactory]
-    """By the names in the card's limits."""
+    """Schedulers by the names in the card's limits."""
     own_schedulers: Callable[[ReadJson], Mapping[str, SchedulerFactory]] = lambda read: {}
     """Schedulers that the model directory describes; they take precedence."""
     own_settings: Callable[[ReadJson], Mapping[str, Any]] = lambda read: {}

@@ -74,7 +74,7 @@ def find_model_card(index: Config, transformer: Config) -> ModelCard:
     """By the model's model_index.json and the config.json of its transformer, empty where it has none."""
     found = [card for card in model_cards() if card.accepts(index, transformer)]
     if len(found) > 1:
-        owners = " and ".join(f"{card.name} ({family_of(card).package})" for card in found)
+        owners = " and ".join(f"{card.name} ({find_family_card(card).package})" for card in found)
         raise UnsupportedError(f"the model is claimed by {owners}; uninstall one of them")
     if found:
         return found[0]
@@ -86,7 +86,7 @@ def find_model_card(index: Config, transformer: Config) -> ModelCard:
 def load_family(name: str) -> ModelFamily:
     """The code of the model card of this name. Imports torch and jax."""
     card = next(card for card in model_cards() if card.name == name)
-    owner = family_of(card)
+    owner = find_family_card(card)
     models: dict[str, ModelFamily] = importlib.import_module(f"{owner.package}.model").MODELS
     if name not in models:
         raise CardError(f"{owner.package}.model has no {name} in MODELS; its card.py names that model")
@@ -126,7 +126,7 @@ def load_families() -> tuple[ModelFamily, ...]:
     return tuple(load_family(card.name) for card in model_cards())
 
 
-def family_of(model: ModelCard) -> FamilyCard:
+def find_family_card(model: ModelCard) -> FamilyCard:
     return next(card for card in family_cards() if model in card.models)
 
 

@@ -1,4 +1,4 @@
-"""Checks of what a user chose, made before any weight is loaded. One sentence each, with the value that would do."""
+"""Checks of the user's settings, before any weight is loaded. Each error suggests a valid value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfy_tpu.families.card import ImageInput, Limits, ModelCard
 
 
 def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
-    """The model's defaults with what was chosen in their place (None: not chosen), checked."""
+    """The model's defaults, replaced by the chosen values (None: not chosen), checked."""
     known = {field.name for field in dataclasses.fields(GenerationSettings)}
     if unknown := sorted(set(chosen) - known):
         raise InvalidValueError(f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}")
@@ -26,7 +26,7 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
 def parse_size(
     text: str, card: ModelCard, defaults: GenerationSettings, chosen: Mapping[str, Any] = {}
 ) -> GenerationSettings:
-    """From "1280x720x81", "1280x720", or a size's name such as "720P"; the rest as in `make_settings`."""
+    """Settings from "1280x720x81", "1280x720", or a size's name such as "720P"; the others as in `make_settings`."""
     match = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?", text.strip().lower())
     if match is not None:
         frames = None if match[3] is None else int(match[3])
@@ -81,7 +81,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:
-    """`count` images are given as frames or references."""
+    """Raises InvalidValueError unless the model takes `count` images as frames or references."""
     if wanted is None or wanted.role == "initial":
         if count:
             raise InvalidValueError(

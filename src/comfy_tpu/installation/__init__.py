@@ -1,7 +1,7 @@
-"""The pack into a ComfyUI directory, and out of it again."""
+"""Installs the pack into a ComfyUI directory, and removes it."""
 
 from comfy_tpu.installation.comfyui import ComfyUI
+from comfy_tpu.installation.custom_nodes import PACK_NAME, Outcome, install_pack, remove_pack
 from comfy_tpu.installation.pack import Pack
-from comfy_tpu.installation.placing import PACK_NAME, Outcome, place, remove
 
-__all__ = ["PACK_NAME", "ComfyUI", "Outcome", "Pack", "place", "remove"]
+__all__ = ["PACK_NAME", "ComfyUI", "Outcome", "Pack", "install_pack", "remove_pack"]

@@ -1,4 +1,4 @@
-"""A ComfyUI directory, checked: is it one, and is it new enough. Nothing in it is executed."""
+"""Checks that a directory is a ComfyUI and recent enough. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERSION_FILE = "comfyui_version.py"  # since 0.3.12
 class ComfyUI:
     directory: Path
     version: str | None
-    """None: older than the file that says it."""
+    """The version; None for a ComfyUI that is older than its version file."""
 
     @classmethod
     def open(cls, directory: Path) -> ComfyUI:

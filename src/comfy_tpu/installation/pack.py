@@ -1,4 +1,4 @@
-"""The files that make the pack: the repository when this runs from a checkout, else what the wheel brought along."""
+"""The files of the pack: in the repository when run from a checkout, else in the installed wheel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import ComfyTpuError
 
 FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows", "docs")
-"""What ComfyUI reads, and the pages that messages and notes name; the wheel holds the same (pyproject.toml)."""
+"""Files that ComfyUI reads, and pages that messages mention; the wheel holds the same (pyproject.toml)."""
 
 _ENTRY = "comfy_tpu.comfy"
-"""Every version of our entry point imports this."""
+"""A module that every version of our entry point imports."""
 _FAMILY_ENTRY = "family_entrypoint"
-"""The packs of single families (`port new --pack`) import this from there."""
+"""A function that the packs of single families (`port new --pack`) import from that module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pack:
 
 
 def is_pack(directory: Path) -> bool:
-    """Is it ours, of whatever version?"""
+    """Whether a directory holds this pack, of any version."""
     entry = directory / "__init__.py"
     text = entry.read_text(encoding="utf-8", errors="replace") if entry.is_file() else ""
     return _ENTRY in text and _FAMILY_ENTRY not in text

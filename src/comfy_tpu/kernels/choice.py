@@ -1,6 +1,6 @@
-"""Which kernel, and which way over the sequence axis, a call takes: decided from shapes and the placement alone.
+"""Chooses the kernel of an attention call, and how it uses the sequence axis, from shapes and the placement alone.
 
-Never from the backend of this process: programs are lowered for TPUs on machines that have none.
+The backend of this process is never asked: programs are lowered for TPUs on machines that have none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOPPER_AND_LATER = (*_HOPPER, "b200", "gb200", "b300", "gb300")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the choice depends on, in sizes of the whole call, not of one device's share."""
+    """The facts that the choice depends on; sizes are those of the whole call, not of one device's share."""
 
     heads: int
     queries: int
@@ -152,8 +152,8 @@ def cudnn_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy |
 
 
 def _is_short(call: Call, config: AttentionConfig) -> bool:
-    """Whether the score array may be made. Also not for few keys under very many queries: Wan's cross-attention at 720p
-    (75,600 × 512 × 40 heads) would be 6.2 GB of float32."""
+    """Whether the score array is small enough to be made. Both sides count: Wan's cross-attention at 720p has few keys
+    but many queries, and its scores (75,600 × 512 × 40 heads) would be 6.2 GB of float32."""
     return call.keys <= config.dense_max_tokens and call.queries * call.keys <= config.dense_max_tokens**2
 
 

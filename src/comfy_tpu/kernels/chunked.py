@@ -27,25 +27,25 @@ class _State(NamedTuple):
     total: Array
 
 
-def chunked(
-    query: Array, key: Array, value: Array, masking: Masking, *, scale: float, whole: bool
+def chunked_attention(
+    query: Array, key: Array, value: Array, masking: Masking, *, scale: float, single_chunk: bool
 ) -> tuple[Array, Array]:
     """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] -> float32 [B, Hq, Lq, Dv] and log-sum-exp [B, Hq, Lq].
 
-    `whole` makes the whole score array at once.
+    `single_chunk` makes the whole score array at once.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads, _, value_dim = value.shape[1:]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
-    if whole:
+    if single_chunk:
         state = _start(grouped, value_dim)
         out, logsumexp = _finish(_update(state, grouped, key, value, masking, scale, 0, 0, 0))
     else:
-        out, logsumexp = _in_chunks(grouped, key, value, masking, scale)
+        out, logsumexp = _attend_in_chunks(grouped, key, value, masking, scale)
     return out.reshape(batch, heads, queries, value_dim), logsumexp.reshape(batch, heads, queries)
 
 
-def _in_chunks(grouped: Array, key: Array, value: Array, masking: Masking, scale: float) -> tuple[Array, Array]:
+def _attend_in_chunks(grouped: Array, key: Array, value: Array, masking: Masking, scale: float) -> tuple[Array, Array]:
     batch, kv_heads, group, queries, _ = grouped.shape
     keys, value_dim = value.shape[2:]
     key_chunk = min(keys, _KEY_CHUNK)
@@ -172,7 +172,7 @@ def _hide(scores: Array, masking: Masking, row: Array | int, column: Array | int
 
 
 def _finish(state: _State) -> tuple[Array, Array]:
-    """A row without any visible key is zeros, as in torch, with log-sum-exp -inf.
+    """The results; a row without any visible key is zeros, as in torch, with log-sum-exp -inf.
 
     Such a row weighs exactly 0. `weight > 0` would also be false for NaN, and turn a broken row into zeros.
     """

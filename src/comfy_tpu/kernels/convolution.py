@@ -16,10 +16,12 @@ def conv3d_by_taps(
     pads: Sequence[tuple[int, int]],
     dilations: Sequence[int] = (1, 1, 1),
 ) -> Float[Array, "b t2 h2 w2 o"]:
-    """The frames under a kernel as channels of one image: XLA's own 3-D convolution is 4 to 7 times slower on a CPU
-    (16 channels, 6 frames of 64×64: 119 ms against 18)."""
+    """A 3-D convolution as a 2-D one, with the frames under the kernel as channels.
+
+    XLA's own 3-D convolution is 4 to 7 times slower on a CPU (16 channels, 6 frames of 64×64: 119 ms against 18).
+    """
     batch, _, height, width, channels = x.shape
-    taps, *picture, _, features = kernel.shape
+    taps, *image_taps, _, features = kernel.shape
     x = jnp.pad(x, ((0, 0), pads[0], (0, 0), (0, 0), (0, 0)))
     reach = x.shape[1] - (taps - 1) * dilations[0]
     starts = range(0, taps * dilations[0], dilations[0])
@@ -27,7 +29,7 @@ def conv3d_by_taps(
     frames = seen.shape[1]
     out = jax.lax.conv_general_dilated(
         seen.reshape(batch * frames, height, width, taps * channels),
-        kernel.transpose(1, 2, 0, 3, 4).reshape(*picture, taps * channels, features),
+        kernel.transpose(1, 2, 0, 3, 4).reshape(*image_taps, taps * channels, features),
         window_strides=strides[1:],
         padding=pads[1:],
         rhs_dilation=dilations[1:],

@@ -21,8 +21,8 @@ def is_installed() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
 
 
-def cudnn(query: Array, key: Array, value: Array, masking: Masking, *, scale: float) -> Array:
-    """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, Hq, Lq, D]; what it takes is decided in choice.py."""
+def cudnn_attention(query: Array, key: Array, value: Array, masking: Masking, *, scale: float) -> Array:
+    """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, Hq, Lq, D]. choice.py lists the calls that it takes."""
     lengths = masking.lengths
     if lengths is not None:
         lengths = jnp.clip(lengths, 0, key.shape[2]).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The public attention: torch's contract checked, a kernel and a way over the mesh chosen, and the call made."""
+"""The public attention functions: check torch's contract, choose a kernel and a strategy over the mesh, call it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int
 from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.kernels.choice import Call, Implementation, choose_implementation, choose_strategy
-from comfy_tpu.kernels.chunked import chunked
-from comfy_tpu.kernels.cudnn import cudnn
-from comfy_tpu.kernels.hopper import hopper
-from comfy_tpu.kernels.masking import Masking, band_of, smooth, split_mask
-from comfy_tpu.kernels.sharded import joint_over_mesh, over_mesh
-from comfy_tpu.kernels.splash import splash
+from comfy_tpu.kernels.chunked import chunked_attention
+from comfy_tpu.kernels.cudnn import cudnn_attention
+from comfy_tpu.kernels.hopper import hopper_attention
+from comfy_tpu.kernels.masking import Masking, make_band, smooth_keys, split_mask
+from comfy_tpu.kernels.sharded import attention_over_mesh, joint_attention_over_mesh
+from comfy_tpu.kernels.splash import splash_attention
 from comfy_tpu.parallel.placement import Placement
 
 
@@ -60,7 +60,7 @@ def attention(
                 "or pass kv_lengths or window, which combine with is_causal"
             )
         key_mask, dense_mask = split_mask(jnp.asarray(mask), batch, heads, queries, keys)
-    masking = Masking(band=band_of(is_causal, window), lengths=lengths, keys=key_mask, dense=dense_mask)
+    masking = Masking(band=make_band(is_causal, window), lengths=lengths, keys=key_mask, dense=dense_mask)
 
     call = Call(
         heads=heads,
@@ -80,7 +80,7 @@ def attention(
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
     if implementation == "splash" and config.smooth_keys:
-        key = smooth(key, masking)
+        key = smooth_keys(key, masking)
 
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     if scale <= 0:
@@ -97,7 +97,7 @@ def attention(
     )
     if placement is None or sizes.device_count == 1:
         return local(query, key, value, masking, partial=False)[0]
-    return over_mesh(query, key, value, masking, placement=placement, strategy=strategy, local=local)
+    return attention_over_mesh(query, key, value, masking, placement=placement, strategy=strategy, local=local)
 
 
 def joint_attention(
@@ -108,10 +108,10 @@ def joint_attention(
     config: AttentionConfig,
     kv_lengths: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch heads others head_dim"]]:
-    """Two sequences, (query, key, value) each, that attend to each other as if the second stood behind the first.
+    """Attention over two sequences, (query, key, value) each, as if the second were appended to the first.
 
-    `kv_lengths` counts keys of both. The results are apart again: a video and its text never need to be one array
-    that is split over the mesh.
+    `kv_lengths` counts keys of both. Returns the results of each: a video and its text never need to be one array that
+    is split over the mesh.
     """
     count, more = first[0].shape[2], second[0].shape[2]
     batch, heads, _, head_dim = first[0].shape
@@ -135,7 +135,7 @@ def joint_attention(
 
     def local(query: Array, key: Array, value: Array, masking: Masking, *, partial: bool) -> tuple[Array, Array | None]:
         if implementation == "splash" and config.smooth_keys:
-            key = smooth(key, masking)
+            key = smooth_keys(key, masking)
         return _local(
             query,
             key,
@@ -150,7 +150,7 @@ def joint_attention(
         )
 
     lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
-    return joint_over_mesh(first, second, lengths, placement=placement, local=local)
+    return joint_attention_over_mesh(first, second, lengths, placement=placement, local=local)
 
 
 def _local(
@@ -167,7 +167,7 @@ def _local(
     config: AttentionConfig,
 ) -> tuple[Array, Array | None]:
     if implementation == "splash":
-        return splash(
+        return splash_attention(
             query,
             key,
             value,
@@ -179,15 +179,15 @@ def _local(
             partial=partial,
         )
     if implementation == "hopper":
-        return hopper(query, key, value, scale=scale), None
+        return hopper_attention(query, key, value, scale=scale), None
     if implementation == "cudnn":
-        return cudnn(query, key, value, masking, scale=scale), None
-    out, logsumexp = chunked(query, key, value, masking, scale=scale, whole=implementation == "dense")
+        return cudnn_attention(query, key, value, masking, scale=scale), None
+    out, logsumexp = chunked_attention(query, key, value, masking, scale=scale, single_chunk=implementation == "dense")
     return (out, logsumexp) if partial else (out.astype(query.dtype), None)
 
 
 def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> tuple[Array, Array]:
-    """Keys and values with the batch of the query; their heads may stay fewer."""
+    """Keys and values broadcast to the batch of the query; they may have fewer heads."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 4:
             raise InvalidValueError(

@@ -24,8 +24,8 @@ from jax import Array, lax
 
 from comfy_tpu.kernels import cudnn
 
-COMPUTING = 2
-"""Warpgroups that compute. One more fetches."""
+COMPUTE_WARPGROUPS = 2
+"""The number of warpgroups that compute. One more fetches keys and values."""
 _REGISTERS = {"computing": 232, "fetching": 40}
 
 
@@ -52,18 +52,23 @@ def is_installed() -> bool:
     return cudnn.is_installed() and importlib.util.find_spec("absl") is not None
 
 
-def hopper(query: Array, key: Array, value: Array, *, scale: float, tile: Tile = TILE) -> Array:
-    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]; what it takes is decided in choice.py."""
+def hopper_attention(query: Array, key: Array, value: Array, *, scale: float, tile: Tile = TILE) -> Array:
+    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes."""
     queries, keys = query.shape[2], key.shape[2]
-    q, k, v = (_whole_rows(array.swapaxes(1, 2)) for array in (query, key, value))
+    q, k, v = (_pad_rows(array.swapaxes(1, 2)) for array in (query, key, value))
     attend = functools.partial(_attention, keys=keys, scale=scale * math.log2(math.e), tile=tile)
     if query.dtype == jnp.bfloat16:
         small = _largest_score(q, k) * abs(scale) * math.log2(math.e) < SAFE_EXPONENT
         out = lax.cond(
-            small, functools.partial(attend, shifted=False), functools.partial(attend, shifted=True), q, k, v
+            small,
+            functools.partial(attend, track_maximum=False),
+            functools.partial(attend, track_maximum=True),
+            q,
+            k,
+            v,
         )
     else:
-        out = attend(q, k, v, shifted=True)
+        out = attend(q, k, v, track_maximum=True)
     return out[:, :queries].swapaxes(1, 2)
 
 
@@ -76,24 +81,25 @@ def _largest_score(q: Array, k: Array) -> Array:
     return jnp.sqrt(longest(q) * longest(k))
 
 
-def _whole_rows(array: Array) -> Array:
-    """[B, L, H, D] with L a multiple of 8, which copies into tiled shared memory want."""
+def _pad_rows(array: Array) -> Array:
+    """[B, L, H, D] padded to a multiple of 8 rows, as copies into tiled shared memory require."""
     fill = -array.shape[1] % 8
     return jnp.pad(array, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else array
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "shifted"))
-def _attention(q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: Tile, shifted: bool) -> Array:
-    """[B, L, H, D] all over. `scale` is that of base-2 exponents; `shifted`: scores may be of any size."""
+@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "track_maximum"))
+def _attention(q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: Tile, track_maximum: bool) -> Array:
+    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents; `track_maximum`: keep a running maximum,
+    because scores may be of any size."""
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
     kernel = plgpu.kernel(
-        functools.partial(_kernel, keys=keys, scale=scale, tile=tile, shifted=shifted),
+        functools.partial(_kernel, keys=keys, scale=scale, tile=tile, track_maximum=track_maximum),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
-        grid=(heads, pl.cdiv(queries, COMPUTING * tile.queries), batch),
+        grid=(heads, pl.cdiv(queries, COMPUTE_WARPGROUPS * tile.queries), batch),
         grid_names=("head", "rows", "batch"),
-        num_threads=COMPUTING + 1,
+        num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(plgpu, dim, q.dtype, tile),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -102,7 +108,7 @@ def _attention(q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: T
 
 
 def _pallas() -> tuple[Any, Any]:
-    """Imported when a kernel is built: not every machine can."""
+    """Pallas and its Mosaic GPU part, imported when a kernel is built: not every machine can import them."""
     return importlib.import_module("jax.experimental.pallas"), importlib.import_module(
         "jax.experimental.pallas.mosaic_gpu"
     )
@@ -114,26 +120,26 @@ def _scratch(plgpu: Any, dim: int, dtype: Any, tile: Tile) -> dict[str, Any]:
     def tiles(count: int, rows: int) -> Any:
         return plgpu.SMEM((count, rows, dim), dtype, transforms=transforms)
 
-    def arrived(count: int) -> Any:
+    def ready_barrier(count: int) -> Any:
         return plgpu.Barrier(num_barriers=count)
 
-    def used(count: int) -> Any:
-        return plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=count)
+    def free_barrier(count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=count)
 
     return {
-        "q_tiles": tiles(COMPUTING, tile.queries),
+        "q_tiles": tiles(COMPUTE_WARPGROUPS, tile.queries),
         "k_tiles": tiles(tile.stages, tile.keys),
         "v_tiles": tiles(tile.stages, tile.keys),
-        "q_here": arrived(COMPUTING),
-        "k_here": arrived(tile.stages),
-        "v_here": arrived(tile.stages),
-        "k_used": used(tile.stages),
-        "v_used": used(tile.stages),
-        "turn": plgpu.Barrier(num_arrivals=COMPUTING),
+        "q_ready": ready_barrier(COMPUTE_WARPGROUPS),
+        "k_ready": ready_barrier(tile.stages),
+        "v_ready": ready_barrier(tile.stages),
+        "k_free": free_barrier(tile.stages),
+        "v_free": free_barrier(tile.stages),
+        "turn": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
     }
 
 
-def _transposed(plgpu: Any, ref: Any) -> Any:
+def _transpose_ref(plgpu: Any, ref: Any) -> Any:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))  # before jax 0.11
 
 
@@ -146,15 +152,15 @@ def _kernel(
     keys: int,
     scale: float,
     tile: Tile,
-    shifted: bool,
+    track_maximum: bool,
     q_tiles: Any,
     k_tiles: Any,
     v_tiles: Any,
-    q_here: Any,
-    k_here: Any,
-    v_here: Any,
-    k_used: Any,
-    v_used: Any,
+    q_ready: Any,
+    k_ready: Any,
+    v_ready: Any,
+    k_free: Any,
+    v_free: Any,
     turn: Any,
 ) -> None:
     pl, plgpu = _pallas()
@@ -171,14 +177,14 @@ def _kernel(
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
 
-    @pl.when(me < COMPUTING)
+    @pl.when(me < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(_REGISTERS["computing"], action="increase")
-        first_row = lax.axis_index("rows") * (COMPUTING * tile.queries) + me * tile.queries
+        first_row = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * tile.queries) + me * tile.queries
         rows = (batch, pl.ds(first_row, tile.queries), head)  # beyond the last row nothing is read, nothing written
         q_tile = q_tiles.at[me]
-        plgpu.copy_gmem_to_smem(q.at[rows], q_tile, q_here.at[me])
-        plgpu.barrier_wait(q_here.at[me])
+        plgpu.copy_gmem_to_smem(q.at[rows], q_tile, q_ready.at[me])
+        plgpu.barrier_wait(q_ready.at[me])
 
         def per_row(number: float) -> Array:
             return plgpu.layout_cast(jnp.full((tile.queries,), number, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -186,25 +192,25 @@ def _kernel(
         def across(x: Array, columns: int) -> Array:
             return lax.broadcast_in_dim(x, (tile.queries, columns), [0])
 
-        plgpu.barrier_wait(k_here.at[0])
+        plgpu.barrier_wait(k_ready.at[0])
         pl.when(me == 1)(take_turns)
 
-        def visit(step: Any, carry: tuple[Array, Array, Array], seen: int) -> tuple[Array, Array, Array]:
-            """`seen`: how many of the tile's keys there are."""
+        def visit(step: Any, carry: tuple[Array, Array, Array], key_count: int) -> tuple[Array, Array, Array]:
+            """`key_count`: the number of keys in the tile."""
             total, highest, weight = carry
             slot = slot_of(step)
 
             def multiply(scores: Any) -> Array:
-                plgpu.wgmma(scores, q_tile, _transposed(plgpu, k_tiles.at[slot]))
+                plgpu.wgmma(scores, q_tile, _transpose_ref(plgpu, k_tiles.at[slot]))
                 take_turns()
                 return scores[...]
 
             scores = pl.run_scoped(multiply, plgpu.ACC((tile.queries, tile.keys), jnp.float32))
-            plgpu.barrier_arrive(k_used.at[slot])
-            if seen < tile.keys:
+            plgpu.barrier_arrive(k_free.at[slot])
+            if key_count < tile.keys:
                 column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                scores = jnp.where(column < seen, scores, -jnp.inf)
-            if shifted:
+                scores = jnp.where(column < key_count, scores, -jnp.inf)
+            if track_maximum:
                 now = jnp.maximum(highest, scores.max(axis=1) * scale)
                 fade = jnp.exp2(highest - now)
                 shares = jnp.exp2(scores * scale - across(now, tile.keys))
@@ -216,7 +222,7 @@ def _kernel(
             # The sum before the barriers: otherwise it is put among the products below, which then wait for it.
             total, highest, weight, rounded = lax.optimization_barrier((total, highest, weight, rounded))
             plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_here.at[slot])
+            plgpu.barrier_wait(v_ready.at[slot])
             plgpu.barrier_wait(turn)
 
             def add(total: Any) -> None:
@@ -224,18 +230,18 @@ def _kernel(
 
                 @pl.when(step + 1 < steps)
                 def _next() -> None:
-                    plgpu.barrier_wait(k_here.at[slot_of(step + 1)])
+                    plgpu.barrier_wait(k_ready.at[slot_of(step + 1)])
 
             total = pl.run_state(add)(plgpu.ACC.init(total))
-            plgpu.barrier_arrive(v_used.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
             return total, highest, weight
 
         nothing = plgpu.layout_cast(jnp.zeros((tile.queries, dim), jnp.float32), plgpu.Layout.WGMMA)
         carry = (nothing, per_row(-jnp.inf), per_row(0.0))
         rest = keys % tile.keys
-        carry = lax.fori_loop(0, keys // tile.keys, functools.partial(visit, seen=tile.keys), carry)
+        carry = lax.fori_loop(0, keys // tile.keys, functools.partial(visit, key_count=tile.keys), carry)
         if rest:  # a loop of one step, because a step must not be a constant
-            carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit, seen=rest), carry)
+            carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit, key_count=rest), carry)
         total, _, weight = carry
         pl.when(me == 0)(take_turns)
         q_tile[...] = (total / across(weight, dim)).astype(q.dtype)
@@ -243,14 +249,14 @@ def _kernel(
         plgpu.copy_smem_to_gmem(q_tile, out.at[rows])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(me == COMPUTING)
+    @pl.when(me == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(_REGISTERS["fetching"], action="decrease")
 
         def fetch(step: Any, slot: Any) -> None:
             part = (batch, pl.ds(step * tile.keys, tile.keys), key_head)
-            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_here.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_here.at[slot])
+            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_ready.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_ready.at[slot])
 
         for step in range(stages):
             fetch(jnp.int32(step), step)  # not as a number: it would be checked against the length
@@ -258,7 +264,7 @@ def _kernel(
         @pl.loop(stages, steps)
         def _again(step: Any) -> None:
             slot, part = slot_of(step), (batch, pl.ds(step * tile.keys, tile.keys), key_head)
-            plgpu.barrier_wait(k_used.at[slot])
-            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_here.at[slot])
-            plgpu.barrier_wait(v_used.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_here.at[slot])
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_ready.at[slot])
+            plgpu.barrier_wait(v_free.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_ready.at[slot])

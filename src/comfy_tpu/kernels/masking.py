@@ -1,4 +1,4 @@
-"""Which keys a query may see: the parts of SDPA's contract that are not arithmetic."""
+"""Which keys a query attends to: causal masks, windows, lengths and mask arrays of torch's SDPA."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Masking:
     """bool or float32, four dimensions, each 1 or full: [B, Hq, Lq, Lk]."""
 
 
-def band_of(is_causal: bool, window: tuple[int, int] | None) -> Band:
+def make_band(is_causal: bool, window: tuple[int, int] | None) -> Band:
     if window is None:
         return Band(right=0) if is_causal else FULL
     left, right = window
@@ -79,18 +79,18 @@ def split_mask(mask: Array, batch: int, heads: int, queries: int, keys: int) -> 
     return None, mask
 
 
-def attended(mask: Array) -> Array:
-    """A key mask as bool: True where the key can have any weight. NaN does: it must reach the result."""
+def as_bool_mask(mask: Array) -> Array:
+    """A key mask as bool: True where the key can have any weight. NaN counts as True: it must reach the result."""
     return mask if mask.dtype == jnp.bool_ else ~jnp.isneginf(mask)
 
 
 def _visible_keys(masking: Masking, keys: int) -> Array | None:
-    """bool [B, Lk]: keys that some query may see as far as lengths and the key mask say. None: all."""
+    """bool [B, Lk]: the keys that lengths and the key mask do not hide. None: all keys."""
     visible = None
     if masking.lengths is not None:
         visible = jnp.arange(keys) < masking.lengths[:, None]
     if masking.keys is not None:
-        shown = attended(masking.keys)
+        shown = as_bool_mask(masking.keys)
         visible = shown if visible is None else visible & shown
     return visible
 
@@ -100,7 +100,7 @@ def key_bias(mask: Array) -> Array:
     return jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32) if mask.dtype == jnp.bool_ else mask
 
 
-def smooth(key: Array, masking: Masking) -> Array:
+def smooth_keys(key: Array, masking: Masking) -> Array:
     """Keys minus their mean. A softmax does not change when all scores of a row move by the same amount.
 
     The mean is over the keys that count: padding may hold anything. It is taken over the whole sequence before keys
@@ -117,8 +117,8 @@ def smooth(key: Array, masking: Masking) -> Array:
     return (wide - mean).astype(key.dtype)
 
 
-def merge(out: Array, logsumexp: Array, partial: Array, partial_logsumexp: Array) -> tuple[Array, Array]:
-    """Two attentions over different keys, as float32 [..., Lq, Dv] with log-sum-exp [..., Lq], as one over both."""
+def merge_attention(out: Array, logsumexp: Array, partial: Array, partial_logsumexp: Array) -> tuple[Array, Array]:
+    """Merges attentions over different keys, float32 [..., Lq, Dv] with log-sum-exp [..., Lq], into one over both."""
     total = jnp.logaddexp(logsumexp, partial_logsumexp)
     # A row that has seen no key yet has logsumexp -inf on both sides; its weights must be 0, not NaN.
     anchor = jnp.where(jnp.isneginf(total), 0.0, total)

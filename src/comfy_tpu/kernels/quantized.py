@@ -10,7 +10,7 @@ from comfy_tpu.config import Platform
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 _TINY = 1e-12
-"""For tokens that are all zeros."""
+"""The smallest scale, for tokens that are all zeros."""
 
 
 def quantized_linear(

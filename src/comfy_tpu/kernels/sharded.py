@@ -17,19 +17,19 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from comfy_tpu.kernels.choice import Strategy
-from comfy_tpu.kernels.masking import Masking, merge
+from comfy_tpu.kernels.masking import Masking, merge_attention
 from comfy_tpu.parallel.placement import Placement
 
 
 class LocalAttention(Protocol):
-    """The kernel of one device. With `partial`: float32 output and log-sum-exp, to be merged with others."""
+    """The kernel of one device. With `partial` it returns float32 and log-sum-exp, to be merged with other parts."""
 
     def __call__(
         self, query: Array, key: Array, value: Array, masking: Masking, *, partial: bool
     ) -> tuple[Array, Array | None]: ...
 
 
-def over_mesh(
+def attention_over_mesh(
     query: Array,
     key: Array,
     value: Array,
@@ -94,7 +94,7 @@ def over_mesh(
     return out[:, :, :queries]
 
 
-def joint_over_mesh(
+def joint_attention_over_mesh(
     first: Sequence[Array],
     second: Sequence[Array],
     lengths: Array | None,
@@ -104,8 +104,8 @@ def joint_over_mesh(
 ) -> tuple[Array, Array]:
     """Ulysses over two sequences that attend to each other as one, (query, key, value) each.
 
-    They are put end to end after the exchange, where every device has them whole. Before it, both are split along the
-    dimension that would be joined, and XLA joins such arrays by rebuilding them whole on every device.
+    They are concatenated after the exchange, when every device has them whole. Before it, both are split along the
+    dimension of the concatenation, and XLA would gather such arrays on every device.
     """
     sp, counts = placement.sizes.sp, (first[0].shape[2], second[0].shape[2])
     parts = tuple(tuple(_pad(array, 2, -array.shape[2] % sp) for array in part) for part in (first, second))
@@ -126,7 +126,7 @@ def joint_over_mesh(
 
 
 def _to_heads(array: Array) -> Array:
-    """All heads of a share of the sequence -> the whole sequence of a share of the heads."""
+    """[all heads, a share of the sequence] -> [a share of the heads, the whole sequence]."""
     return lax.all_to_all(array, "sp", split_axis=1, concat_axis=2, tiled=True)
 
 
@@ -164,17 +164,17 @@ def _ring(query: Array, key: Array, value: Array, masking: Masking, local: Local
         held, out, logsumexp = carry
         # Sent on before it is used, so that the transfer runs beside the kernel.
         coming = tuple(lax.ppermute(array, "sp", neighbours) for array in held)
-        return (coming, *merge(out, logsumexp, *attend(index, held))), None
+        return (coming, *merge_attention(out, logsumexp, *attend(index, held))), None
 
     rows = query.shape[:3]
     empty = jnp.zeros((*rows, value.shape[3]), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32)
     (held, out, logsumexp), _ = lax.scan(step, (moving, *empty), jnp.arange(sp - 1))
-    out, _ = merge(out, logsumexp, *attend(sp - 1, held))
+    out, _ = merge_attention(out, logsumexp, *attend(sp - 1, held))
     return out.astype(query.dtype)
 
 
 def _kv_copies(heads: int, kv_heads: int, shards: int) -> int:
-    """How often each key head is repeated so that they divide among the shards: as few copies as the groups allow."""
+    """How often each key head is repeated so that the shards divide them: the fewest copies that the groups allow."""
     group = heads // kv_heads
     return next((n for n in range(1, group) if group % n == 0 and kv_heads * n % shards == 0), group)
 

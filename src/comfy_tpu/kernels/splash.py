@@ -1,10 +1,10 @@
 """Flash attention for TPU: a forward-only Pallas kernel.
 
-Why our own: the splash kernel that JAX ships has no base-2 exponent, wants its block masks built on the host in NumPy
-and has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax version and brings many
-dependencies, and this package must run beside a user's own. What is taken from both is the shape of the computation.
+Why not an existing kernel: the splash kernel that JAX ships has no base-2 exponent, needs block masks that are built on
+the host in NumPy, and has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax
+version and has many dependencies, and this package must run beside a user's own. The structure is taken from both.
 
-How scores lie: tiles are computed as k·qᵀ, [keys, queries]. The maximum and the sum over keys then run down the
+Layout of scores: tiles are computed as k·qᵀ, [keys, queries]. The maximum and the sum over keys then run down the
 sublanes, element by element, instead of across lanes, and the running maximum and sum take 8×block_query floats
 instead of 128×block_query.
 
@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from comfy_tpu.config import BlockSizes
-from comfy_tpu.kernels.masking import Band, Masking, attended, key_bias
+from comfy_tpu.kernels.masking import Band, Masking, as_bool_mask, key_bias
 from comfy_tpu.kernels.tuning import LANES, block_sizes, vmem_limit
 
-# Finite stand-ins for -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
+# Finite values in place of -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
 # hidden scores < first running maximum < the most negative bias a caller can add (e.g. torch.finfo(float32).min).
 _HIDDEN = -3.0e38
 _FIRST_MAXIMUM = -2.5e38
@@ -36,7 +36,7 @@ _LOWEST_BIAS = -1.0e38
 _SUBLANES = 8
 
 
-def splash(
+def splash_attention(
     query: Array,
     key: Array,
     value: Array,
@@ -50,7 +50,7 @@ def splash(
 ) -> tuple[Array, Array | None]:
     """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] -> [B, Hq, Lq, Dv].
 
-    With `partial`, to be merged with attentions over other keys: in float32, and with log-sum-exp [B, Hq, Lq].
+    With `partial`, the result is float32 with log-sum-exp [B, Hq, Lq], to be merged with attentions over other keys.
     """
     batch, _, queries, head_dim = query.shape
     keys, value_dim = value.shape[2:]
@@ -67,7 +67,7 @@ def splash(
     if masking.lengths is not None:
         lengths = jnp.clip(masking.lengths.astype(jnp.int32), 0, keys)
     if masking.keys is not None:
-        visible = attended(masking.keys)
+        visible = as_bool_mask(masking.keys)
         # Trailing padding, the usual case of a key mask, is then skipped in whole blocks.
         last = jnp.max(jnp.where(visible, jnp.arange(1, keys + 1), 0), axis=1)
         lengths = jnp.minimum(lengths, last.astype(jnp.int32))

@@ -32,11 +32,11 @@ DEFAULT = BlockSizes(query=2048, key=2048, key_compute=1024)
     2048/2048/2048    19.94 MiB    over the 16 MiB that a kernel gets by default on older chips
 """
 
-_WIDE = BlockSizes(query=1024, key=1024, key_compute=512)
+_WIDE_HEADS = BlockSizes(query=1024, key=1024, key_compute=512)
 """Head sizes over 128 (the Wan VAE has one head of 384): operand tiles grow with the head, 24 MiB at 384 in float32
 with the default tile."""
 
-_WIDEST = BlockSizes(query=1024, key=512, key_compute=512)
+_WIDEST_HEADS = BlockSizes(query=1024, key=512, key_compute=512)
 """Head sizes over 512 (the HunyuanVideo-1.5 VAE has one head of 1024): by hand 18 MiB at 1024 in bfloat16."""
 
 VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
@@ -46,7 +46,7 @@ VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
 
 TABLE: dict[TuningKey, BlockSizes] = {
-    TuningKey(chip, length, head_dim): _WIDE if head_dim <= 512 else _WIDEST
+    TuningKey(chip, length, head_dim): _WIDE_HEADS if head_dim <= 512 else _WIDEST_HEADS
     for chip in VMEM_LIMIT
     for length in LENGTHS
     for head_dim in range(256, 1024 + LANES, LANES)

@@ -1,4 +1,4 @@
-"""What each TPU generation can do, and which slices of it there are. Sources and assumptions: docs/plan.md."""
+"""Performance figures of each TPU generation, and its slices. Sources and assumptions: docs/plan.md."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ _LARGEST_SLICE = 256
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device. A v5p chip is one; a v7x chip is two, and each is counted with half of the chip."""
+    """One JAX device. A v5p chip is one device; a v7x chip is two, each with half of the chip's figures."""
 
     name: str
     flops: float
-    """Peak, bfloat16, a second."""
+    """Peak bfloat16 operations per second."""
     memory_bytes: int
     memory_bandwidth: float
     link_bandwidth: float
-    """Bytes a second of one link in one direction."""
+    """Bytes per second of one link in one direction."""
     matmul_fraction: float
-    """Of the peak that large products reach, and attention: assumptions."""
+    """Fractions of the peak that large products and attention reach: assumptions."""
     attention_fraction: float
     devices_per_chip: int = 1
-    counted_per_chip: int = 1
-    """How far a slice's name counts for one chip: v5p-8 is four chips, because it counts cores."""
+    cores_per_chip: int = 1
+    """Cores per chip, by which the names of some generations count: v5p-8 is four chips."""
     dimensions: int = 2
-    """Of its interconnect."""
+    """Dimensions of the interconnect's torus."""
     compiler_name: str = ""
-    """What the compiler calls it, where that is something else."""
+    """The compiler's name of the chip, where it differs from `name`."""
     temporaries: float = 1.0
-    """Times what layouts.py says, which is fitted on v6e: the most its compiler wanted for Wan 14B (docs/plan.md)."""
+    """Factor on the temporaries of layouts.py, which are fitted on v6e: the most that the chip's compiler allocated for
+    Wan 14B (docs/plan.md)."""
 
 
 # Fractions: the profile of Wan 2.1 14B at 720p on v6e-8 (4.60 s a step, 67 % splash, 14 % products; docs/plan.md) gives
@@ -51,7 +52,7 @@ CHIPS = {
             100e9,
             0.77,
             0.50,
-            counted_per_chip=2,
+            cores_per_chip=2,
             dimensions=3,
             temporaries=1.7,
         ),
@@ -65,7 +66,7 @@ CHIPS = {
             0.77,
             0.41,
             devices_per_chip=2,
-            counted_per_chip=2,
+            cores_per_chip=2,
             dimensions=3,
             compiler_name="tpu7x",
             temporaries=4.7,
@@ -98,8 +99,8 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """As Google Cloud counts: v6e-8 is eight chips, v5p-8 four."""
-        return f"{self.chip.name}-{self.chips * self.chip.counted_per_chip}"
+        """Google Cloud's name: v6e-8 is eight chips, v5p-8 four."""
+        return f"{self.chip.name}-{self.chips * self.chip.cores_per_chip}"
 
     @property
     def device_count(self) -> int:
@@ -113,12 +114,12 @@ class Slice:
     def longest_side(self) -> int:
         return max(map(int, self.topology.split("x")))
 
-    def doubled(self) -> Slice | None:
+    def next_larger(self) -> Slice | None:
         return Slice(self.chip, self.chips * 2) if self.chips < _LARGEST_SLICE else None
 
 
 def parse_slice(text: str) -> Slice:
-    """From "v6e-8" and the like, also as Google Cloud writes them ("v5litepod-8", "tpu7x-8")."""
+    """The slice of a name such as "v6e-8", also in Google Cloud's spelling ("v5litepod-8", "tpu7x-8")."""
     match = re.fullmatch(r"\s*([A-Za-z]+\d*[A-Za-z]*)-(\d{1,9})\s*", text)
     if match is None:
         raise MeshError(f"tpu={text!r} is not a slice; write a generation and a number, such as v6e-8", field="tpu")
@@ -126,18 +127,18 @@ def parse_slice(text: str) -> Slice:
     chip = CHIPS.get(_ALIASES.get(name, name))
     if chip is None:
         raise MeshError(f"tpu={text!r}: unknown generation {match[1]!r}; choose from {', '.join(CHIPS)}", field="tpu")
-    chips, rest = divmod(counted, chip.counted_per_chip)
+    chips, rest = divmod(counted, chip.cores_per_chip)
     sizes = _TOPOLOGIES[chip.dimensions]
     if rest or chips not in sizes:
         names = ", ".join(Slice(chip, size).name for size in sizes)
-        counts = f" ({chip.name}-N counts {chip.counted_per_chip} cores a chip)" if chip.counted_per_chip > 1 else ""
+        counts = f" ({chip.name}-N counts {chip.cores_per_chip} cores a chip)" if chip.cores_per_chip > 1 else ""
         raise MeshError(
             f"tpu={text!r} is no slice of 1 to {_LARGEST_SLICE} chips{counts}; choose from {names}", field="tpu"
         )
     return Slice(chip, chips)
 
 
-def slice_of(chip_name: str, device_count: int) -> Slice | None:
+def find_slice(chip_name: str, device_count: int) -> Slice | None:
     """The smallest slice with this many devices, for devices that are attached; None where the chip is not a TPU."""
     chip = CHIPS.get(chip_name)
     if chip is None:

@@ -15,15 +15,15 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def constrain(array: jax.Array, placement: Placement, spec: PartitionSpec) -> jax.Array:
-    """Ask the compiler to keep an array split as spec says. Inside jit, dimensions need not divide by their axes."""
+    """Constrains an array to be split by `spec`. Inside jit, axes need not divide their dimensions."""
     _check(array, placement, spec)
     if placement.sizes.device_count == 1:
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(placement.mesh, spec))
 
 
-def even_batch(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
-    """The axes as a spec for an array of this shape, without dp where it does not divide the batch.
+def even_batch_spec(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
+    """The axes as a spec for an array of this shape, without dp if dp does not divide the batch.
 
     A batch of one over dp=2 would be padded to two and computed twice over, with the collectives of both.
     """
@@ -32,8 +32,8 @@ def even_batch(axes: Axes, shape: tuple[int, ...], placement: Placement) -> Part
     )
 
 
-def evenly(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
-    """The same without every axis that does not divide its dimension: what an array can be placed with."""
+def even_spec(axes: Axes, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
+    """The axes as a spec without every axis that does not divide its dimension, as `jax.device_put` requires."""
     sizes = dict(placement.mesh.shape)
     return PartitionSpec(
         *(None if size % math.prod(sizes[a] for a in _names(axis)) else axis for axis, size in _pairs(axes, shape))

@@ -1,7 +1,7 @@
-"""Every sensible mesh for a workload on a slice of TPUs, with its cost in closed formulas, best first.
+"""Ranks the meshes for a workload on a slice of TPUs by closed formulas of their cost.
 
-Nothing is traced: choosing a mesh takes a millisecond. What the partitioned program really moves is counted in
-planning/, and tests hold the two together. Formulas and assumptions are explained in docs/plan.md.
+Nothing is traced: choosing a mesh takes a millisecond. planning/ counts what the partitioned program really moves, and
+tests compare the two. docs/plan.md explains formulas and assumptions.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import Chip, Slice
-from comfy_tpu.parallel.rules import axes_of
-from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, seconds, sent
+from comfy_tpu.parallel.rules import rule_axes
+from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, sent_bytes, transfer_seconds
 from comfy_tpu.parallel.workload import Matrix, Workload
 
-SPARE = 0.10
+SPARE_FRACTION = 0.10
 """Share of a chip's memory that must stay free: the estimate's error, the program itself, fragmentation."""
 
 Bound = Literal["compute", "HBM", "interconnect"]
@@ -41,7 +41,7 @@ _LANES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes a device."""
+    """Bytes per device."""
 
     weights: int
     prompt: int
@@ -56,7 +56,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One step on one device."""
+    """The cost of one step on one device."""
 
     sizes: MeshSizes
     attention: Literal["ulysses", "ring", "whole"]
@@ -64,13 +64,13 @@ class Estimate:
     matmul_flops: float
     attention_flops: float
     memory_bytes: float
-    """Read and written."""
+    """Bytes of device memory that are read and written."""
     traffic: tuple[Traffic, ...]
     compute_seconds: float
     memory_seconds: float
     interconnect_seconds: float
     fits: bool
-    """With SPARE left."""
+    """Whether the step fits with SPARE_FRACTION of the memory free."""
 
     @property
     def flops(self) -> float:
@@ -96,14 +96,14 @@ class Estimate:
 
 
 def rank_layouts(work: Workload, slice_: Slice, device_count: int | None = None) -> list[Estimate]:
-    """Those that fit first, then by step time; what does not fit, by the memory it needs."""
+    """Estimates of all valid layouts: those that fit by step time, then the others by the memory that they need."""
     count = slice_.device_count if device_count is None else device_count
-    estimates = [estimate(work, sizes, slice_) for sizes in sensible_layouts(work, count)]
+    estimates = [estimate(work, sizes, slice_) for sizes in valid_layouts(work, count)]
     return sorted(estimates, key=lambda e: (not e.fits, e.step_seconds if e.fits else e.memory.total, e.sent_bytes))
 
 
-def sensible_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
-    """All devices in use, dp no larger than the batch, heads and columns divided evenly."""
+def valid_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
+    """Meshes that use all devices, with dp no larger than the batch and heads and columns divided evenly."""
     split = [matrix for stack in work.stacks for matrix in stack.matrices if matrix.kind != "gather"]
     columns = [matrix.shape[0 if matrix.kind == "column" else 1] for matrix in split]
     layouts = []
@@ -123,7 +123,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         temporaries=round(chip.temporaries * _temporaries(share)),
     )
     matmul = 2.0 * sum(
-        stack.layers * share.rows_of(matrix) * _products(matrix, sizes)
+        stack.layers * share.matrix_rows(matrix) * _products(matrix, sizes)
         for stack in work.stacks
         for matrix in stack.matrices
         if matrix.used
@@ -141,7 +141,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         traffic=traffic,
         compute_seconds=compute_seconds(matmul, attention, chip),
         memory_seconds=memory_bytes / chip.memory_bandwidth,
-        interconnect_seconds=sum(seconds(item, slice_) for item in traffic),
+        interconnect_seconds=sum(transfer_seconds(item, slice_) for item in traffic),
         fits=fits(memory.total, chip),
     )
 
@@ -151,17 +151,17 @@ def compute_seconds(matmul_flops: float, attention_flops: float, chip: Chip) -> 
 
 
 def fits(nbytes: int, chip: Chip) -> bool:
-    return nbytes <= (1 - SPARE) * chip.memory_bytes
+    return nbytes <= (1 - SPARE_FRACTION) * chip.memory_bytes
 
 
-def padded(length: int, step: int) -> int:
-    """A length as splash computes it: as many tiles as it needs, of equal size."""
+def pad_length(length: int, step: int) -> int:
+    """A length as splash pads it: the fewest tiles that it needs, of equal size."""
     tiles = -(-length // _TILE)
     return tiles * -(-length // (tiles * step)) * step
 
 
 class _Share:
-    """What one device has of a workload."""
+    """One device's share of a workload."""
 
     def __init__(self, work: Workload, sizes: MeshSizes) -> None:
         self.work, self.sizes = work, sizes
@@ -169,7 +169,7 @@ class _Share:
         self.tokens = -(-work.tokens // sizes.sp)
         self.text_tokens = -(-work.text_tokens // sizes.sp)
         self.sequence = self.tokens + (self.text_tokens if work.text == "joint" else 0)
-        """Its tokens of those that attend to each other."""
+        """The device's share of the tokens that attend to each other."""
         self.heads = work.heads // sizes.tp
         self.attention: Literal["ulysses", "ring", "whole"] = (
             "whole" if sizes.sp == 1 else "ulysses" if self.heads % sizes.sp == 0 else "ring"
@@ -179,8 +179,8 @@ class _Share:
     def rows(self) -> int:
         return self.batch * self.sequence
 
-    def rows_of(self, matrix: Matrix) -> int:
-        """That it multiplies."""
+    def matrix_rows(self, matrix: Matrix) -> int:
+        """The rows that a matrix multiplies on this device."""
         rows = {"tokens": self.tokens, "text": self.text_tokens, "both": self.tokens + self.text_tokens, "samples": 1}
         return self.batch * rows[matrix.rows]
 
@@ -193,19 +193,19 @@ class _Share:
         if work.sequence <= work.dense_max_tokens:
             own: float = self.sequence * work.sequence * work.head_dim
         elif self.attention == "ring":
-            own = sizes.sp * padded(self.sequence, _QUERY_STEP) * padded(self.sequence, _KEY_STEP) * in_lanes
+            own = sizes.sp * pad_length(self.sequence, _QUERY_STEP) * pad_length(self.sequence, _KEY_STEP) * in_lanes
         else:
             whole = self.sequence * sizes.sp
-            own = padded(whole, _QUERY_STEP) * padded(whole, _KEY_STEP) / sizes.sp * in_lanes
+            own = pad_length(whole, _QUERY_STEP) * pad_length(whole, _KEY_STEP) / sizes.sp * in_lanes
         if work.text == "joint":
             return own
         if self.tokens * work.text_tokens <= work.dense_max_tokens**2:
             return own + self.tokens * work.text_tokens * work.head_dim
-        return own + padded(self.tokens, _QUERY_STEP) * padded(work.text_tokens, _KEY_STEP) * in_lanes
+        return own + pad_length(self.tokens, _QUERY_STEP) * pad_length(work.text_tokens, _KEY_STEP) * in_lanes
 
     @property
     def hidden_bytes(self) -> int:
-        """Of one array [tokens, hidden]: tp does not split it."""
+        """Bytes of one array [tokens, hidden], which tp does not split."""
         return self.rows * self.work.hidden * self.work.itemsize
 
     @property
@@ -214,7 +214,7 @@ class _Share:
 
     @property
     def head_bytes(self) -> int:
-        """Of the queries, keys or values between attention and the rest: [tokens, own heads]."""
+        """Bytes of the queries, keys or values outside of attention: [tokens, own heads]."""
         return self.hidden_bytes // self.sizes.tp
 
 
@@ -223,7 +223,7 @@ def _ways(axes: tuple[str, ...], sizes: MeshSizes) -> int:
 
 
 def _products(matrix: Matrix, sizes: MeshSizes) -> float:
-    _, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+    _, compute = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, sizes)
     return matrix.count * math.prod(matrix.shape) / _ways(compute, sizes)
 
 
@@ -236,7 +236,7 @@ def _prompt_bytes(share: _Share) -> int:
 def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
     total = work.small_bytes
     for times, matrix in work.matrices:
-        rest, _ = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+        rest, _ = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, sizes)
         total += times * matrix.nbytes // _ways(rest, sizes)
     return total * work.models
 
@@ -254,7 +254,7 @@ def _temporaries(share: _Share) -> float:
 def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:
     found = [0]
     for matrix in matrices:
-        rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, share.sizes)
+        rest, compute = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, share.sizes)
         if matrix.used and _ways(rest, share.sizes) > _ways(compute, share.sizes):
             found.append(matrix.nbytes // _ways(compute, share.sizes))
     return max(found)
@@ -279,7 +279,7 @@ def _traffic(share: _Share) -> list[Traffic]:
 
     def add(cause: Cause, kind: Kind, axes: tuple[str, ...], count: int, nbytes: int) -> None:
         group = _ways(axes, sizes)
-        found.append(Traffic(cause, kind, axes, group, count, count * sent(kind, group, nbytes)))
+        found.append(Traffic(cause, kind, axes, group, count, count * sent_bytes(kind, group, nbytes)))
 
     if share.attention == "ulysses":
         add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.head_bytes)
@@ -292,11 +292,11 @@ def _traffic(share: _Share) -> list[Traffic]:
     for stack in work.stacks:
         add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, share.rows * 4)
     for times, matrix in work.matrices:
-        rest, compute = axes_of(matrix.kind, matrix.shape, matrix.itemsize, sizes)
+        rest, compute = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, sizes)
         missing = tuple(axis for axis in rest if axis not in compute)
         if matrix.used:
             add("weight gather", "all-gather", missing, times, matrix.nbytes // _ways(compute, sizes))
-            answer = share.rows_of(matrix) * matrix.shape[0] * work.itemsize
+            answer = share.matrix_rows(matrix) * matrix.shape[0] * work.itemsize
             if matrix.kind == "row":
                 add("sum over columns (tp)", "all-reduce", ("tp",), times, answer)
             if matrix.kind == "column" and matrix.rows == "samples":
@@ -306,11 +306,11 @@ def _traffic(share: _Share) -> list[Traffic]:
     # Latents to both branches, and the guided answer back to all: three times a sample.
     add("guidance branches", "collective-permute", ("dp",), 2, work.latent_bytes)
     add("guidance branches", "all-reduce", ("dp",), 1, work.latent_bytes)
-    return _merged([item for item in found if item.group > 1])
+    return _merge([item for item in found if item.group > 1])
 
 
-def _merged(items: list[Traffic]) -> list[Traffic]:
-    """One of each cause, kind and axes."""
+def _merge(items: list[Traffic]) -> list[Traffic]:
+    """One entry for each cause, kind and axes."""
     merged: dict[tuple[str, Kind, tuple[str, ...]], Traffic] = {}
     for item in items:
         key = (item.cause, item.kind, item.axes)

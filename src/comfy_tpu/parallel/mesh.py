@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
 from comfy_tpu.errors import MeshError
-from comfy_tpu.parallel.chips import slice_of
+from comfy_tpu.parallel.chips import find_slice
 from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
@@ -83,13 +83,13 @@ def find_devices(platform: str = "auto") -> list[jax.Device]:
             reasons.append(f"{candidate}: {error}")
             continue
         if candidate == "cpu":
-            _notice_cpu(len(devices), "; ".join(reasons))
+            _log_cpu_fallback(len(devices), "; ".join(reasons))
         return devices
     raise MeshError(f"jax could start none of {', '.join(PLATFORMS)} ({'; '.join(reasons)}); look at JAX_PLATFORMS")
 
 
 @functools.cache  # once per process, however many placements are made
-def _notice_cpu(count: int, reasons: str) -> None:
+def _log_cpu_fallback(count: int, reasons: str) -> None:
     asked_for = os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
     logger.log(
         logging.INFO if asked_for else logging.WARNING,
@@ -138,7 +138,7 @@ def parse_mesh(
 
 
 def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None) -> MeshSizes:
-    slice_ = slice_of(chip, device_count)
+    slice_ = find_slice(chip, device_count)
     if workload is not None and slice_ is not None and device_count > 1:
         best = rank_layouts(workload(), slice_, device_count)[0]
         logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)

@@ -44,14 +44,14 @@ class ReportGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-    """Counts and bytes by what really happens to a weight on this mesh, whichever rule it came from."""
+    """Counts and bytes of weights by how they are stored on this mesh, whichever rule they matched."""
 
     sizes: MeshSizes
     sharded: ReportGroup
     gathered: ReportGroup
     replicated: ReportGroup
     could_not_split: tuple[str, ...]
-    """Weights that a rule wanted in pieces; no dimension divides, so they rest on every device as they compute."""
+    """Weights that a rule would split but that no axis divides: every device stores them as they compute."""
 
     @property
     def total(self) -> ReportGroup:

@@ -1,4 +1,4 @@
-"""Sharding rules as data: which weights are split over which mesh axes, where they rest and while they compute.
+"""Sharding rules as data: which weights are split over which mesh axes, in storage and while they compute.
 
 A rule is a case-sensitive glob on weight names (`*` spans dots) and what to do with what it matches. Every weight
 matches exactly one rule. The weights of scanned layers appear as one stacked weight, named with `*` in place of the
@@ -19,12 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from comfy_tpu.config import MeshSizes, ShardingConfig
-from comfy_tpu.errors import ShardingError, listed, see
+from comfy_tpu.errors import ShardingError, join_names, see
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport, make_report
 
 _LARGEST_TP_SUGGESTED = 64
-_listed = functools.partial(listed, before_rest=", ")
+_join = functools.partial(join_names, before_rest=", ")
 
 RuleKind = Literal["column", "row", "gather", "replicate"]
 
@@ -62,7 +62,7 @@ def replicate(pattern: str) -> Rule:
 
 
 def covers(rules: Sequence[Rule], weights: Mapping[str, ShapeDtype], tp: int) -> bool:
-    """Whether every weight, of one layer each, has its one rule, and tp divides what the rule splits."""
+    """Whether every weight (of one layer) matches exactly one rule, and tp divides the dimension that it splits."""
     for name, weight in weights.items():
         matching = [rule for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
         if len(matching) != 1:
@@ -91,7 +91,7 @@ class WeightSharding:
     storage: PartitionSpec
     compute: PartitionSpec
     could_not_split: bool
-    """A rule asked for pieces, but no dimension divides."""
+    """Whether a rule would split the weight but no axis divides it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ class ShardingPlan:
     entries: Mapping[str, WeightSharding]
 
     def storage(self, name: str) -> NamedSharding:
-        """How a weight rests on the devices between its uses."""
+        """The sharding of a weight in storage, between its uses."""
         return NamedSharding(self.placement.mesh, self._entry(name).storage)
 
     def compute(self, name: str) -> NamedSharding:
-        """How a weight is laid out while its layer computes."""
+        """The sharding of a weight while its layer computes."""
         return NamedSharding(self.placement.mesh, self._entry(name).compute)
 
     def report(self) -> ShardingReport:
@@ -112,7 +112,7 @@ class ShardingPlan:
 
     def _entry(self, name: str) -> WeightSharding:
         if name not in self.entries:
-            raise ShardingError(f"no weight {name!r} in this plan; it has {_listed(self.entries)}")
+            raise ShardingError(f"no weight {name!r} in this plan; it has {_join(self.entries)}")
         return self.entries[name]
 
 
@@ -128,7 +128,7 @@ def plan_shardings(
     config = config or ShardingConfig()
     unknown = [name for name in stacked if name not in weights]
     if unknown:
-        raise ShardingError(f"stacked names that are not weights: {_listed(unknown)}; weights are {_listed(weights)}")
+        raise ShardingError(f"stacked names that are not weights: {_join(unknown)}; weights are {_join(weights)}")
     matched = _match(rules, weights)
     shapes = {name: _layer_shape(name, weights[name].shape, name in stacked) for name in weights}
     _check_tensor_parallel(matched, shapes, placement.sizes.tp)
@@ -149,10 +149,10 @@ def plan_shardings(
     return ShardingPlan(placement, entries)
 
 
-def axes_of(
+def rule_axes(
     kind: RuleKind, shape: tuple[int, ...], itemsize: int, sizes: MeshSizes, config: ShardingConfig | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes that split a weight at rest, and while it computes: what a plan would say of a single one."""
+    """The mesh axes that split a weight in storage, and those that split it while it computes."""
     rule = Rule(kind, "*")
     compute = _compute_spec(rule, shape, sizes.tp)
     storage, _ = _storage_spec(rule, shape, compute, sizes, itemsize, config or ShardingConfig())
@@ -173,16 +173,16 @@ def _match(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
     unmatched = [name for name, found in matches.items() if not found]
     if unmatched:
         problems.append(
-            f"no rule matches {_listed(unmatched)}; add a rule for each (replicate(...) keeps a weight whole on every "
+            f"no rule matches {_join(unmatched)}; add a rule for each (replicate(...) keeps a weight whole on every "
             f"device). The rules are {', '.join(map(str, rules)) or 'none'}"
         )
     twice = [f"{name} ({' and '.join(map(str, found))})" for name, found in matches.items() if len(found) > 1]
     if twice:
-        problems.append(f"more than one rule matches {_listed(twice)}; narrow the patterns until one is left for each")
+        problems.append(f"more than one rule matches {_join(twice)}; narrow the patterns until one is left for each")
     idle = [str(rule) for rule in rules if not any(rule in found for found in matches.values())]
     if idle:
         problems.append(
-            f"rules that match no weight: {_listed(idle)}; correct or remove them. Weights are {_listed(names)}"
+            f"rules that match no weight: {_join(idle)}; correct or remove them. Weights are {_join(names)}"
         )
     if problems:
         raise ShardingError("\n".join(problems) + see("no-sharding-rule"))
@@ -213,7 +213,7 @@ def _check_tensor_parallel(rules: Mapping[str, Rule], shapes: Mapping[str, tuple
     ]
     if uneven:
         choices = _divisors([size for _, size in split.values()])
-        raise ShardingError(f"{listed(uneven, separator='; ', before_rest='; ')}; choose tp from {choices}")
+        raise ShardingError(f"{join_names(uneven, separator='; ', before_rest='; ')}; choose tp from {choices}")
 
 
 def _divisors(sizes: Iterable[int]) -> str:
@@ -236,7 +236,7 @@ def _storage_spec(
     itemsize: int,
     config: ShardingConfig,
 ) -> tuple[tuple[_Entry, ...], bool]:
-    """The spec at rest, and whether pieces were wanted but no dimension divides."""
+    """The spec in storage, and whether the rule would split further but no axis divides."""
     too_small = len(shape) < 2 or math.prod(shape) * itemsize < config.gather_min_bytes
     if rule.kind == "replicate" or too_small:
         return compute, False

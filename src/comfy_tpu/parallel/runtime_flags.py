@@ -1,5 +1,5 @@
-"""XLA_FLAGS and LIBTPU_INIT_ARGS, read by a process of its own first: XLA and libtpu end theirs at a flag they do not
-know, and a server would end with it."""
+"""Checks XLA_FLAGS and LIBTPU_INIT_ARGS in a subprocess: XLA and libtpu terminate their process at an unknown flag, and
+a server with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _TIMEOUT = 60
 
 _HARMLESS = re.compile(r"--xla_(force_host_platform_device_count|backend_optimization_level)=\d{1,3}")
-"""Flags that need no asking."""
+"""Flags that are known to be valid, and need no subprocess."""
 
 # The two calls that parse the variables. Neither starts a device. 0.2 s for XLA, 0.3 s for libtpu (two CPU cores).
 _PROBE = """
@@ -39,7 +39,7 @@ _REFUSAL = re.compile(
 
 
 def check_runtime_flags() -> None:
-    """Raises InvalidValueError where the runtime would end this process over one of its variables.
+    """Raises InvalidValueError if the runtime would terminate this process because of one of its variables.
 
     Called before jax starts a device. Starts a process only where a variable is set to something unusual.
     """
@@ -54,7 +54,7 @@ def check_runtime_flags() -> None:
 
 @functools.cache
 def _refusal(given: tuple[tuple[str, str], ...]) -> str | None:
-    """What the runtime says of these variables; None if it takes them, or if it cannot be told."""
+    """The runtime's message about these variables; None if it accepts them, or if that could not be found out."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],

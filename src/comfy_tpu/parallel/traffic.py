@@ -1,4 +1,4 @@
-"""What chips send each other, by kind and by cause: the same measure for formulas and for compiled programs."""
+"""Bytes that chips send each other, by kind and by cause: the same measure for formulas and for compiled programs."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ class Traffic:
     kind: Kind
     axes: tuple[str, ...]
     group: int
-    """Devices that take part together."""
+    """The number of devices in a group."""
     count: int
-    """In one step."""
+    """Collectives in one step."""
     nbytes: int
-    """Sent by one device in one step."""
+    """Bytes sent by one device in one step."""
     detail: str = ""
-    """Where the program says it comes from."""
+    """The operation's name in the traced program."""
 
 
-def sent(kind: Kind, group: int, nbytes: int) -> int:
-    """Bytes that a device sends: nbytes is a gather's result, else the operand. A ring is taken for granted."""
+def sent_bytes(kind: Kind, group: int, nbytes: int) -> int:
+    """Bytes that a device sends around a ring; `nbytes` is the size of a gather's result, else of the operand."""
     if group == 1:
         return 0
     share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}.get(kind, (group - 1) / group)
     return round(share * nbytes)
 
 
-def seconds(traffic: Traffic, slice_: Slice) -> float:
-    """Over one axis of the interconnect, both directions at once.
+def transfer_seconds(traffic: Traffic, slice_: Slice) -> float:
+    """Seconds over one axis of the interconnect, in both directions at once.
 
-    An exchange of everyone with everyone crosses several links: a quarter of the ring's length on average.
+    An all-to-all crosses several links: a quarter of the ring's length on average.
     """
     hops = max(1.0, min(traffic.group, slice_.longest_side) / 4) if traffic.kind == "all-to-all" else 1.0
     speed = 2 * slice_.chip.link_bandwidth * _LINK_FRACTION

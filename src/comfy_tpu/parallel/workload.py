@@ -10,7 +10,7 @@ from comfy_tpu.config import AttentionConfig
 from comfy_tpu.parallel.rules import RuleKind
 
 Rows = Literal["tokens", "text", "both", "samples"]
-"""What a matrix multiplies: the tokens of the video, those of the text, all of them, or one row a sample."""
+"""The rows that a matrix multiplies: the tokens of the video, those of the text, both, or one row per sample."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Matrix:
     shape: tuple[int, ...]
     itemsize: int = 2
     count: int = 1
-    """How many a block has, or the whole model."""
+    """The number of such matrices in a block, or outside of the blocks in the model."""
     used: bool = True
-    """A step multiplies with it. False: only the preparation of the prompt does."""
+    """Whether a step multiplies with the matrix. False: only the preparation of the prompt does."""
     rows: Rows = "tokens"
 
     @property
@@ -35,9 +35,9 @@ class Stack:
 
     layers: int
     matrices: tuple[Matrix, ...]
-    """Of one layer."""
+    """The matrices of one layer."""
     norms: int = 0
-    """Norms in a block over features that tp splits."""
+    """The number of norms in a block over features that tp splits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +47,24 @@ class Workload:
     tokens: int
     text_tokens: int
     text: Literal["keys", "joint"]
-    """keys: every block reads keys and values that were made of the text before. joint: the text goes through the
-    blocks with the video, and one attention is over both."""
+    """keys: every block reads keys and values of the text that were computed before. joint: the text goes through the
+    blocks with the video, and attention is over both."""
     heads: int
     head_dim: int
     ffn: int
     stacks: tuple[Stack, ...]
     outer: tuple[Matrix, ...]
-    """Outside of the layers."""
+    """The matrices outside of the layers."""
     small_bytes: int
     """Biases, norms and tables of all layers, which every device holds."""
     output_features: int
-    """Values that the model answers for each token."""
+    """Output values of the model per token."""
     latent_bytes: int
-    """Of one sample of all videos, as the solver keeps it: float32."""
+    """Bytes of the latents of all videos, in float32 as the solver keeps them."""
     itemsize: int = 2
-    """Of activations."""
+    """Bytes per value of activations."""
     history: int = 3
-    """Samples and answers, each, that the solver keeps."""
+    """The number of samples, and of outputs, that the solver keeps."""
     models: int = 1
     """Transformers of this size that stay on the devices; a step runs one of them."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
@@ -85,6 +85,6 @@ class Workload:
 
     @property
     def matrices(self) -> tuple[tuple[int, Matrix], ...]:
-        """All of them, each with how often it occurs."""
+        """All matrices, each with the number of its occurrences."""
         stacked = [(stack.layers * matrix.count, matrix) for stack in self.stacks for matrix in stack.matrices]
         return (*stacked, *((matrix.count, matrix) for matrix in self.outer))

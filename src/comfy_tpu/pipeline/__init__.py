@@ -1,1 +1,1 @@
-"""A prompt becomes a video: encode the text, denoise latents, decode frames."""
+"""The pipeline from a prompt to a video: encode the text, denoise latents, decode frames."""

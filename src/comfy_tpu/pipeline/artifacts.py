@@ -1,7 +1,7 @@
-"""What the stages hand on, as safetensors files that say how they were made.
+"""The files between the stages: safetensors whose metadata describe how they were made.
 
     text        positive.NAME for each name of the family's embeddings, [1, …]; negative.NAME, absent
-                without guidance; shared.NAME of the images that are given
+                without guidance; shared.NAME of the given images
     latents     latents [videos, channels, frames, height, width], float32
 
 The file's metadata carry the stage, the format, the model and its fingerprint, the LoRAs in it, the prompt and all
@@ -26,7 +26,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
-from comfy_tpu.pipeline.step_plan import guidance_of
+from comfy_tpu.pipeline.step_plan import guidance_scales
 from comfy_tpu.pipeline.text import PromptEmbeddings
 
 Stage = Literal["text", "latents"]
@@ -35,8 +35,8 @@ FORMAT = 2
 SUFFIX = ".safetensors"
 MAKER: Mapping[str, str] = {"text": "encode", "latents": "denoise"}
 """The command that makes the artifact of a stage."""
-GIVEN: Mapping[str, str] = {"text": "PROMPT", "latents": "TEXT"}
-"""And what it is given."""
+MAKER_INPUT: Mapping[str, str] = {"text": "PROMPT", "latents": "TEXT"}
+"""The argument of that command."""
 
 
 class Model(Protocol):
@@ -52,25 +52,25 @@ class Model(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Where an artifact comes from."""
+    """The metadata of an artifact."""
 
     stage: Stage
     prompt: str
     cut: str
-    """What of the prompt did not fit."""
+    """The end of the prompt that exceeded the model's token limit."""
     settings: GenerationSettings
     model_name: str
     model_fingerprint: str
-    pictures: str = ""
-    """The fingerprint of the images that were given."""
+    images_fingerprint: str = ""
+    """The fingerprint of the given images; empty without images."""
     loras: str = ""
-    """As JSON: name, fingerprint and strength of each; empty where there was none."""
+    """JSON with name, fingerprint and strength of each LoRA; empty without LoRAs."""
 
 
 def describe(
-    prompt: str, settings: GenerationSettings, model: Model, *, pictures: str = "", loras: str = ""
+    prompt: str, settings: GenerationSettings, model: Model, *, images_fingerprint: str = "", loras: str = ""
 ) -> dict[str, str]:
-    """For an artifact's metadata, and for a video's. A byte of a name that is not UTF-8 becomes a question mark."""
+    """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
     description = {
         "prompt": prompt,
         "seed": str(settings.seed),
@@ -79,15 +79,15 @@ def describe(
         "model_fingerprint": model.model_fingerprint,
         "dtype": model.dtype_name,
         "comfy_tpu": comfy_tpu.__version__,
-        **{name: value for name, value in (("pictures", pictures), ("loras", loras)) if value},
+        **{name: value for name, value in (("pictures", images_fingerprint), ("loras", loras)) if value},
     }
     return {name: value.encode("utf-8", "replace").decode() for name, value in description.items()}
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Made from the same prompt and images by the same model and LoRAs with the same settings in the same precision.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings and precision.
 
-    The content is then the same but for the mesh, which changes the order of sums.
+    Their contents are then equal up to the order of sums, which depends on the mesh.
     """
     keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras")
     return all(found.get(key) == expected.get(key) for key in keys)
@@ -104,7 +104,7 @@ def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSett
         path,
         "text",
         tensors,
-        describe(embeddings.prompt, settings, model, pictures=embeddings.pictures),
+        describe(embeddings.prompt, settings, model, images_fingerprint=embeddings.images_fingerprint),
         embeddings.cut,
     )
 
@@ -115,23 +115,23 @@ def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
     for full, tensor in tensors.items():
         branch, _, name = full.partition(".")
         if branch not in branches or not name or tensor.ndim < 2 or tensor.shape[0] != 1:
-            raise _damaged(path, f"{full} has shape {list(tensor.shape)}", "encode")
+            raise _damaged_error(path, f"{full} has shape {list(tensor.shape)}", "encode")
         branches[branch][name] = tensor
     if not branches["positive"]:
-        raise _damaged(path, "positive is missing", "encode")
+        raise _damaged_error(path, "positive is missing", "encode")
     embeddings = PromptEmbeddings(
         header.prompt,
         branches["positive"],
         branches["negative"] or None,
         header.cut,
         branches["shared"],
-        header.pictures,
+        header.images_fingerprint,
     )
     return embeddings, header
 
 
 def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:
-    largest = max(guidance_of(settings))
+    largest = max(guidance_scales(settings))
     if largest > 1 and embeddings.negative is None:
         raise InvalidValueError(
             f"guidance_scale={largest} needs the negative prompt, and {path} was encoded without "
@@ -148,19 +148,19 @@ def save_latents(
     model: Model,
     *,
     cut: str = "",
-    pictures: str = "",
+    images_fingerprint: str = "",
     loras: str = "",
 ) -> None:
-    description = describe(prompt, settings, model, pictures=pictures, loras=loras)
+    description = describe(prompt, settings, model, images_fingerprint=images_fingerprint, loras=loras)
     _save(path, "latents", {"latents": latents}, description, cut)
 
 
 def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
     header, tensors = _load(path, "latents", model)
     if "latents" not in tensors:
-        raise _damaged(path, "latents is missing", "denoise")
+        raise _damaged_error(path, "latents is missing", "denoise")
     if tensors["latents"].ndim != 5:
-        raise _damaged(path, f"latents has shape {list(tensors['latents'].shape)}", "denoise")
+        raise _damaged_error(path, f"latents has shape {list(tensors['latents'].shape)}", "denoise")
     return tensors["latents"], header
 
 
@@ -169,7 +169,7 @@ def read_header(path: Path, stage: Stage) -> Header:
 
 
 def find_model(path: Path, header: Header) -> Path:
-    """The directory of the model that the artifact at `path` names. A file does not decide what is downloaded."""
+    """The directory of the model that the artifact at `path` names. Nothing is downloaded because a file names it."""
     name = header.model_name
     directory = find_local(name)
     if directory is not None:
@@ -184,10 +184,12 @@ def find_model(path: Path, header: Header) -> Path:
 
 
 def read_metadata(path: Path, stage: Stage) -> dict[str, str]:
-    """Of an artifact of this stage; whatever else is at `path` is an error that says what it is."""
+    """The metadata of an artifact of this stage; raises an error that describes any other file at `path`."""
     maker = MAKER[stage]
     if not path.exists():
-        raise InvalidValueError(f"{path} does not exist; make it with `comfy-tpu {maker} {GIVEN[stage]} -o {path}`")
+        raise InvalidValueError(
+            f"{path} does not exist; make it with `comfy-tpu {maker} {MAKER_INPUT[stage]} -o {path}`"
+        )
     if path.is_dir():
         raise InvalidValueError(f"{path} is a directory; give the file that `comfy-tpu {maker}` made")
     if not path.is_file():  # the library would wait for the writer of a named pipe, deaf to signals
@@ -220,7 +222,7 @@ def _save(path: Path, stage: Stage, tensors: Mapping[str, torch.Tensor], descrip
     metadata = {"artifact": stage, "format": str(FORMAT), "cut": cut, **description}
     # Through memory: the library's own writing to a file reports a full disk as text without an error number.
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-    with atomic.replacing(path) as partial, atomic.explained(path):
+    with atomic.replacing(path) as partial, atomic.write_errors(path):
         partial.write_bytes(content)
 
 
@@ -243,7 +245,7 @@ def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, tor
             # Copies: a tensor that stays mapped to the file would change or crash with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, str(error), maker) from error
+        raise _damaged_error(path, str(error), maker) from error
     return header, tensors
 
 
@@ -268,15 +270,15 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             loras,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, repr(error), MAKER[stage]) from error
+        raise _damaged_error(path, repr(error), MAKER[stage]) from error
 
 
 def _check_loras(text: str) -> None:
-    """Before a stage begins: the report at its end repeats them."""
+    """Raises ValueError unless `text` is a JSON list of objects: the report at the end of a stage repeats them."""
     notes = parse_json(text) if text else []
     if not isinstance(notes, list) or not all(isinstance(note, dict) for note in notes):
         raise ValueError("loras are no list of objects")
 
 
-def _damaged(path: Path, what: str, maker: str) -> CheckpointError:
+def _damaged_error(path: Path, what: str, maker: str) -> CheckpointError:
     return CheckpointError(f"{path} is not as comfy-tpu writes it ({what}); make it again with `comfy-tpu {maker}`")

@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all: written beside their place, and moved into it at the end.
+"""Atomic writes: files are written beside their place and moved into it at the end, so that none is ever incomplete.
 
-A link stays, and the file that it leads to is replaced. What is no file (a device, a named pipe, a socket) is refused,
-and so is a link to one, or to a directory that is not there.
+A link is kept, and the file that it points to is replaced. A device, a named pipe or a socket is refused, and so is a
+link to one, or into a directory that does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline.partial_files import open_partial, remove_abandoned
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME_MAX, _PATH_MAX = 255, 4095
 """Bytes, of Linux and of every file system in common use."""
 _PARTIAL_NAME_MAX = 100
@@ -31,13 +31,13 @@ _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
 }
-"""Whatever is neither a file nor a link."""
+"""Names of the kinds of entries that are neither a file nor a link."""
 
 
 def check_place(path: Path, *, field: str = "output", new_directories: int = 1) -> None:
-    """A file can be put at `path`, whose last `new_directories` directories may be missing.
+    """Raises InvalidValueError unless a file can be written at `path`, whose last `new_directories` may be missing.
 
-    `field` is what the path was given as, for the error.
+    `field`: the parameter that the path was given as, for the error.
     """
     check_name(path, field=field)
     if path.is_dir():
@@ -62,7 +62,7 @@ def check_place(path: Path, *, field: str = "output", new_directories: int = 1) 
 
 
 def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "output") -> None:
-    """All entries of `directory` with such names can be replaced."""
+    """Raises InvalidValueError unless all entries of `directory` with such names can be replaced."""
     for entry in _list_entries(directory, names):
         kind = _KINDS.get(stat.S_IFMT(entry.lstat().st_mode))
         if kind is not None:
@@ -74,7 +74,7 @@ def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "out
 
 
 def check_name(path: Path, *, field: str = "output") -> None:
-    """A file system can hold a file of this name. Asked before anything else asks for the path, which would raise."""
+    """Raises InvalidValueError for a name that no file system can hold, before other code uses the path and fails."""
     if "\0" in str(path):
         raise InvalidValueError(f"{field}={str(path)!r} holds a null character; choose another name", field=field)
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
@@ -90,32 +90,33 @@ def check_name(path: Path, *, field: str = "output") -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, field: str = "output") -> Iterator[Path]:
-    """Gives a temporary sibling to write. It takes `path` when the block ends, and is gone if the block raises."""
+    """Yields a temporary sibling of `path` to write to. It replaces `path` when the block ends, and is removed if the
+    block raises."""
     target = _find_target(path, field)
     with _partial(target.parent, path, field) as partial:
         yield partial
-        with explained(path, field=field):
+        with write_errors(path, field=field):
             partial.replace(target)
 
 
 @contextlib.contextmanager
 def replacing_sequence(directory: Path, names: re.Pattern[str]) -> Iterator[Path]:
-    """The same for many files: a temporary directory, whose files go to `directory` when the block ends, in the place
-    of all that are there with such names.
+    """`replacing` for many files: yields a temporary directory, whose files replace all entries of `directory` with
+    such names when the block ends.
 
-    The first file says what the others are, so that it must not be found beside others than its own: the old one goes
-    before all others, the new one comes after all others. A run that is killed in between leaves none.
+    The first file describes the sequence, so it must never be found beside files of another one: the old first file is
+    removed before all others, and the new one is moved after all others. A run that is killed in between leaves none.
     """
     _check_links(directory, directory, "output")
     directory = Path(os.path.realpath(directory))
     with _partial(directory, directory, "output", is_directory=True) as partial:
         new, old = partial / "new", partial / "old"
-        with explained(directory):
+        with write_errors(directory):
             new.mkdir()
             old.mkdir()
         yield new
         check_sequence(directory, names)
-        with explained(directory):
+        with write_errors(directory):
             leaving = [(path, old / path.name) for path in sorted(_list_entries(directory, names))]
             coming = [(path, directory / path.name) for path in sorted(new.iterdir(), reverse=True)]
             _move_all([*leaving, *coming])
@@ -123,12 +124,13 @@ def replacing_sequence(directory: Path, names: re.Pattern[str]) -> Iterator[Path
 
 
 @contextlib.contextmanager
-def explained(path: Path, *, field: str = "output") -> Iterator[None]:
-    """Around writing only: what else a run does may fail with an OSError of its own."""
+def write_errors(path: Path, *, field: str = "output") -> Iterator[None]:
+    """Turns an OSError of writing `path` into ComfyTpuError. For blocks that only write: other code may raise
+    OSError."""
     try:
         yield
     except OSError as error:
-        remedy = "free some space or choose another place" if error.errno in _FULL else "choose another place"
+        remedy = "free some space or choose another place" if error.errno in _DISK_FULL else "choose another place"
         raise ComfyTpuError(
             f"{field}={path} could not be written: {error.strerror or error}; nothing of it was kept; {remedy}",
             field=field,
@@ -138,29 +140,29 @@ def explained(path: Path, *, field: str = "output") -> Iterator[None]:
 @contextlib.contextmanager
 def _partial(directory: Path, path: Path, field: str, *, is_directory: bool = False) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
-        with explained(path, field=field):
-            stack.enter_context(_made_directories(directory))
+        with write_errors(path, field=field):
+            stack.enter_context(_make_directories(directory))
             remove_abandoned(directory)
             partial = stack.enter_context(open_partial(directory, is_directory=is_directory))
         yield partial
 
 
 @contextlib.contextmanager
-def _made_directories(directory: Path) -> Iterator[None]:
-    """Makes those that are missing; if the block raises, they are removed again."""
+def _make_directories(directory: Path) -> Iterator[None]:
+    """Makes the missing directories; if the block raises, they are removed again."""
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
         for place in missing:
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another process may have put a file there meanwhile
                 place.rmdir()
         raise
 
 
 def _find_target(path: Path, field: str) -> Path:
-    """The file that `path` names, links followed; it need not be there."""
+    """The file that `path` points to, links followed; it need not exist."""
     target = Path(os.path.realpath(path))
     _check_links(path.parent, path, field)
     if path.is_symlink() and (target.is_symlink() or not target.parent.is_dir()):  # the first: links in a circle
@@ -187,7 +189,7 @@ def _find_target(path: Path, field: str) -> Path:
 
 
 def _check_links(directory: Path, path: Path, field: str) -> None:
-    """Directories are made where the path says, never where a link in it leads to."""
+    """Raises InvalidValueError for a dangling link in the path: directories are never made behind a link."""
     for place in (directory, *directory.parents):
         if place.is_symlink() and not place.exists():
             raise InvalidValueError(
@@ -204,7 +206,7 @@ def _list_entries(directory: Path, names: re.Pattern[str]) -> list[Path]:
 
 
 def _move_all(moves: list[tuple[Path, Path]]) -> None:
-    """In this order; if one fails, all are moved back."""
+    """Moves the files in this order; if one move fails, all are moved back."""
     begun: list[tuple[Path, Path]] = []
     try:
         for source, target in moves:

@@ -1,4 +1,4 @@
-"""Measures a model's reuse curve: a few prompts, every step computed, how much each velocity differs from the last."""
+"""Measures a model's reuse curve: how much the velocity differs from step to step, over a few prompts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ PROMPTS = (
     "waves break on a rocky coast under a cloudy sky, seen from above",
     "a crowded street at night in the rain, neon signs reflected in the puddles, people with umbrellas",
 )
-"""For models of the real world: little motion and much, few details and many."""
+"""Prompts for models of real scenes: with little and much motion, few and many details."""
 
-_TOLD = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift", "seed", "scheduler")
+_SAVED_SETTINGS = (
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "flow_shift",
+    "seed",
+    "scheduler",
+)
 
 
 def measure_curve(
     pipeline: VideoPipeline, prompts: Sequence[str], settings: GenerationSettings, images: Sequence[Image.Image] = ()
 ) -> Curve:
-    """The mean over the prompts, each with a seed of its own. `images`: as for `VideoPipeline.encode`."""
+    """The mean curve over the prompts, each with its own seed. `images`: as for `VideoPipeline.encode`."""
     if settings.num_inference_steps < 2:
         raise InvalidValueError(
             f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50",
@@ -38,7 +47,7 @@ def measure_curve(
     measured = []
     for number, prompt in enumerate(prompts):
         own = dataclasses.replace(settings, seed=settings.seed + number)
-        measured.append(differences(pipeline.velocities(pipeline.encode(prompt, own, images), own)))
+        measured.append(compare_velocities(pipeline.velocities(pipeline.encode(prompt, own, images), own)))
         if not np.isfinite(measured[-1]).all():
             raise InvalidValueError(
                 f"model {pipeline.model_name} answers prompt {prompt!r} with NaN, infinity or nothing but zeros, which "
@@ -50,24 +59,24 @@ def measure_curve(
     return Curve(sigmas, ratios, changes)
 
 
-def save(
+def save_measured_curve(
     path: Path,
     curve: Curve,
     pipeline: VideoPipeline,
     prompts: Sequence[str],
     settings: GenerationSettings,
     *,
-    pictures: str = "",
+    images_fingerprint: str = "",
 ) -> None:
-    """`images`: the fingerprint of those that were given."""
-    made_with = {name: getattr(settings, name) for name in _TOLD} | {"prompts": list(prompts)}
-    made_with |= {"pictures": pictures} if pictures else {}
+    """Writes the curve with the settings, prompts and `images_fingerprint` that it was measured with."""
+    made_with = {name: getattr(settings, name) for name in _SAVED_SETTINGS} | {"prompts": list(prompts)}
+    made_with |= {"pictures": images_fingerprint} if images_fingerprint else {}
     family, fingerprint = pipeline.family.name, pipeline.model_fingerprint
     save_curve(path, curve, family=family, fingerprint=fingerprint, made_with=made_with)
 
 
-def differences(velocities: Iterable[torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Of each from the one before it: the ratio of magnitudes, and what is left of the difference after scaling."""
+def compare_velocities(velocities: Iterable[torch.Tensor]) -> tuple[list[float], list[float]]:
+    """For each velocity against the one before it: the ratio of magnitudes, and the difference left after scaling."""
     ratios, changes = [1.0], [0.0]
     before: torch.Tensor | None = None
     for velocity in velocities:

@@ -1,4 +1,4 @@
-"""Checks of what a stage is given by the one before it, and of settings against a family."""
+"""Checks of the inputs that a stage gets from the stage before it, and of settings against a family."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_embeddings(
         wanted = {name: shape[-1] for name, shape in shapes.items() if len(shape) != 4}
         if found != wanted:
             raise InvalidValueError(
-                f"embeddings have {_widths(found)} features, this model wants {_widths(wanted)}; "
+                f"embeddings have {_format_widths(found)} features, this model wants {_format_widths(wanted)}; "
                 "encode the prompt with this model"
             )
         if odd := [name for name, rows in every.items() if not is_finite(rows)]:
@@ -49,7 +49,7 @@ def check_embeddings(
 
 
 def _check_branches(embeddings: PromptEmbeddings) -> None:
-    """Both prompts are rows of one batch."""
+    """Raises InvalidValueError unless both prompts have the same shapes: they are rows of one batch."""
     for name, rows in embeddings.positive.items():
         other = rows if embeddings.negative is None else embeddings.negative[name]
         if rows.ndim < 2 or rows.shape[0] != 1 or rows.shape != other.shape:
@@ -100,7 +100,8 @@ def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: Ge
 
 
 def check_finite(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> None:
-    """Raises NotFiniteError for what a stage computed: passed on, NaN could end as an image that looks like one."""
+    """Raises NotFiniteError if a stage computed NaN or infinity, which later stages could turn into a plausible
+    image."""
     if odd := [name for name, tensor in made.items() if not is_finite(tensor)]:
         advice = "try dtype=float32, or " if dtype != "float32" else ""
         raise NotFiniteError(
@@ -110,7 +111,7 @@ def check_finite(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> No
 
 
 def warn_of_ignored(family: ModelFamily, defaults: GenerationSettings, settings: GenerationSettings) -> None:
-    """Of settings that somebody chose, and that this family has no use for."""
+    """Warns of settings that the user chose and that this family does not use."""
     of_branches = ("negative_prompt", "guidance_until")
     ignored = {"classifier_free": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
     reasons = {
@@ -126,7 +127,7 @@ def warn_of_ignored(family: ModelFamily, defaults: GenerationSettings, settings:
 
 
 def warn_of_cut(field: str, cut: str) -> None:
-    """Of the end of a text that the model does not read."""
+    """Warns that the end of a text was cut."""
     logger.warning("%s is too long; this was cut: %s", field, excerpt(cut), extra={"field": field})
 
 
@@ -134,7 +135,7 @@ def size_text(settings: GenerationSettings) -> str:
     return f"{settings.width}×{settings.height}×{settings.num_frames}"
 
 
-def _widths(found: Mapping[str, int]) -> str:
+def _format_widths(found: Mapping[str, int]) -> str:
     """ "4096"; of several embeddings "text 4096, pooled 768"."""
     named = [f"{name} {width}" for name, width in found.items()]
     return str(*found.values()) if len(found) == 1 else ", ".join(named)

@@ -1,4 +1,4 @@
-"""Latents to frames, one latent frame at a time or all together; in tiles where a whole image does not fit."""
+"""Decodes latents to frames, one latent frame at a time or all together; in tiles where a whole frame does not fit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def decode_frames(
     all_frames: bool = False,
     tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
-    """[batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width]; of all
-    of them at once if `all_frames`.
+    """Yields [batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width], or
+    for all of them at once if `all_frames`.
 
     If the first two latent frames do not fit in device memory, every frame is decoded in tiles instead: the cache has
     its full size after two.
@@ -64,7 +64,8 @@ def decode_tiles(
     all_frames: bool = False,
     tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
-    """The same in overlapping tiles of one size, which is one program; neighbours are blended over their overlap."""
+    """`decode_frames` in overlapping tiles of one size, and so one program; neighbours are blended over their
+    overlap."""
     height, width = latents.shape[3:]
     corners = list(itertools.product(tile_starts(height, tiles), tile_starts(width, tiles)))
     caches = {corner: first_cache(latents.shape[2]) for corner in corners}
@@ -97,14 +98,15 @@ def _parts(latents: torch.Tensor, all_frames: bool) -> Sequence[torch.Tensor]:
 
 
 def tile_starts(length: int, tiles: Tiles) -> list[int]:
-    """Tiles that cover a side; the last one ends with it and overlaps more."""
+    """The first positions of tiles that cover a side; the last tile ends with the side and overlaps more."""
     if length <= tiles.side:
         return [0]
     return [*range(0, length - tiles.side, tiles.side - tiles.overlap), length - tiles.side]
 
 
 def _ramp(start: int, length: int, whole: int, overlap: int, scale: int) -> torch.Tensor:
-    """Weight of a tile along one side: rises over its overlap with the tile before, falls over that with the next."""
+    """Weights of a tile along one side: rising over the overlap with the tile before, falling over that with the
+    next."""
     weight = torch.ones(length * scale)
     rise = (torch.arange(overlap * scale) + 0.5) / (overlap * scale)
     if start > 0:

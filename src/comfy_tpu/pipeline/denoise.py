@@ -36,7 +36,7 @@ def denoise_steps(
     settings: GenerationSettings,
     init_image: InitImage | None = None,
 ) -> Generator[State, None, None]:
-    """The state after each step, until the next one takes over its memory."""
+    """Yields the state after each step; the next step takes over its memory."""
     _warn_of_idle_devices(running, plan, settings)
     first = _first_sample(running, plan, settings, init_image)
     with quiet():  # these are programs too, which the compile cache may fail to read or store
@@ -58,7 +58,7 @@ def denoise_steps(
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
-                preview = functools.partial(_without_noise, samples[1], outputs[0], step.sigma)
+                preview = functools.partial(_predict_first_frame, samples[1], outputs[0], step.sigma)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
@@ -83,7 +83,7 @@ def _prepare(
     guided: bool,
     settings: GenerationSettings,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Weights and inputs of a step, from the prompt and, where there is guidance, the negative one."""
+    """Weights and inputs of a step from the prompt and, with guidance, the negative prompt."""
     shared = {**embeddings.shared, **programs.denoiser.settings_inputs(settings)}
     names = [*embeddings.positive, *shared]
     branches = [
@@ -106,7 +106,7 @@ def _advance(
     prepared: dict[str, jax.Array],
     state: State,
 ) -> State:
-    """One step. `weights` are the loaded ones and the prompt's."""
+    """Runs one step. `weights` are the transformer's and those that `_prepare` made of the prompt."""
     samples, outputs = state
     given = {"samples": samples, "outputs": outputs, "coefficients": torch.from_numpy(step.coefficients)}
     if step.scale is not None:
@@ -125,8 +125,8 @@ def _advance(
     return after[0], after[1]
 
 
-def _without_noise(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
-    """The first frame as the model predicts it: what a flow's velocity points to."""
+def _predict_first_frame(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
+    """The latents of the first frame without noise, as the velocity predicts them."""
     return to_host(sample[:1, :, :1] - sigma * velocity[:1, :, :1])
 
 

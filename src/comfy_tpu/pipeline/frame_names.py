@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 NUMBER = re.compile(r"%0?(?P<digits>\d*)d")
-"""Where a frame's number goes in a name. Any other % is just a character."""
+"""The place of a frame's number in a name. Any other % is an ordinary character."""
 
 
 def is_sequence(path: Path) -> bool:
     return path.suffix == ".png" and NUMBER.search(path.name) is not None
 
 
-def number_in(name: str, number: int) -> str:
+def insert_number(name: str, number: int) -> str:
     return NUMBER.sub(lambda match: f"{number:0{int(match['digits'] or 1)}d}", name)
 
 
-def numbered(name: str) -> re.Pattern[str]:
-    """Matches the names that `number_in` gives."""
+def frame_name_pattern(name: str) -> re.Pattern[str]:
+    """A pattern for the names that `insert_number` returns."""
     match = NUMBER.search(name)
     assert match is not None
     digits = rf"\d{{{int(match['digits'] or 1)},}}"

@@ -1,4 +1,4 @@
-"""Iterators that hold weights on the devices, and may be left half read when Python ends."""
+"""Generators that hold weights on the devices, and may be unfinished when Python exits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ Item = TypeVar("Item")
 _unfinished: weakref.WeakSet[Generator[object, None, None]] = weakref.WeakSet()
 
 
-def closed_at_exit(
+def close_at_exit(
     function: Callable[Arguments, Generator[Item, None, None]],
 ) -> Callable[Arguments, Generator[Item, None, None]]:
-    """Generators of this function are closed while modules are still whole. Python itself closes what is left after it
-    has emptied them, and what they release their weights with is then None."""
+    """Closes unfinished generators of the function at exit, while modules are still usable.
+
+    Python itself closes them after it has cleared all modules, when the functions that release weights are None.
+    """
 
     @functools.wraps(function)
     def make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Generator[Item, None, None]:

@@ -13,7 +13,7 @@ from comfy_tpu.config import MESH_AXES, GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.pipeline.checks import check_finite
-from comfy_tpu.pipeline.images import as_pixels, as_rgb, as_values, cropped, video_parts
+from comfy_tpu.pipeline.images import as_pixels, as_rgb, as_values, crop_to_frame, video_parts
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.noise import image_noise
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -22,13 +22,13 @@ from comfy_tpu.pipeline.vae_backend import split_columns
 
 
 def fit_images(family: ModelFamily, images: Sequence[Image.Image], settings: GenerationSettings) -> list[Image.Image]:
-    """RGB images in the sizes that the family takes; raises InvalidValueError for one of no use. Images that are
-    stretched to the frame keep their sizes here."""
+    """RGB images in the sizes that the family takes; raises InvalidValueError for an image that cannot be used. Images
+    that are stretched to the frame keep their sizes here."""
     images = [as_rgb(image) for image in images]
     if family.image is not None and family.image.fit_reference is not None:
         return [family.image.fit_reference(image) for image in images]
     crops = family.card.image is not None and family.card.image.resize == "crop"
-    return [cropped(image, settings) for image in images] if crops else images
+    return [crop_to_frame(image, settings) for image in images] if crops else images
 
 
 def encode_images(
@@ -74,7 +74,7 @@ def _encode_latents(running: RunningModel, parts: Sequence[torch.Tensor]) -> lis
 def _vae_parts(
     family: ModelFamily, images: Sequence[Image.Image], settings: GenerationSettings
 ) -> Iterable[torch.Tensor]:
-    """What the VAE encodes at a time, [1, 3, frames, height, width] in -1..1."""
+    """The parts that the VAE encodes one by one, [1, 3, frames, height, width] in -1..1."""
     if _takes_references(family):
         return [as_pixels(image) for image in images]
     parts = video_parts(images, settings, family.card.temporal_scale)

@@ -1,4 +1,4 @@
-"""Opening image files that somebody gave: only formats that are named, and nothing unpacked yet."""
+"""Opens untrusted image files: only the listed formats, and without decoding pixels."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import IO
 from PIL import Image, ImageFile
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is read, whatever the file's name. For others Pillow may start programs: for EPS it is Ghostscript."""
+"""The formats that are read, whatever the file's name. For others Pillow may start programs: Ghostscript for EPS."""
 
 
 def open_image_file(file: Path | IO[bytes], formats: Sequence[str] = FORMATS) -> ImageFile.ImageFile:
-    """The image's header. Raises what Pillow raises, which is DecompressionBombError over 178,956,970 pixels."""
+    """Opens an image without decoding it. Raises Pillow's errors: DecompressionBombError over 178,956,970 pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # from half of that; callers have their limits
         return Image.open(file, formats=list(formats))
 
 
 def describe_format(path: Path) -> str:
-    """What `open_image_file` could not identify, in words, by the first bytes alone."""
+    """Describes a file that `open_image_file` could not identify, by its first bytes."""
     Image.init()
     with path.open("rb") as file:
         start = file.read(16).ljust(16, b"\0")

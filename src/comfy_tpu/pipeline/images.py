@@ -1,4 +1,4 @@
-"""Images that are given, as a video's first or last frame or to look at: read, brought to size, as numbers."""
+"""Given images (first and last frames, reference images): reading, resizing, conversion to tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline.image_files import describe_format, open_image_file
 
 _SIDE_MAX = 16384
-"""An image with a longer side is refused before it is unpacked, or made so long."""
+"""An image with a longer side is refused before it is decoded or resized."""
 _PIXELS_MAX = 89_478_485
-"""An image of more is refused before it is unpacked: 256 MiB in RGB. Pillow warns of a bomb from there on."""
+"""An image with more pixels is refused before it is decoded: 256 MiB in RGB, where Pillow warns of a bomb."""
 
 
 def read_image(path: Path) -> Image.Image:
-    """RGB, upright. Transparency is dropped, as ComfyUI's Load Image does.
+    """Reads an image as RGB, rotated by its EXIF tag. Transparency is dropped, as ComfyUI's Load Image does.
 
-    Of an animation or a file of several pages the first image is read, and the others are not looked for.
+    Only the first image of an animation or of a file with several pages is read.
     """
     if not path.is_file():
         raise InvalidValueError(f"image={path} is not a file; give an image such as first.png", field="image")
@@ -60,7 +60,7 @@ def read_image(path: Path) -> Image.Image:
 
 
 def fingerprint(images: Sequence[Image.Image]) -> str:
-    """Of what they show; empty if there are none."""
+    """A fingerprint of the images' pixels; empty without images."""
     digest = hashlib.sha256()
     for image in images:
         digest.update(f"{image.mode} {image.size};".encode() + image.tobytes())
@@ -73,8 +73,8 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def cropped(image: Image.Image, settings: GenerationSettings) -> Image.Image:
-    """As large as it must be to fill the frame, and its middle, in diffusers' own roundings."""
+def crop_to_frame(image: Image.Image, settings: GenerationSettings) -> Image.Image:
+    """Resizes an image until it covers the frame, and crops its center, with diffusers' rounding."""
     width, height = settings.width, settings.height
     if width / height > image.width / image.height:
         size = width, image.height * width // image.width
@@ -92,19 +92,19 @@ def cropped(image: Image.Image, settings: GenerationSettings) -> Image.Image:
 
 
 def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
-    """[1, height, width, 3] in 0..1. Resized to the size itself, whatever its shape, as diffusers does."""
+    """[1, height, width, 3] in 0..1, stretched to the frame as diffusers does."""
     fitted = image.resize((settings.width, settings.height), resample=Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0).unsqueeze(0)
 
 
 def as_pixels(image: Image.Image) -> torch.Tensor:
-    """[1, 3, 1, height, width] in -1..1, in its own size."""
+    """[1, 3, 1, height, width] in -1..1, in the image's own size."""
     values = torch.from_numpy(np.array(image, dtype=np.float32) / 255.0)
     return (values.permute(2, 0, 1) * 2.0 - 1.0)[None, :, None]
 
 
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
-    """As the image encoder was trained to see them: [images, 3, side, side]."""
+    """The inputs of the image encoder, [images, 3, side, side], by its processor."""
     values: torch.Tensor = processor(images=list(images), return_tensors="pt").pixel_values
     return values
 
@@ -112,8 +112,8 @@ def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
 def video_parts(
     images: Sequence[Image.Image], settings: GenerationSettings, temporal_scale: int
 ) -> Iterator[torch.Tensor]:
-    """A video [1, 3, frames, height, width] that is gray but for the given images, as a VAE takes it: the first frame
-    alone, then as many at a time as a latent holds."""
+    """Yields a video [1, 3, frames, height, width] that is gray except for the given images, in the parts that a VAE
+    encodes: the first frame, then as many frames at a time as a latent holds."""
     first, *last = (as_frame(image, settings)[0].permute(2, 0, 1) * 2.0 - 1.0 for image in images)
     yield first[None, :, None]
     count = (settings.num_frames - 1) // temporal_scale

@@ -15,7 +15,7 @@ class InitImage:
     latents: torch.Tensor
     """[1, channels, 1, height, width] in the transformer's scale."""
     strength: float
-    """The share of the steps that are run, from the last: 1 keeps nothing of the image."""
+    """The share of the steps that are run, counted from the last: 1 keeps nothing of the image."""
 
 
 def first_step(count: int, strength: float) -> int:

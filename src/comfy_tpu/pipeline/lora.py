@@ -1,4 +1,4 @@
-"""LoRA files for a model: opened, checked against it, and read tensor by tensor while its weights are loaded."""
+"""LoRA files for a model: opened, checked against the model, and read while the model's weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from comfy_tpu.compiler.merging import WeightChange
 from comfy_tpu.config import Lora
-from comfy_tpu.errors import InvalidValueError, listed
+from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.model_family import Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
@@ -32,12 +32,12 @@ trained LoRA comes near it."""
 
 @dataclasses.dataclass(frozen=True)
 class OpenLora:
-    """A file that fits the model: what it adds to which tensors of the model's checkpoint."""
+    """A LoRA file that fits the model, and the changes that it makes to tensors of the model's checkpoint."""
 
     file: LoraFile
     strength: float
     noise: str
-    """ "all", or the one of two transformers that gets it: "high" or "low"."""
+    """The transformer that the LoRA is for: "all", or one of two, "high" or "low"."""
     fingerprint: str
     factors: dict[str, Factors]
 
@@ -68,39 +68,39 @@ class OpenLora:
 
 @dataclasses.dataclass(frozen=True)
 class Loras:
-    """All that are in a model at once, in the form in which a component takes changes of its weights."""
+    """The LoRAs of a model, as the changes that `Component.load` adds to weights."""
 
     opened: tuple[OpenLora, ...] = ()
 
-    def of(self, transformer: int) -> Loras:
-        """Those of the family's first or second transformer."""
+    def for_transformer(self, transformer: int) -> Loras:
+        """The LoRAs of the family's first or second transformer."""
         return Loras(tuple(lora for lora in self.opened if lora.noise in ("all", NOISE[transformer])))
 
     @property
     def key(self) -> tuple[tuple[str, float], ...]:
-        """Which weights come out: empty where they are those of the model itself."""
-        return tuple((lora.fingerprint, lora.strength) for lora in self._acting)
+        """Identifies the changed weights; empty if the weights are those of the model itself."""
+        return tuple((lora.fingerprint, lora.strength) for lora in self._active)
 
     @property
     def label(self) -> str:
-        return "".join(f" + {lora.file.path.name}:{lora.strength:g}" for lora in self._acting)
+        return "".join(f" + {lora.file.path.name}:{lora.strength:g}" for lora in self._active)
 
     @property
     def text(self) -> str:
-        """For the metadata of what was made with them: empty without any, so that older files stay what they are."""
+        """JSON for the metadata of outputs; empty without LoRAs, so that the metadata of older files stay equal."""
         notes = [
             {"name": lora.file.path.name, "fingerprint": lora.fingerprint, "strength": lora.strength}
             | ({"noise": lora.noise} if lora.noise != "all" else {})
-            for lora in self._acting
+            for lora in self._active
         ]
         return json.dumps(notes, ensure_ascii=False) if notes else ""
 
     def __contains__(self, name: object) -> bool:
-        return any(name in lora.factors for lora in self._acting)
+        return any(name in lora.factors for lora in self._active)
 
     def read(self, name: str) -> WeightChange:
-        """One change of all files: side by side along the rank, so that the weight is rounded once."""
-        changes = [lora.change(name) for lora in self._acting if name in lora.factors]
+        """The change of a tensor by all files, concatenated along the rank, so that the weight is rounded once."""
+        changes = [lora.change(name) for lora in self._active if name in lora.factors]
         ups = [change.up for change in changes if change.up is not None]
         downs = [change.down for change in changes if change.down is not None]
         differences = [change.difference for change in changes if change.difference is not None]
@@ -115,18 +115,18 @@ class Loras:
             lora.file.checkpoint.close()
 
     @property
-    def _acting(self) -> list[OpenLora]:
+    def _active(self) -> list[OpenLora]:
         return [lora for lora in self.opened if lora.strength != 0]
 
 
 NO_LORAS = Loras()
 
 NOISE = ("high", "low")
-"""What the first and the second of two transformers are for."""
+"""The noise levels of the first and the second of two transformers."""
 
 
 def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
-    """Everything that headers can tell is checked here, before a weight is loaded."""
+    """Opens the files and checks all that their headers show, before a weight is loaded."""
     if not loras:
         return NO_LORAS
     targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.denoiser.lora_names)
@@ -154,17 +154,17 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
     matched = file.match(targets)
     if not matched.factors:
         raise InvalidValueError(
-            f"lora={lora.path} fits nothing in model {files.name}, it holds {listed(file.checkpoint.tensors, 3)}; "
+            f"lora={lora.path} fits nothing in model {files.name}, it holds {join_names(file.checkpoint.tensors, 3)}; "
             f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}",
             field="lora",
         )
     _check_shapes(lora.path, matched.factors, files)
     # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
-    if matched.unmatched_keys > matched.known:
+    if matched.unknown_modules > matched.known_modules:
         raise InvalidValueError(
-            f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known} of its "
-            f"{matched.known + matched.unmatched_keys} modules, and not for {listed(matched.unknown, 3)}; use a LoRA "
-            f"made for {files.family.name}",
+            f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known_modules} of its "
+            f"{matched.known_modules + matched.unknown_modules} modules, and not for "
+            f"{join_names(matched.unknown_keys, 3)}; use a LoRA made for {files.family.name}",
             field="lora",
         )
     if matched.text_keys:
@@ -174,19 +174,19 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             len(matched.text_keys),
             extra={"field": "lora"},
         )
-    if matched.unknown:
+    if matched.unknown_keys:
         logger.warning(
             "lora=%s: model %s has no place for %s; the rest is applied",
             lora.path,
             files.name,
-            ", ".join(_by_layer(matched.unknown)),
+            ", ".join(_group_layers(matched.unknown_keys)),
             extra={"field": "lora"},
         )
     return OpenLora(file, float(strength), lora.noise, _fingerprint(lora.path), matched.factors)
 
 
-def _by_layer(keys: list[str]) -> list[str]:
-    """All of them, those of several layers as one."""
+def _group_layers(keys: list[str]) -> list[str]:
+    """The keys, with those that differ only in the layer number joined into one."""
     alike: dict[str, list[str]] = {}
     for key in keys:
         alike.setdefault(re.sub(r"(?<=[._])\d+(?=[._])", "*", key), []).append(key)
@@ -195,10 +195,10 @@ def _by_layer(keys: list[str]) -> list[str]:
 
 def _check_shapes(path: Path, factors: dict[str, Factors], files: ModelFiles) -> None:
     for name, found in factors.items():
-        if found.made != found.shape:
+        if found.product_shape != found.shape:
             raise InvalidValueError(
-                f"lora={path} changes {name} by a tensor of shape {found.made}, and in model {files.name} it has shape "
-                f"{found.shape}: use a LoRA made for this size of {files.family.name}",
+                f"lora={path} changes {name} by a tensor of shape {found.product_shape}, and in model {files.name} it "
+                f"has shape {found.shape}: use a LoRA made for this size of {files.family.name}",
                 field="lora",
             )
 

@@ -1,14 +1,14 @@
-"""What is in a LoRA file, by the names that the model's own checkpoint has.
+"""Matches the keys of a LoRA file with the tensors of a model's checkpoint.
 
-Trainers and tools write one thing under many names. For the query projection of Wan's first block:
+Trainers and tools use different names. For the query projection of Wan's first block:
 
     transformer.blocks.0.attn1.to_q.lora_A.weight           diffusers and PEFT
     lora_unet_blocks_0_self_attn_q.lora_down.weight         kohya, with .alpha beside it
     diffusion_model.blocks.0.self_attn.q.lora_down.weight   ComfyUI and the original code; lora_A as well
 
-The table of names is made from the model, so that underscores need not be told apart from dots. diffusers' own
-conversion (0.42) is not used: of a kohya file it wants every layer of every block with an alpha, of the others no alpha
-outside the blocks and no key of a text encoder, or it raises; and it drops differences of weights without a word.
+The table of names is made from the model, so that underscores need not be distinguished from dots. diffusers' own
+conversion (0.42) is not used: it raises unless a kohya file has every layer of every block with an alpha, and other
+files have no alpha outside the blocks and no key of a text encoder; and it silently drops differences of weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 
 from comfy_tpu.compiler.checkpoint import Checkpoint, TensorInfo
-from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, listed
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, join_names
 from comfy_tpu.families.model_family import LoraNames, Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.json_input import parse_json
@@ -57,7 +57,7 @@ _PREFIXES = (
     "",
 )
 _TEXT_ENCODERS = ("text_encoder", "text_encoders.", "lora_te", "text_model.", "cond_stage_model.", "conditioner.")
-_OTHER_KINDS = {
+_UNSUPPORTED_KINDS = {
     "dora_scale": "a DoRA",
     "lora_magnitude_vector": "a DoRA",
     "lora_mid": "a LoCon with middle matrices",
@@ -66,19 +66,19 @@ _OTHER_KINDS = {
     "oft_": "an OFT",
 }
 _METADATA = "lora_adapter_metadata"
-"""Where diffusers keeps PEFT's configuration, alpha among it."""
+"""The metadata key under which diffusers stores PEFT's configuration, which includes alpha."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What a file adds to one tensor of the model: up @ down · scale, or a difference. Keys of the file."""
+    """The keys of a file for one tensor of the model: up @ down · scale, or a difference, is added to the tensor."""
 
     shape: tuple[int, ...]
-    """Of the model's tensor."""
-    made: tuple[int, ...]
-    """What the file's tensors come to; the same, or they do not fit."""
+    """The shape of the model's tensor."""
+    product_shape: tuple[int, ...]
+    """The shape of the file's product or difference; another shape than the model's does not fit."""
     rows: Rows
-    """Of the file's outputs."""
+    """The rows of the file's outputs that belong to the tensor."""
     up: str | None = None
     down: str | None = None
     scale: float = 1.0
@@ -88,20 +88,20 @@ class Factors:
 @dataclasses.dataclass(frozen=True)
 class Target:
     weight: str
-    """The model's tensor, and its bias if it has one."""
+    """The name of the model's tensor."""
     bias: str | None
     rows: Rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Where a model can be changed."""
+    """The tensors of a model that a LoRA can change."""
 
     shapes: Mapping[str, tuple[int, ...]]
     by_name: Mapping[str, tuple[Target, ...]]
-    """By every name that files have for a module; several targets where one module of theirs is several here."""
+    """Targets by every name that files use for a module; several where one module of a file is several of the model."""
     examples: tuple[str, ...]
-    """Keys of one module, one of each style."""
+    """Example keys of one module, one of each style."""
 
     def find(self, module: str) -> tuple[Target, ...]:
         names = (module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix))
@@ -132,7 +132,7 @@ def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets
 
 
 def _keys(module: str, aliases: Sequence[str]) -> tuple[str, ...]:
-    """What files may call a module: as diffusers, as ComfyUI and as kohya's scripts do."""
+    """The names that files may use for a module: diffusers', ComfyUI's and those of kohya's scripts."""
     theirs = aliases[0] if aliases else module
     return (
         f"transformer.{module}.lora_A.weight",
@@ -142,16 +142,16 @@ def _keys(module: str, aliases: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matched:
+class LoraMatch:
     factors: dict[str, Factors]
-    """By the name of the model's tensor."""
-    unknown: list[str]
-    """Keys that the model has no place for."""
+    """Factors by the name of the model's tensor."""
+    unknown_keys: list[str]
+    """Keys that match no tensor of the model."""
     text_keys: list[str]
-    known: int
-    """Of the file's modules, those that the model has; text encoders' are not counted."""
-    unmatched_keys: int
-    """And those that it does not have."""
+    known_modules: int
+    """The number of the file's modules that the model has; text encoders' are not counted."""
+    unknown_modules: int
+    """The number of the file's modules that the model does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +159,11 @@ class LoraFile:
     path: Path
     checkpoint: Checkpoint
     modules: Mapping[str, Mapping[Part, str]]
-    """Keys by module and part, the module as the file calls it."""
-    others: tuple[str, ...]
-    """Keys that are of no known part."""
+    """Keys by module (as named in the file) and part."""
+    other_keys: tuple[str, ...]
+    """Keys that end in no known part."""
     adapter: Mapping[str, Any]
-    """PEFT's configuration, where the file carries it."""
+    """PEFT's configuration if the file holds it, else empty."""
 
     @classmethod
     def open(cls, path: Path) -> LoraFile:
@@ -176,7 +176,7 @@ class LoraFile:
         modules: dict[str, dict[Part, str]] = {}
         others = []
         for key in checkpoint.tensors:
-            if kind := next((kind for part, kind in _OTHER_KINDS.items() if f".{part}" in key), None):
+            if kind := next((kind for part, kind in _UNSUPPORTED_KINDS.items() if f".{part}" in key), None):
                 raise UnsupportedError(
                     f"lora={path} is {kind} ({key}), which is not supported; use a plain LoRA", field="lora"
                 )
@@ -187,7 +187,7 @@ class LoraFile:
                 modules.setdefault(key.removesuffix(f".{suffix}"), {})[_PARTS[suffix]] = key
         if not modules:
             raise InvalidValueError(
-                f"lora={path} holds no LoRA, but {listed(others, 3)}; expected keys that end in lora_A.weight and "
+                f"lora={path} holds no LoRA, but {join_names(others, 3)}; expected keys that end in lora_A.weight and "
                 "lora_B.weight, or in lora_down.weight and lora_up.weight",
                 field="lora",
             )
@@ -199,20 +199,20 @@ class LoraFile:
         except CheckpointError as error:
             raise CheckpointError(f"lora={error}", field="lora") from error
 
-    def match(self, targets: Targets) -> Matched:
-        """What the file adds to the model's tensors. Their shapes are noted, not compared with the model's."""
+    def match(self, targets: Targets) -> LoraMatch:
+        """The factors for the model's tensors. Shapes are recorded, and not compared with the model's."""
         factors: dict[str, Factors] = {}
-        unknown = [key for key in self.others if not key.startswith(_TEXT_ENCODERS)]
-        text_keys = [key for key in self.others if key.startswith(_TEXT_ENCODERS)]
-        known = unmatched_keys = 0
+        unknown = [key for key in self.other_keys if not key.startswith(_TEXT_ENCODERS)]
+        text_keys = [key for key in self.other_keys if key.startswith(_TEXT_ENCODERS)]
+        known_modules = unknown_modules = 0
         for module, parts in self.modules.items():
             found = targets.find(module)
             if found:
-                known += 1
+                known_modules += 1
             elif module.startswith(_TEXT_ENCODERS):
                 text_keys.extend(parts.values())
             else:
-                unmatched_keys += 1
+                unknown_modules += 1
                 unknown.extend(parts.values())
             for target in found:
                 made = self._factors(module, parts, target, targets.shapes)
@@ -224,7 +224,7 @@ class LoraFile:
                 factors |= made
                 if "bias" in parts and target.bias is None:
                     unknown.append(parts["bias"])
-        return Matched(factors, unknown, text_keys, known, unmatched_keys)
+        return LoraMatch(factors, unknown, text_keys, known_modules, unknown_modules)
 
     def _factors(
         self, module: str, parts: Mapping[Part, str], target: Target, shapes: Mapping[str, tuple[int, ...]]
@@ -254,7 +254,8 @@ class LoraFile:
         return made
 
     def _check_halves(self, module: str, up: tuple[int, ...], down: tuple[int, ...]) -> None:
-        """up [outputs, rank] and down [rank, inputs], or the same as kernels of convolutions, make a product."""
+        """Raises InvalidValueError unless up [outputs, rank] and down [rank, inputs] have one rank; both may be kernels
+        of convolutions."""
         flat = len(up) >= 2 and len(down) >= 2 and math.prod(up[2:]) == 1
         if flat and up[1] == down[0]:
             return
@@ -267,10 +268,10 @@ class LoraFile:
 
     def _difference(self, key: str, rows: Rows, shape: tuple[int, ...]) -> Factors:
         found = self.checkpoint.tensors[key].shape
-        return Factors(shape, _cut(found, rows), rows, difference=key)
+        return Factors(shape, _cut_rows(found, rows), rows, difference=key)
 
     def _scale(self, module: str, parts: Mapping[Part, str], rank: int) -> float:
-        """alpha / rank, which is 1 where a file says nothing of alpha."""
+        """alpha / rank; 1 for a file without alpha."""
         if "alpha" in parts:
             tensor = self.read(parts["alpha"])
             alpha = float(tensor) if tensor.numel() == 1 else math.nan
@@ -284,7 +285,7 @@ class LoraFile:
         return alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
 
     def _alpha_by_pattern(self, module: str, otherwise: Any) -> Any:
-        """As PEFT matches: a pattern is the end of a module's name."""
+        """alpha by PEFT's rule: a pattern matches the end of a module's name."""
         patterns = self.adapter.get("alpha_pattern") or {}
         try:
             own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
@@ -298,12 +299,12 @@ class LoraFile:
 
 def _product(up: tuple[int, ...], down: tuple[int, ...], rows: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of up @ down: the model's own where the numbers agree, so that a linear layer's fits a 1×1×1 kernel."""
-    outputs = _cut(up, rows)[0]
+    outputs = _cut_rows(up, rows)[0]
     same = math.prod(down[1:]) == math.prod(shape[1:]) and len(shape) > 1
     return (outputs, *(shape[1:] if same else down[1:]))
 
 
-def _cut(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+def _cut_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
     return (sum(len(range(*piece.indices(shape[0]))) for piece in rows), *shape[1:]) if shape else shape
 
 

@@ -1,11 +1,11 @@
-"""Videos as files. The name chooses the format:
+"""Reads and writes video files. The name determines the format:
 
     video.mp4               H.264, with the metadata as title and comment
     video.gif               loops, with the metadata as comment
     video.npy               uint8 [frames, height, width, 3], without metadata
     frames/                 frames/frame_0000.png and so on; also the name of a directory that exists
-    frames/f-%04d.png       the same under a name of one's own
-    picture.png             a video of one frame
+    frames/f-%04d.png       the same under another name
+    image.png               a video of one frame
 
 Of several videos, video.mp4 becomes video-0.mp4, video-1.mp4, …, and frames/ becomes frames/video-0/ and so on.
 A sequence of frames replaces the one of the same name as a whole: older frames beyond its end are removed.
@@ -32,7 +32,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
-from comfy_tpu.pipeline.frame_names import NUMBER, is_sequence, number_in, numbered
+from comfy_tpu.pipeline.frame_names import NUMBER, frame_name_pattern, insert_number, is_sequence
 from comfy_tpu.pipeline.video_formats import (
     Encoder,
     Frame,
@@ -40,7 +40,7 @@ from comfy_tpu.pipeline.video_formats import (
     Mp4,
     Npy,
     Png,
-    Pngs,
+    PngSequence,
     read_comment,
     write_png,
 )
@@ -51,7 +51,7 @@ _FRAME_NAME = "frame_%04d.png"
 
 
 def output_paths(output: str | Path, num_videos: int = 1) -> tuple[Path, ...]:
-    """Where each video goes. A sequence of frames is the path of a frame with %d for its number."""
+    """The path of each video. The path of a sequence of frames has %d for the frame's number."""
     path = _full_path(output)
     if num_videos == 1:
         return (path,)
@@ -61,7 +61,7 @@ def output_paths(output: str | Path, num_videos: int = 1) -> tuple[Path, ...]:
 
 
 def free_output(output: str | Path, num_videos: int) -> Path:
-    """`output`, or with -1, -2, … after its stem, so that no file that is there would be replaced."""
+    """`output`, with -1, -2, … after its stem if needed, so that no existing file is replaced."""
     output = Path(output)
     for count in itertools.count():
         candidate = output.with_stem(f"{output.stem}-{count}") if count else output
@@ -71,17 +71,17 @@ def free_output(output: str | Path, num_videos: int) -> Path:
 
 
 def check_output(output: str | Path, settings: GenerationSettings | None = None) -> tuple[Path, ...]:
-    """The paths that videos of these settings will have, or why they could not be written. Touches nothing.
+    """The paths of videos with these settings; raises InvalidValueError if they could not be written. Writes nothing.
 
-    Without settings, only what the name alone can tell.
+    Without settings, only the name is checked.
     """
     paths = output_paths(output, settings.num_videos if settings else 1)
     for path in paths:
-        atomic.check_name(path.with_name(number_in(path.name, settings.num_frames - 1 if settings else 0)))
+        atomic.check_name(path.with_name(insert_number(path.name, settings.num_frames - 1 if settings else 0)))
         # The directory of each sequence among several is one level deeper, and ours to make.
         atomic.check_place(path, new_directories=2 if len(paths) > 1 and is_sequence(path) else 1)
         if is_sequence(path):
-            atomic.check_sequence(path.parent, numbered(path.name))
+            atomic.check_sequence(path.parent, frame_name_pattern(path.name))
     if settings is None:
         return paths
     if paths[0].suffix == ".png" and not is_sequence(paths[0]) and settings.num_frames > 1:
@@ -96,7 +96,7 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
 
 @contextlib.contextmanager
 def open_writer(output: str | Path, *, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
-    """The video appears at its place when the block ends; if the block raises, nothing has changed."""
+    """Opens a writer. The video is at its place when the block ends; if the block raises, nothing has changed."""
     with open_writers(output_paths(output), fps=fps, metadata=[metadata]) as (writer,):
         yield writer
 
@@ -105,38 +105,38 @@ def open_writer(output: str | Path, *, fps: int, metadata: Mapping[str, str]) ->
 def open_writers(
     paths: Sequence[Path], *, fps: int, metadata: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[FrameWriter, ...]]:
-    """Several videos at once: all of them appear, or none."""
+    """Opens writers of several videos: all of them are at their places when the block ends, or none."""
     with contextlib.ExitStack() as placing, contextlib.ExitStack() as encoding:
         # All encoders finish before the first video is moved to its place.
-        partials = [placing.enter_context(_placed(path)) for path in paths]
+        partials = [placing.enter_context(_open_partial(path)) for path in paths]
         yield tuple(
-            encoding.enter_context(_encoded(path, partial, fps, texts))
+            encoding.enter_context(_open_frame_writer(path, partial, fps, texts))
             for path, partial, texts in zip(paths, partials, metadata, strict=True)
         )
 
 
 class FrameWriter:
-    """Writes to a file that is not at its place yet."""
+    """Writes frames to a partial file."""
 
     def __init__(self, path: Path, open_encoder: Callable[[], Encoder]) -> None:
         self._path = path
-        with atomic.explained(path):
+        with atomic.write_errors(path):
             self._encoder = open_encoder()
         self._size: tuple[int, ...] | None = None
 
     def write(self, frames: Float[Tensor, "t height width 3"]) -> None:
-        """From 0 to 1; what is beyond is cut off."""
+        """Writes frames in 0..1; values beyond are clipped."""
         for frame in _as_bytes(frames):
             if self._size not in (None, frame.shape):
                 raise InvalidValueError(f"a frame of {frame.shape} follows frames of {self._size}; give equal sizes")
             self._size = frame.shape
-            with atomic.explained(self._path):
+            with atomic.write_errors(self._path):
                 self._encoder.add(frame)
 
     def finish(self) -> None:
         if self._size is None:
             raise InvalidValueError(f"output={self._path} got no frames; a video has one at least", field="output")
-        with atomic.explained(self._path):
+        with atomic.write_errors(self._path):
             self._encoder.finish()
 
     def abandon(self) -> None:
@@ -151,21 +151,22 @@ def write_videos(
     metadata: Sequence[Mapping[str, str]],
     sheet: Path | None = None,
 ) -> None:
-    """Frames of all videos as they are decoded; `sheet` is an image of the first video's, every second one."""
-    pictures = ContactSheet(every=2)
+    """Writes the frames of all videos as they are decoded; `sheet`: an image of every second frame of the first
+    video."""
+    contact = ContactSheet(every=2)
     with open_writers(paths, fps=fps, metadata=metadata) as writers:
         for chunk in chunks:
             for writer, frames in zip(writers, chunk, strict=True):
                 writer.write(frames)
             if sheet:
-                pictures.add(chunk[0])
+                contact.add(chunk[0])
         if sheet:
-            with atomic.replacing(sheet) as partial, atomic.explained(sheet), partial.open("wb") as file:
-                write_png(file, pictures.image(), metadata[0])
+            with atomic.replacing(sheet) as partial, atomic.write_errors(sheet), partial.open("wb") as file:
+                write_png(file, contact.image(), metadata[0])
 
 
 class ContactSheet:
-    """Frames side by side, row after row. Keeps what it shows, at a width of 256 at most."""
+    """An image of frames in rows. Frames are kept at a width of at most 256."""
 
     def __init__(self, columns: int = 5, every: int = 1) -> None:
         self._columns = columns
@@ -176,7 +177,7 @@ class ContactSheet:
     def add(self, frames: Float[Tensor, "t height width 3"]) -> None:
         for frame in _as_bytes(frames):
             if self._seen % self._every == 0:
-                self._cells.append(_cell(Image.fromarray(frame)))
+                self._cells.append(_resize_cell(Image.fromarray(frame)))
             self._seen += 1
 
     def image(self) -> Image.Image:
@@ -200,16 +201,16 @@ def contact_sheet(frames: Float[Tensor, "t height width 3"], columns: int = 5) -
 
 
 def read_metadata(output: str | Path) -> dict[str, str]:
-    """What a video was written with; empty if it carries nothing of ours, as .npy never does."""
+    """The metadata that a video was written with; empty if the file has none of ours, as .npy files."""
     path = _full_path(output)
     if path.suffix == ".npy":
         return {}
-    path = path.with_name(number_in(path.name, 0))
+    path = path.with_name(insert_number(path.name, 0))
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected one that comfy-tpu wrote")
     try:
         found = parse_json(read_comment(path) or "{}")
-    except ValueError:  # somebody else's comment; av's InvalidDataError, too, is a ValueError
+    except ValueError:  # a comment of another program; av's InvalidDataError, too, is a ValueError
         return {}
     # Pillow raises SyntaxError on a damaged image.
     except (OSError, SyntaxError, av.error.FFmpegError, Image.DecompressionBombError) as error:
@@ -218,9 +219,9 @@ def read_metadata(output: str | Path) -> dict[str, str]:
 
 
 def find_metadata(path: Path, num_frames: int = 1) -> dict[str, str]:
-    """The same of a video that may be missing or damaged: then empty. So it is of a sequence that lacks a frame, or
-    whose frames are not all from the same video."""
-    frames = [path.with_name(number_in(path.name, number)) for number in range(num_frames)]
+    """The metadata of a video; empty if it is missing or damaged, and for a sequence that lacks a frame, or whose
+    frames are not all from the same video."""
+    frames = [path.with_name(insert_number(path.name, number)) for number in range(num_frames)]
     try:
         found, *others = [read_metadata(frame) for frame in (frames if is_sequence(path) else [path])]
     except CheckpointError:
@@ -254,20 +255,20 @@ def _check_space(paths: Sequence[Path], settings: GenerationSettings) -> None:
 
 
 @contextlib.contextmanager
-def _placed(path: Path) -> Iterator[Path]:
+def _open_partial(path: Path) -> Iterator[Path]:
     if not is_sequence(path):
         with atomic.replacing(path) as partial:
             yield partial
         return
-    with atomic.replacing_sequence(path.parent, numbered(path.name)) as partial:
+    with atomic.replacing_sequence(path.parent, frame_name_pattern(path.name)) as partial:
         yield partial
 
 
 @contextlib.contextmanager
-def _encoded(path: Path, partial: Path, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
+def _open_frame_writer(path: Path, partial: Path, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
     encoder: Callable[..., Encoder] = _FORMATS[path.suffix]
     if is_sequence(path):
-        encoder = functools.partial(Pngs, name=path.name)
+        encoder = functools.partial(PngSequence, name=path.name)
     writer = FrameWriter(path, lambda: encoder(partial, fps, metadata))
     try:
         yield writer
@@ -288,8 +289,8 @@ def _as_bytes(frames: Float[Tensor, "t height width 3"]) -> Iterator[Frame]:
         yield frame.float().mul(255).round_().clamp_(0, 255).to(torch.uint8).contiguous().numpy()
 
 
-def _cell(picture: Image.Image) -> Image.Image:
-    if picture.width > 256:
-        return picture.resize((256, max(1, round(picture.height * 256 / picture.width))), Image.Resampling.LANCZOS)
-    scale = max(1, 128 // picture.width)  # a frame of 64 pixels is a stamp on today's screens
-    return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+def _resize_cell(image: Image.Image) -> Image.Image:
+    if image.width > 256:
+        return image.resize((256, max(1, round(image.height * 256 / image.width))), Image.Resampling.LANCZOS)
+    scale = max(1, 128 // image.width)  # a frame of 64 pixels is a stamp on today's screens
+    return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)

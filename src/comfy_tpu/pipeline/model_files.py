@@ -24,7 +24,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
 from comfy_tpu.families.settings import check_settings
-from comfy_tpu.families.shared.building import check_sizes
+from comfy_tpu.families.shared.config_checks import check_sizes
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
@@ -37,17 +37,17 @@ DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_DIRECTORIES = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_IMAGE_MODEL: DEMO_DIRECTORY / "image_to_video"}
 
 # Weights of components only: beside them some repositories have the whole model once more, in one file for other tools.
-_WANTED = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
+_DOWNLOAD_PATTERNS = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
 _SAMPLE_BYTES = 4096
 _CHANNELS_MAX = 2**16
 _COUNT = re.compile("^num_|layers|blocks|depth|channels")
 _COUNT_MAX = 2**20
-_WHOLE_MAX = 2**64 - 1
+_INTEGER_MAX = 2**64 - 1
 
 
 def list_model_files(directory: Path) -> list[Path]:
-    """Those in a model directory that may be read: configurations, weights, vocabularies."""
-    return [path for pattern in _WANTED for path in directory.glob(pattern)]
+    """The files of a model directory that may be read: configurations, weights, vocabularies."""
+    return [path for pattern in _DOWNLOAD_PATTERNS for path in directory.glob(pattern)]
 
 
 SHARED_PARTS_FILE = "shared_parts.json"
@@ -64,16 +64,15 @@ class ModelFiles:
     directory: Path
     family: ModelFamily
     index: Mapping[str, Any]
-    """Its model_index.json."""
+    """The content of model_index.json."""
     shared_parts: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
     """Names of the folders and files that are kept in the directory above `directory`."""
 
     @classmethod
     def open(cls, model: str | Path, *, name: str | None = None, to_run: bool = True) -> ModelFiles:
-        """A demo model, a directory, or the id of a model on the hub, which is then downloaded or found in its cache.
+        """Opens a demo model, a directory, or a model by its hub id, downloading it unless it is in the hub's cache.
 
-        `name` is what the model is called in labels and messages, instead of `model` itself. If it is not to run, its
-        configurations are enough.
+        `name` replaces `model` in labels and messages. With `to_run=False`, configurations are enough.
         """
         directory = _find(str(model))
         index = _read_json(directory / "model_index.json")
@@ -103,11 +102,11 @@ class ModelFiles:
         return files
 
     def path(self, name: str) -> Path:
-        """Where a part is: a folder, or a file by its path inside the model directory."""
+        """The path of a part: a folder, or a file by its path inside the model directory."""
         return _part_path(self.directory, self.shared_parts, name)
 
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
-        """The component's configuration, without the library's own notes in it."""
+        """The component's configuration, without the keys that the library adds for itself."""
         return {name: value for name, value in _read_json(self._config_path(spec)).items() if not name.startswith("_")}
 
     def checkpoint(self, spec: ComponentSpec) -> Checkpoint:
@@ -120,7 +119,7 @@ class ModelFiles:
 
     @functools.cached_property
     def _tokenizers(self) -> dict[str, Any]:
-        """Those that were read."""
+        """Tokenizers that were read, by folder."""
         return {}
 
     def _read_tokenizer(self, folder: str) -> Any:
@@ -149,10 +148,13 @@ class ModelFiles:
 
     @property
     def defaults(self) -> GenerationSettings:
-        """The family's, with what the directory's own files say in their place; generation.json has the last word."""
+        """The family's defaults, replaced by those of the directory's files; generation.json takes precedence."""
         path = self.path("generation.json")
         with config_errors(f"the scheduler_config.json or guider_config.json of model={self.name}"):
-            own = {**self.family.scheduling.own_settings(self._read_if_there), **self._read_if_there(path.name)}
+            own = {
+                **self.family.scheduling.own_settings(self._read_optional_json),
+                **self._read_optional_json(path.name),
+            }
         if self.index.get("boundary_ratio") is not None:
             own.setdefault("boundary", self.index["boundary_ratio"])
         known = {field.name for field in dataclasses.fields(GenerationSettings)}
@@ -173,13 +175,13 @@ class ModelFiles:
 
     @functools.cached_property
     def schedulers(self) -> Mapping[str, SchedulerFactory]:
-        """By the name a user gives: the family's, and the directory's own before them."""
+        """Schedulers by their names: the directory's own, then the family's."""
         with self.scheduler_errors():
-            own = self.family.scheduling.own_schedulers(self._read_if_there)
+            own = self.family.scheduling.own_schedulers(self._read_optional_json)
         return {**self.family.scheduling.factories, **own}
 
     def scheduler(self, settings: GenerationSettings) -> Any:
-        """The one that the settings name, with its timesteps set."""
+        """The scheduler that the settings name, with its timesteps set."""
         with self.scheduler_errors(), np.errstate(all="ignore"):  # a division by zero shows in the levels
             scheduler = self.schedulers[settings.scheduler](settings)
             levels = noise_levels(scheduler, 0, scheduler.timesteps).tolist()
@@ -199,18 +201,18 @@ class ModelFiles:
             return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
-        """What the text encoders give of a prompt, by name, without the row's own dimension."""
+        """Shapes of the embeddings of one prompt, by name, without the batch dimension."""
         config = self.config(self.family.transformer)
         with config_errors(str(self._config_path(self.family.transformer))):
             try:
                 shapes = self.family.text.embedding_shapes(config, settings)
             except KeyError as error:
-                raise self._damaged(f"has {error.args[0]}=None") from error
+                raise self._damaged_error(f"has {error.args[0]}=None") from error
         if odd := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
-            raise self._damaged(f"makes {odd[0]} of shape {shapes[odd[0]]}")
+            raise self._damaged_error(f"makes {odd[0]} of shape {shapes[odd[0]]}")
         return shapes
 
-    def _damaged(self, what: str) -> CheckpointError:
+    def _damaged_error(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"model={self.name}: the config.json of its transformer {what}, expected whole numbers; download the model "
             "again"
@@ -239,18 +241,18 @@ class ModelFiles:
                 raise ValueError("a mean or deviation of the latents is infinite, or a deviation 0")
         return mean, deviation
 
-    def _read_if_there(self, name: str) -> Mapping[str, Any]:
+    def _read_optional_json(self, name: str) -> Mapping[str, Any]:
         path = self.path(name)
         return _read_json(path) if path.is_file() else {}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when a configuration, the tokenizer or a tensor does, as far as three samples of each tensor tell;
-        and the scheduler, where the family goes by the directory's own."""
+        """A fingerprint of configurations, tokenizers and three samples of each tensor; and of the scheduler, where the
+        family uses the directory's own."""
         digest = hashlib.sha256()
         folders = [spec.name for spec in self.family.components]
         folders += (encoder.tokenizer for encoder in self.family.text.encoders)
-        if self.family.scheduling.own_schedulers(self._read_if_there):
+        if self.family.scheduling.own_schedulers(self._read_optional_json):
             folders.append("scheduler")
         for folder in folders:
             for path in sorted(self.path(folder).glob("*")):
@@ -265,7 +267,7 @@ class ModelFiles:
         return self.path(spec.name) / "config.json"
 
     def _check_weights(self, spec: ComponentSpec) -> None:
-        """Headers only: a file that is missing or cut short must not be found after hours of denoising."""
+        """Checks headers of the weights, so that a missing or truncated file is not found after hours of denoising."""
         try:
             self.checkpoint(spec)
         except CheckpointError as error:
@@ -349,14 +351,14 @@ def _find(model: str) -> Path:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether it reads as owner/name."""
+    """Whether a name has the form owner/name."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model, re.ASCII) is not None
 
 
 def find_local(model: str) -> Path | None:
-    """Where a model is on this machine: a demo model, a directory, or an earlier download of a hub id.
+    """The directory of a model on this machine: a demo model, a directory, or an earlier download of a hub id.
 
-    For names that a file gives: nothing is asked of a network.
+    For names that a file holds: the network is not used.
     """
     if model in DEMO_DIRECTORIES:
         return DEMO_DIRECTORIES[model]
@@ -373,7 +375,7 @@ def _find_download(model: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED, local_files_only=True))
+        return Path(snapshot_download(model, allow_patterns=_DOWNLOAD_PATTERNS, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
 
@@ -383,12 +385,12 @@ def _download(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
+        return Path(snapshot_download(model, allow_patterns=_DOWNLOAD_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"model={model} is not a directory here and could not be had from the hub ({reason}); check the name and "
-            "the network, or download it elsewhere and give its directory",
+            f"model={model} is not a directory here and could not be downloaded from the hub ({reason}); check the "
+            "name and the network, or download it elsewhere and give its directory",
             field="model",
         ) from error
 
@@ -417,14 +419,17 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _check_counts(path: Path, content: Mapping[str, Any]) -> None:
-    """Libraries make lists as long as a configuration says before they build the first layer, and take NaN, which
-    Python's JSON has, for a number. Infinity may be meant: schedulers have lambda_min_clipped=-Infinity."""
+    """Raises CheckpointError for huge counts and for NaN.
+
+    Libraries make lists of a configuration's length before they build the first layer, and accept NaN, which Python's
+    JSON allows, as a number. Infinity may be intended: schedulers have lambda_min_clipped=-Infinity.
+    """
     for name, value in content.items():
         if isinstance(value, Mapping):
             _check_counts(path, value)
         if isinstance(value, float) and math.isnan(value):
             raise CheckpointError(f"{path}: {name}=nan is not a number; download the model again")
-        limit = _COUNT_MAX if _COUNT.search(name) else _WHOLE_MAX
+        limit = _COUNT_MAX if _COUNT.search(name) else _INTEGER_MAX
         if isinstance(value, int) and abs(value) > limit:
             raise CheckpointError(
                 f"{path} has {name}={str(value)[:40]}, expected {limit} at most; download the model again"
@@ -432,5 +437,5 @@ def _check_counts(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of its message."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

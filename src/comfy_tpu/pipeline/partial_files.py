@@ -1,9 +1,9 @@
 """Temporary files beside their place, named .comfy-tpu-HOST-PID-TOKEN.partial, and those that killed runs left.
 
-Whoever writes one holds a lock on it (flock), which the kernel releases when the process ends, however it ends. A
-partial file that carries this machine's name and can be locked is therefore nobody's, and is removed by the next run
-that writes into the same directory. Those of other machines are left alone: not every network file system carries
-locks from one machine to another. Where files cannot be locked at all, nothing is removed.
+The process that writes one holds a lock on it (flock), which the kernel releases when the process ends. A partial file
+with this machine's name that can be locked is therefore abandoned, and the next run that writes into the directory
+removes it. Files of other machines are kept: not every network file system shares locks between machines. Where files
+cannot be locked, nothing is removed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def _create_locked(directory: Path, is_directory: bool) -> tuple[Path, int]:
                 continue
         else:
             lock = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | _FLAGS, 0o666)
-        if _acquire(lock) is not False and _names(partial, lock):
+        if _acquire(lock) is not False and _is_open_as(partial, lock):
             return partial, lock
         os.close(lock)
 
 
 def _open(path: Path) -> int | None:
-    """None if it is gone, or is another user's."""
+    """Opens a partial file; None if it is gone, or belongs to another user."""
     with contextlib.suppress(OSError):
         # To be locked on NFS a file must be open for writing. A directory cannot be.
         return os.open(path, _FLAGS | (os.O_RDONLY if path.is_dir() else os.O_RDWR))
@@ -81,7 +81,7 @@ def _open(path: Path) -> int | None:
 
 
 def _acquire(lock: int) -> bool | None:
-    """Whether this process has the lock now; None where there are no locks."""
+    """Whether this process got the lock; None where files cannot be locked."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,8 +91,8 @@ def _acquire(lock: int) -> bool | None:
     return True
 
 
-def _names(path: Path, lock: int) -> bool:
-    """Whether `path` is the name of what `lock` has open."""
+def _is_open_as(path: Path, lock: int) -> bool:
+    """Whether `path` still names the file that the descriptor `lock` has open."""
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(lock))
     return False

@@ -1,4 +1,4 @@
-"""Outputs that would replace each other, or a file that the run reads."""
+"""Checks that outputs do not replace each other, or a file that the run reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.frame_names import is_sequence, numbered
+from comfy_tpu.pipeline.frame_names import frame_name_pattern, is_sequence
 
 
 def check_conflicts(outputs: Sequence[tuple[str, Path]], inputs: Iterable[Path] = ()) -> None:
-    """Each output is a file of its own, by whatever names and links, and none is an input.
+    """Raises InvalidValueError if two outputs are the same file, under any names and links, or one is an input.
 
-    `outputs` are pairs of a field, for the error, and a path; frames/f-%04d.png stands for all frames.
+    `outputs` are pairs of a field, for the error, and a path; frames/f-%04d.png means all frames.
     """
     for (_, first), (field, second) in itertools.combinations(outputs, 2):
         if _is_same_file(first, second):
@@ -34,7 +34,7 @@ def _is_same_file(first: Path, second: Path) -> bool:
         first, second = second, first
     target, other = (Path(os.path.realpath(path)) for path in (first, second))
     if is_sequence(first):
-        names = numbered(first.name)
+        names = frame_name_pattern(first.name)
         # A link among the frames is replaced; a frame that a link elsewhere leads to is, too.
         places = (other, Path(os.path.realpath(second.parent)) / second.name)
         among = [place for place in places if _is_same_directory(place.parent, target.parent)]

@@ -1,4 +1,4 @@
-"""What a pipeline reports while it works, for progress bars and nodes."""
+"""Progress reports of a pipeline, for progress bars and nodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Progress:
     size: str = ""
     """Width, height and frames, "832×480×81", or the length of a text, where the stage depends on it."""
     from_cache: bool = False
-    """With a finished "compiling": the persistent cache had the program."""
+    """With a finished "compiling": whether the persistent cache had the program."""
     preview: Callable[[], torch.Tensor] | None = None
     """After a step: fetches the first frame's latents as the model predicts them without noise, [1, channels, 1,
     height, width] in the transformer's scale. Only inside the callback: the next step takes over their memory."""
     reused: bool = False
-    """After a step: the transformer did not run, its last velocity was used again."""
+    """After a step: whether the last velocity was reused, and the transformer did not run."""
 
     @property
     def label(self) -> str:
@@ -37,8 +37,8 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
-"""Called from the thread that runs the pipeline. An exception from it ends the run: that is how a run is cancelled."""
+"""Called from the thread that runs the pipeline. To cancel the run, raise an exception."""
 
 
 def ignore_progress(progress: Progress) -> None:
-    """The callback that does nothing."""
+    """Does nothing; the default callback."""

@@ -1,4 +1,4 @@
-"""How a model's velocity changes along a run: the curve by which steps are chosen to be reused.
+"""Reuse curves: how a model's velocity changes along a run, by which steps are chosen for reuse.
 
 A curve is a JSON file, `reuse.json` in the model directory, written by `comfy-tpu calibrate`:
 
@@ -11,8 +11,8 @@ A curve is a JSON file, `reuse.json` in the model directory, written by `comfy-t
                  magnitude; the first is 0
     made_with    for people: settings and prompts, or where the numbers were published
 
-It is kept over sigma, not over step numbers, so that it holds for another number of steps or flow shift: between two
-sigmas ratios multiply and changes add up.
+A curve is a function of sigma, not of step numbers, so that it holds for another number of steps or flow shift: between
+two sigmas ratios multiply and changes add up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.model_files import ModelFiles
 
-FILE = "reuse.json"
+CURVE_FILE = "reuse.json"
 FORMAT = 1
 PUBLISHED_DIRECTORY = Path(__file__).parents[1] / "assets" / "reuse"
 
@@ -54,14 +54,14 @@ class Curve:
         if (self.ratios <= 0).any() or (self.changes < 0).any():
             raise ValueError("a ratio is not over 0, or a change is under 0")
 
-    def at(self, sigmas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ratios and changes from each of these to the next; the first are 1 and 0."""
-        levels = self._along(np.log(self.ratios), sigmas)
-        travelled = self._along(self.changes, sigmas)
+    def resample(self, sigmas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ratios and changes from each of these sigmas to the next; the first are 1 and 0."""
+        levels = self._accumulate(np.log(self.ratios), sigmas)
+        travelled = self._accumulate(self.changes, sigmas)
         return np.exp(np.diff(levels, prepend=levels[:1])), np.diff(travelled, prepend=travelled[:1])
 
-    def _along(self, steps: np.ndarray, sigmas: np.ndarray) -> np.ndarray:
-        """The sum of `steps` up to each sigma; beyond the ends it goes on as between the last two."""
+    def _accumulate(self, steps: np.ndarray, sigmas: np.ndarray) -> np.ndarray:
+        """The sum of `steps` up to each sigma, extrapolated linearly beyond the ends."""
         known, total = self.sigmas, np.cumsum(steps)
         slope = np.diff(total) / np.diff(known)
         ends = (total[-1] - slope[-1] * known[-1], total[0] + slope[0] * (1 - known[0]))
@@ -69,8 +69,8 @@ class Curve:
 
 
 def find_curve(files: ModelFiles) -> Curve:
-    """The model directory's own, else the published one of its size."""
-    own = files.directory / FILE
+    """The curve of the model directory, else the published one of the model's size."""
+    own = files.directory / CURVE_FILE
     if own.exists():
         return _read(own, files, files.fingerprint)
     config = files.config(files.family.transformer)
@@ -91,7 +91,7 @@ def save_curve(path: Path, curve: Curve, *, family: str, fingerprint: str | None
     document["made_with"] = made_with
     lines = [f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in document.items()]  # a list is one
     content = "{\n" + ",\n".join(lines) + "\n}"
-    with atomic.replacing(path) as partial, atomic.explained(path):
+    with atomic.replacing(path) as partial, atomic.write_errors(path):
         partial.write_text(content + "\n", encoding="utf-8")
 
 

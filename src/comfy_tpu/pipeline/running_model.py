@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def choose_dtype(name: str, platform: str) -> torch.dtype:
-    """ "auto" is bfloat16, but float32 on a CPU."""
+    """The dtype of a name; "auto" is bfloat16, but float32 on a CPU."""
     if name == "auto":
         return DTYPES["float32" if platform == "cpu" else "bfloat16"]
     return DTYPES[name]
@@ -40,7 +40,7 @@ def check_dtype(name: str) -> None:
 
 
 class RunningModel:
-    """Nothing is loaded before it is needed, and loaded weights stay until their place is needed."""
+    """A model whose weights are loaded when they are first used, and stay until other weights need the memory."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RunningModel:
         self.on_progress = on_progress
         """May be replaced between two runs."""
         self.loras = loras
-        """Those in the transformer; replaced by `use_loras`."""
+        """The LoRAs of the transformer; replaced by `use_loras`."""
         self.size = ""
         """The size of the current request, for progress reports."""
         self._residency = residency
@@ -79,13 +79,13 @@ class RunningModel:
         return str(self.dtype).removeprefix("torch.")
 
     def use_loras(self, loras: Sequence[Lora]) -> None:
-        """From now on the transformer has these, and no others. Nothing is compiled, and weights load when needed."""
+        """Replaces the LoRAs of the transformer. Nothing is compiled, and weights are loaded when they are used."""
         self.loras = open_loras(loras, self.files)
 
     def check_components(self, *specs: ComponentSpec) -> None:
-        """Raises CheckpointError where the configuration and the weights of a component do not belong together.
+        """Raises CheckpointError if the configuration and the weights of a component do not belong together.
 
-        Builds components and reads headers: a wrong VAE must not be found after the denoising.
+        Builds components and reads headers, so that a wrong VAE is not found after the denoising.
         """
         for spec in specs:
             if spec.name in self._checked:
@@ -115,27 +115,27 @@ class RunningModel:
         return component
 
     def program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> DeviceProgram:
-        """The program of a function with these options; the same one for the same arguments."""
+        """The program of a function with these options; the same object for the same arguments."""
         component = self.component(spec)
-        key = (component.spec.name, function, _frozen(options))
+        key = (component.spec.name, function, _freeze(options))
         if key not in self._programs:
             errors = functools.partial(trace_errors, spec.name, self.files.name)
             self._programs[key] = component.program(function, on_event=self._on_program, trace_errors=errors, **options)
         return self._programs[key]
 
     def find_program(self, name: str) -> DeviceProgram:
-        """One that was made, by its name in progress reports: "transformer.denoise_step"."""
+        """A program that was made before, by its name in progress reports: "transformer.denoise_step"."""
         return next(program for program in self._programs.values() if program.name == name)
 
     def step_programs(self, number: int) -> StepPrograms:
-        """Those of one of the family's transformers."""
+        """The step programs of one of the family's transformers."""
         spec = self.family.denoiser.transformers[number]
         return StepPrograms(self.family.denoiser, functools.partial(self.program, spec))
 
     @contextlib.contextmanager
     def weights(self, spec: ComponentSpec) -> Iterator[dict[str, jax.Array]]:
         component, transformers = self.component(spec), [part.name for part in self.family.denoiser.transformers]
-        loras = self.loras.of(transformers.index(spec.name)) if spec.name in transformers else NO_LORAS
+        loras = self.loras.for_transformer(transformers.index(spec.name)) if spec.name in transformers else NO_LORAS
 
         def load() -> dict[str, jax.Array]:
             changes = {"changes": loras} if loras.key else {}
@@ -171,8 +171,8 @@ class RunningModel:
             self.report("compiling", event.program, int(is_ready), 1, size=self.size, from_cache=event.from_cache)
 
 
-def _frozen(value: Any) -> Any:
-    """A hashable equal of an option."""
+def _freeze(value: Any) -> Any:
+    """A hashable equivalent of an option."""
     if isinstance(value, dict):
-        return tuple(sorted((name, _frozen(each)) for name, each in value.items()))
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+        return tuple(sorted((name, _freeze(each)) for name, each in value.items()))
+    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value

@@ -1,9 +1,9 @@
 """diffusers' schedulers as tables of coefficients, so that latents never leave the device between steps.
 
 A deterministic scheduler is linear: each new sample is a combination of earlier samples and model outputs, with
-weights that depend on the step only. Run once on the host with unit vectors in place of samples and outputs, the
-scheduler itself tells those weights. The device then needs one small weighted sum a step, the same program for every
-step and every scheduler, and no scheduler is written again here.
+weights that depend on the step only. Running the scheduler once on the host, with unit vectors in place of samples and
+outputs, gives those weights. The device then needs one small weighted sum per step, which is the same program for every
+step and every scheduler, and no scheduler is reimplemented here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from comfy_tpu.errors import UnsupportedError
 
 HISTORY = 3
-"""Samples and outputs, each, that a step may look back on. Two-step solvers with a corrector (UniPC) need three."""
+"""The number of samples, and of outputs, that a step may use. Two-step solvers with a corrector (UniPC) need three."""
 
 _TOLERANCE = 2e-6
 
@@ -26,9 +26,9 @@ _TOLERANCE = 2e-6
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     timesteps: np.ndarray
-    """float32 [steps]: what the transformer is told."""
+    """float32 [steps]: the timesteps that are given to the transformer."""
     sigmas: np.ndarray
-    """float32 [steps]: how much of the sample is noise when the step begins."""
+    """float32 [steps]: the share of noise in the sample at the beginning of the step."""
     coefficients: np.ndarray
     """float32 [steps, 2 * HISTORY]: weights of the last samples, newest first, then of the last outputs."""
 
@@ -41,9 +41,9 @@ class Schedule:
 
 
 def make_schedule(scheduler: Any, begin: int = 0) -> Schedule:
-    """The table of a diffusers scheduler whose timesteps are set. The scheduler's own state is used up.
+    """The table of a diffusers scheduler whose timesteps are set. The scheduler cannot be used again.
 
-    `begin`: the steps before it are left out, because the sample is not all noise to begin with.
+    `begin`: the first step that is run; a run that starts from an image leaves the steps before it out.
     """
     timesteps = scheduler.timesteps[begin:]
     if hasattr(scheduler, "set_begin_index"):
@@ -64,7 +64,7 @@ def make_schedule(scheduler: Any, begin: int = 0) -> Schedule:
 
 
 def noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.Tensor:
-    """The share of noise at each of the timesteps; `begin`: the number of steps before the first."""
+    """The share of noise at each of the timesteps; `begin`: the number of steps that are left out."""
     if hasattr(scheduler, "sigmas"):
         levels: torch.Tensor = scheduler.sigmas[begin : begin + len(timesteps)]
         return levels
@@ -76,7 +76,7 @@ def noise_levels(scheduler: Any, begin: int, timesteps: torch.Tensor) -> torch.T
 def _weights(
     after: torch.Tensor, samples: list[torch.Tensor], outputs: list[torch.Tensor], scheduler: Any
 ) -> list[float]:
-    """`after` as a combination of the latest samples and outputs; the fewest that suffice."""
+    """The weights of the latest samples and outputs whose sum is `after`; the fewest that suffice."""
     for depth in range(1, HISTORY + 1):
         known = [*samples[-depth:][::-1], *outputs[-depth:][::-1]]
         basis, wanted = torch.stack(known, dim=1).numpy(), after.numpy()

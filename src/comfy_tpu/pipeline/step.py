@@ -1,6 +1,6 @@
-"""One denoising step: its inputs, which prepared tensors are weights, what is donated, how it is split over the mesh.
+"""The programs of one denoising step: inputs, prepared weights, donated arguments, and shardings.
 
-Running, planning, benchmarks, calibration and tests make their programs here, so that a plan is of what runs.
+Pipelines, plans, benchmarks, calibration and tests all make their programs here, so that a plan describes what runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Denoiser, ModelFamily
-from comfy_tpu.parallel.constraints import Axes, evenly
+from comfy_tpu.parallel.constraints import Axes, even_spec
 from comfy_tpu.pipeline.schedule import HISTORY
 
 MakeProgram = Callable[..., DeviceProgram]
-"""(function, **options of `Program`) -> the program over one component's weights: `Component.program`, or one that
-remembers what it made."""
+"""(function, **options of `Program`) -> the program over one component's weights: `Component.program`, or a cached
+version of it."""
 
 _Array = TypeVar("_Array")
 _BRANCHES: Axes = ("dp",)
@@ -40,7 +40,7 @@ class StepPrograms:
     make_program: MakeProgram
 
     def prepare(self, names: Iterable[str]) -> DeviceProgram:
-        """Of a prompt, once. `names`: the embeddings and settings inputs that it is given."""
+        """The program that prepares a prompt, once per run. `names`: its inputs, embeddings and settings inputs."""
         axes = dict.fromkeys(names, _BRANCHES)
         return self.make_program(self.denoiser.prepare, input_axes=axes, output_axes=dict(self.denoiser.prepared_axes))
 
@@ -93,7 +93,7 @@ def reuse_step(
     coefficients: torch.Tensor,
     scale: torch.Tensor,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A step with the last velocity, scaled, in the place of the next."""
+    """A step that uses the last velocity, scaled, instead of a new one."""
     return _advance(samples, [scale * outputs[0], *outputs[:-1]], coefficients)
 
 
@@ -170,7 +170,7 @@ def place_prepared(
         name: jax.ShapeDtypeStruct(
             shape.shape,
             shape.dtype,
-            sharding=placement.sharding(*evenly(axes.get(name, _BRANCHES), shape.shape, placement)),
+            sharding=placement.sharding(*even_spec(axes.get(name, _BRANCHES), shape.shape, placement)),
         )
         for name, shape in shapes.items()
     }
@@ -185,7 +185,7 @@ def export_step(
     *,
     platform: str = "tpu",
 ) -> ExportedStep:
-    """`embeddings`: those of `abstract_embeddings`, and of images where they are given."""
+    """Lowers the programs of a step. `embeddings`: those of `abstract_embeddings`, and of given images."""
     programs = StepPrograms(family.denoiser, component.program)
     weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
     prepare = programs.prepare(embeddings).export(platform, weights, **embeddings)

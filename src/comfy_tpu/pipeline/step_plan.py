@@ -1,8 +1,8 @@
-"""What each step of a run will do, decided on the host before the first one runs.
+"""Plans the steps of a run on the host, before the first step.
 
-Nothing depends on what the model answers, so there is no round trip between steps, and a level of reuse is numbers, not
-another program. A step is computed, or its velocity is the one before it, scaled; it is guided, or runs the prompt
-alone.
+The plan does not depend on the model's outputs, so there is no round trip between steps, and another level of reuse
+changes inputs, not programs. A step computes its velocity, or reuses the one before it, scaled; it is guided, or runs
+the prompt alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from comfy_tpu.pipeline.reuse import Curve
 from comfy_tpu.pipeline.schedule import Schedule
 
 TIMESTEPS = 1000
-"""Of the training of every flow model here: what a boundary is a share of."""
+"""The number of training timesteps of every flow model here; `boundary` is a fraction of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class PlannedStep:
     guided: bool
     guidance_scale: float = 1.0
     transformer: int = 0
-    """Which of the family's transformers computes it."""
+    """The index of the transformer that computes the step."""
     scale: float | None = None
-    """The last velocity times this stands for the model's answer. None: the model is asked."""
+    """The factor on the last velocity, which replaces the model's output. None: the model runs."""
 
     @property
     def reused(self) -> bool:
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def reused(self) -> tuple[int, ...]:
-        """Numbers of the steps, from 1, at which the model does not run."""
+        """The numbers, from 1, of the steps at which the model does not run."""
         return tuple(number for number, step in enumerate(self.steps, 1) if step.reused)
 
     @property
@@ -63,12 +63,12 @@ class Plan:
 
     @property
     def forwards(self) -> int:
-        """Of one video through the transformer: a guided step that is computed is two."""
+        """Forward passes of one video through the transformer: a guided step that is computed is two."""
         return sum(1 + step.guided for step in self.steps if not step.reused)
 
 
-def guidance_of(settings: GenerationSettings) -> tuple[float, float]:
-    """The guidance scales of the first and of the second transformer, which without a boundary never runs."""
+def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
+    """The guidance scales of the first and the second transformer; without a boundary the second never runs."""
     second = settings.guidance_scale_2 if settings.boundary > 0 else 0.0
     return settings.guidance_scale, second or settings.guidance_scale
 
@@ -76,10 +76,10 @@ def guidance_of(settings: GenerationSettings) -> tuple[float, float]:
 def make_plan(
     schedule: Schedule, settings: GenerationSettings, curve: Curve | None, config: ReuseConfig = ReuseConfig()
 ) -> Plan:
-    """`curve` None: every step is computed."""
+    """The plan of a schedule. `curve` None: every step is computed."""
     count = len(schedule)
     low_noise = [timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps.tolist()]
-    guidance = [guidance_of(settings)[second] for second in low_noise]
+    guidance = [guidance_scales(settings)[second] for second in low_noise]
     guided = [index < round(settings.guidance_until * count) and scale > 1 for index, scale in enumerate(guidance)]
     scales: list[float | None] = [None] * count
     if curve is not None:
@@ -98,17 +98,20 @@ def make_plan(
 def _scales(
     schedule: Schedule, curve: Curve, threshold: float, config: ReuseConfig, fresh: set[int]
 ) -> list[float | None]:
-    """Of the steps that are reused. MagCache's rule: the errors of the steps reused in a row, each of which grows with
-    the distance from the last computed one, add up; the step that would bring the sum to the threshold is computed."""
-    ratios, changes = curve.at(schedule.sigmas)
-    always = round(config.computed_first * len(schedule))
+    """The scale of each reused step; None for a computed one.
+
+    MagCache's rule: the errors of consecutive reused steps, each of which grows with the distance from the last
+    computed step, add up; the step that would bring the sum to the threshold is computed.
+    """
+    ratios, changes = curve.resample(schedule.sigmas)
+    always = round(config.first_computed_fraction * len(schedule))
     found: list[float | None] = []
     distance = total = 0.0
     in_a_row = 0
     for index, (ratio, change) in enumerate(zip(ratios, changes, strict=True)):
         distance += change
         total += distance
-        if index < max(always, 1) or index in fresh or in_a_row == config.most_in_a_row or total >= threshold:
+        if index < max(always, 1) or index in fresh or in_a_row == config.max_consecutive_reused or total >= threshold:
             distance = total = 0.0
             in_a_row = 0
             found.append(None)

@@ -1,4 +1,4 @@
-"""The cost of a denoising step, counted: matrices from the skeleton and its sharding rules, and the rows that they
+"""Counts the cost of a denoising step: matrices from the skeleton and its sharding rules, and the rows that they
 multiply from the traced step. Nothing is compiled or run, and no weight is read.
 """
 
@@ -41,7 +41,7 @@ class _Call:
     rows: int
     """Rows per sample that a linear layer multiplies; positions of a convolution."""
     outputs: int
-    """Features of its output."""
+    """The number of output features."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Weight:
 
     name: str
     stack: str
-    """The path of its list of blocks; empty outside of them."""
+    """The path of the weight's list of blocks; empty outside of blocks."""
     layers: int
     kind: RuleKind
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Weight:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A family with a configuration; equal where the code and the configuration are."""
+    """A family with a configuration, as a cache key."""
 
     name: str
     predict: Any
@@ -82,7 +82,7 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-    """What the size of a request does not change."""
+    """The facts of a model that do not depend on the size of a request."""
 
     stacks: tuple[Stack, ...]
     outer: tuple[Matrix, ...]
@@ -92,7 +92,7 @@ class _Structure:
     output_features: int
     has_keys: bool
     other_text_tokens: int
-    """Tokens beside the prompt's that go through the blocks with it: words in quotes, a first frame."""
+    """Other tokens that go through the blocks with the prompt: words in quotes, a first frame."""
 
 
 def count_step(family: ModelFamily, config: Config, settings: GenerationSettings, latent_channels: int) -> Workload:
@@ -168,7 +168,7 @@ def _trace(
     embeddings = abstract_embeddings(family, config, settings)
     keys, inputs = split_prepared(programs.prepare(embeddings).shapes(weights, **embeddings))
     guided = is_guided(family, settings)
-    with _recorded_calls(component.module, batch_rows(family, settings)) as calls:
+    with _record_calls(component.module, batch_rows(family, settings)) as calls:
         used = programs.compute().used_weights(
             {**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided
         )
@@ -176,7 +176,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _recorded_calls(skeleton: torch.nn.Module, batch: int) -> Iterator[dict[str, _Call]]:
+def _record_calls(skeleton: torch.nn.Module, batch: int) -> Iterator[dict[str, _Call]]:
     names = {module: name for name, module in skeleton.named_modules()}
     calls: dict[str, _Call] = {}
 
@@ -211,7 +211,7 @@ def _columns(stack: Stack) -> list[Matrix]:
 
 
 def _ffn(stack: Stack, hidden: int) -> int:
-    """The widest activation besides queries, keys and values, which a block with one such matrix has in it."""
+    """The width of the widest activation besides queries, keys and values; 0 if a block has none."""
     columns = _columns(stack)
     widest = max(matrix.shape[0] for matrix in columns)
     return widest - 3 * hidden if len(columns) == 1 else widest
@@ -225,7 +225,7 @@ def _stack(path: str, matrices: tuple[Matrix, ...], weights: Collection[_Weight]
 
 
 def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:
-    """`call` None: a step does without it."""
+    """The matrix of a weight. `call` None: a step does not use it."""
     return Matrix(
         weight.kind,
         weight.shape,
@@ -237,7 +237,7 @@ def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, p
 
 
 def _joint_text_tokens(rows: Collection[int], tokens: int) -> int:
-    """From the rows that matrices of the blocks multiply: those of the image or video, of the text, or of both."""
+    """The number of text tokens, from the rows that the blocks' matrices multiply: video, text, or both."""
     others = sorted(set(rows) - {1, tokens})
     if not others:
         return 0

@@ -1,4 +1,4 @@
-"""From a prompt to token ids, and what the text encoder made of them."""
+"""Tokens and embeddings of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.pipeline.model_files import ModelFiles
 
 Embeddings = Mapping[str, torch.Tensor]
-"""By the names of `TextEncoding.embedding_shapes`, one row each."""
+"""Embeddings by the names of `TextEncoding.embedding_shapes`, one row each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,19 +24,19 @@ class PromptEmbeddings:
     negative: Embeddings | None
     """None without guidance."""
     cut: str = ""
-    """What of the prompt did not fit."""
+    """The end of the prompt that exceeded the model's token limit."""
     shared: Embeddings = dataclasses.field(default_factory=dict)
-    """What both read of the images that are given."""
-    pictures: str = ""
-    """The fingerprint of those."""
+    """Embeddings of the given images, which both prompts share."""
+    images_fingerprint: str = ""
+    """The fingerprint of the given images."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     inputs: dict[str, torch.Tensor]
-    """Of the text encoder, by name."""
+    """Inputs of the text encoder, by name."""
     cut: tuple[str, ...]
-    """Of each prompt, what did not fit."""
+    """The end of each prompt that exceeded the token limit."""
 
 
 def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int) -> Tokens:
@@ -48,7 +48,7 @@ def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], ma
 
 
 def _check_ids(ids: torch.Tensor, files: ModelFiles, encoder: TextEncoder) -> None:
-    """On a device a number beyond the table would get the last row, without a word."""
+    """Raises CheckpointError for ids beyond the embedding table: a device would silently read its last row."""
     config = files.config(encoder.component)
     text = config.get("text_config")
     rows = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
@@ -66,7 +66,7 @@ def _tokenize(
     length = encoder.length or max_length
     if encoder.tokenize is not None:
         inputs = encoder.tokenize(tokenizer, cleaned, length)
-        rooms = _rooms(inputs, encoder.tokenize(tokenizer, [""], length))
+        limits = _token_limits(inputs, encoder.tokenize(tokenizer, [""], length))
     else:
         encoded = tokenizer(
             cleaned,
@@ -78,39 +78,41 @@ def _tokenize(
             return_tensors="pt",
         )
         inputs = {"input_ids": encoded.input_ids.int(), "attention_mask": encoded.attention_mask.int()}
-        rooms = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
+        limits = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
     # An encoder that always reads the same few tokens stands beside one that reads the rest.
-    beyond = ("" if encoder.length else _beyond(tokenizer, *pair) for pair in zip(cleaned, rooms, strict=True))
-    return Tokens(inputs, tuple(beyond))
+    cut = ("" if encoder.length else _find_cut_text(tokenizer, *pair) for pair in zip(cleaned, limits, strict=True))
+    return Tokens(inputs, tuple(cut))
 
 
-def _rooms(inputs: Mapping[str, torch.Tensor], empty: Mapping[str, torch.Tensor]) -> list[int]:
-    """How many of its own tokens each prompt has room for behind what stands before every one: what it has in common
-    with the empty one. Of a template's end nothing must be left."""
-    (before,) = _visible(empty)
+def _token_limits(inputs: Mapping[str, torch.Tensor], empty: Mapping[str, torch.Tensor]) -> list[int]:
+    """The number of a prompt's own tokens that fit behind its template.
+
+    The template's tokens are those that a prompt has in common with an empty one. Its end may be cut off.
+    """
+    (before,) = _visible_tokens(empty)
     width = inputs["input_ids"].shape[1]
-    return [width - _common(before, row) for row in _visible(inputs)]
+    return [width - _common_prefix_length(before, row) for row in _visible_tokens(inputs)]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+def _common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix of two lists of tokens."""
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
-def _visible(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """Tokens by row, without the filling, on whichever side that is."""
+def _visible_tokens(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Tokens by row without padding, which may be on either side."""
     pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     return [row[mask.bool()].tolist() for row, mask in pairs]
 
 
-def _beyond(tokenizer: Any, prompt: str, room: int) -> str:
-    """What of the prompt the tokens do not reach, in its own words: decoded tokens would show unknown ones as such."""
+def _find_cut_text(tokenizer: Any, prompt: str, limit: int) -> str:
+    """The end of a prompt beyond `limit` tokens, in its own words: decoded tokens would not show unknown words."""
     # verbose=False: transformers warns of "indexing errors" to come, which cutting prevents.
     every = tokenizer(
         prompt, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, truncation=False, verbose=False
     )
-    if len(every["input_ids"]) <= room:
+    if len(every["input_ids"]) <= limit:
         return ""
     if tokenizer.is_fast:
-        return prompt[every["offset_mapping"][room][0] :].strip()
-    return str(tokenizer.decode(every["input_ids"][room:])).strip()
+        return prompt[every["offset_mapping"][limit][0] :].strip()
+    return str(tokenizer.decode(every["input_ids"][limit:])).strip()

@@ -1,4 +1,4 @@
-"""Which implementation runs a model's VAE: the family's functions on the torch module, or another of the family's."""
+"""Chooses the implementation of a model's VAE: the torch module, or another backend of the family."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 
-_WIDTH: Axes = (None, None, None, None, MESH_AXES)
-"""Frames are split by columns over the whole mesh."""
+_COLUMN_AXES: Axes = (None, None, None, None, MESH_AXES)
+"""The axes of frames: columns over the whole mesh."""
 
 
 def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
@@ -20,14 +20,14 @@ def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
         return family.vae.other_backends[backend]()
     return VaeFunctions(
         family.vae.decode_frame,
-        {"latent": _WIDTH, "cache": _WIDTH},
+        {"latent": _COLUMN_AXES, "cache": _COLUMN_AXES},
         family.image.encode_frames if family.image else None,
-        {"pixels": _WIDTH, "cache": _WIDTH},
+        {"pixels": _COLUMN_AXES, "cache": _COLUMN_AXES},
     )
 
 
 def split_columns(axes: Mapping[str, Axes], columns: int, placement: Placement) -> Mapping[str, Axes]:
-    """The axes for a video of this many latent columns: whole on every device where each would get less than one.
+    """The axes for a video of this many latent columns; not split if a device would get less than one column.
 
     XLA's partitioned convolutions (jax 0.10.2) are wrong there: LTX-Video's encoder over eight CPU devices is off by
     0.25 to 0.43 at 2 and 4 columns, and by 7e-7 at 8 and 9.
@@ -36,7 +36,7 @@ def split_columns(axes: Mapping[str, Axes], columns: int, placement: Placement) 
 
 
 def check_vae_backend(backend: str, files: ModelFiles) -> None:
-    """Before devices are started."""
+    """Raises an error for a backend that the model does not have; runs before devices are started."""
     if backend not in VAE_BACKENDS:
         raise InvalidValueError(
             f"vae_backend={backend!r} is unknown; choose from {', '.join(VAE_BACKENDS)}", field="vae_backend"

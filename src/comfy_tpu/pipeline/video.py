@@ -31,7 +31,7 @@ from comfy_tpu.pipeline.checks import (
 )
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
-from comfy_tpu.pipeline.generators import closed_at_exit
+from comfy_tpu.pipeline.generators import close_at_exit
 from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
@@ -42,14 +42,14 @@ from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel, check_dtype
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.step import latent_shape
-from comfy_tpu.pipeline.step_plan import Plan, guidance_of, make_plan
+from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
 
 class VideoPipeline:
-    """The stages of a model. `running` has its weights and programs."""
+    """The stages of a model. `running` holds its weights and programs."""
 
     def __init__(self, running: RunningModel) -> None:
         self.running = running
@@ -70,9 +70,8 @@ class VideoPipeline:
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh; loads and compiles nothing.
 
-        `name` is used in labels and messages instead of `model` itself. `residency` replaces the registry that
-        `runtime.memory` stands for. `check` is called when the model is known and no device is started: its errors come
-        before any about devices.
+        `name` replaces `model` in labels and messages. `residency` replaces the registry of `runtime.memory`. `check`
+        is called after the model is found and before devices are started, so that its errors come first.
         """
         check_dtype(runtime.dtype)
         files = ModelFiles.open(model, name=name)
@@ -119,7 +118,7 @@ class VideoPipeline:
         return self.running.loras
 
     def use_loras(self, loras: Sequence[Lora]) -> None:
-        """From now on the transformer has these, and no others. Nothing is compiled, and weights load when needed."""
+        """Replaces the LoRAs of the transformer. Nothing is compiled, and weights are loaded when they are used."""
         self.running.use_loras(loras)
 
     @property
@@ -132,25 +131,25 @@ class VideoPipeline:
         self.running.on_progress = callback
 
     def settings(self, **chosen: Any) -> GenerationSettings:
-        """The model's defaults with what was chosen in their place (None: not chosen), checked."""
+        """The model's defaults, replaced by the chosen values (None: not chosen), checked."""
         return make_settings(self.defaults, chosen, self.limits)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
-        """The embeddings that `encode` returns for a prompt, by name, without the row's own dimension."""
+        """Shapes of the embeddings that `encode` returns for a prompt, by name, without the batch dimension."""
         return self.files.embedding_shapes(settings)
 
     def latent_shape(self, settings: GenerationSettings) -> tuple[int, ...]:
         return latent_shape(self.family, self.files.latent_channels, settings)
 
     def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
-        """`images`: the first frame and maybe the last, or reference images, as the model takes them."""
+        """Embeddings of a prompt and of images: the first frame and optionally the last, or reference images."""
         check_images(self.model_name, self.family.card.image, len(images), settings)
         fit_images(self.family, images, settings)  # now: one of no use must not be found after the encoder is loaded
         text = self.encode_text(prompt, settings)
         if not images:
             return text
         shared = self.encode_images(images, settings)
-        return dataclasses.replace(text, shared=shared, pictures=fingerprint(images))
+        return dataclasses.replace(text, shared=shared, images_fingerprint=fingerprint(images))
 
     def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
         check_prompt(prompt)
@@ -188,7 +187,8 @@ class VideoPipeline:
         return encode_images(self.running, images, settings)
 
     def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
-        """To denoise from an image, [1, height, width, 3] in 0..1. `strength`: the share of it that is made anew."""
+        """Encodes the image that denoising starts from, [1, height, width, 3] in 0..1. `strength`: the share of the
+        image that is replaced."""
         check_settings(settings, self.limits)
         check_init_image(image, settings, strength)
         self.running.size = size_text(settings)
@@ -197,7 +197,7 @@ class VideoPipeline:
     def denoise(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings, init_image: InitImage | None = None
     ) -> torch.Tensor:
-        """[num_videos, channels, frames, height, width] float32, in the transformer's own scale."""
+        """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale."""
         for samples, _ in self._steps(embeddings, settings, init_image):
             latents = samples[0]
         made = to_host(latents, consume=True)
@@ -210,7 +210,7 @@ class VideoPipeline:
         return (to_host(outputs[0]) for _, outputs in self._steps(embeddings, settings))
 
     def plan(self, settings: GenerationSettings, strength: float = 1.0) -> Plan:
-        """Which steps are computed, reused and guided. It is known before a run, and does not depend on the prompt."""
+        """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
         with quiet():  # diffusers may be imported here
@@ -223,13 +223,13 @@ class VideoPipeline:
         return make_plan(schedule, settings, self._curve_for(settings))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
-        """[num_videos, t, height, width, 3] float32 in 0..1 on the host, as the frames come."""
+        """Yields frames [num_videos, t, height, width, 3], float32 in 0..1 on the host, as they are decoded."""
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
         self.running.check_components(self.family.vae.component)
         return self._decode(latents, settings)
 
-    @closed_at_exit
+    @close_at_exit
     def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
         running, functions, vae = self.running, self.running.vae, self.family.vae
         size = running.size = size_text(settings)
@@ -251,17 +251,17 @@ class VideoPipeline:
                 yield part
 
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents of `denoise` in the VAE's own scale."""
+        """Converts latents of `denoise` to the VAE's scale."""
         mean, deviation = self._latent_statistics()
         return latents * deviation + mean
 
     def from_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
-        """The VAE's own latents in the scale of `decode`."""
+        """Converts latents in the VAE's scale to the scale of `decode`."""
         mean, deviation = self._latent_statistics()
         return (latents - mean) / deviation
 
     def latent_settings(self, latents: torch.Tensor, **chosen: Any) -> GenerationSettings:
-        """The settings that latents of this shape were made with, as far as their shape tells."""
+        """The settings of latents, as far as their shape determines them."""
         channels, card = self.files.latent_channels, self.family.card
         if latents.ndim != 5 or latents.shape[1] != channels:
             raise InvalidValueError(
@@ -286,10 +286,10 @@ class VideoPipeline:
     def generate(
         self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
-        """All three stages; frames as `decode` returns them."""
+        """Runs all three stages; yields frames as `decode` does."""
         return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
-    @closed_at_exit
+    @close_at_exit
     def _steps(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings, init_image: InitImage | None = None
     ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
@@ -304,7 +304,7 @@ class VideoPipeline:
         return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.files.latent_statistics]
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
-        return self.family.card.guidance == "classifier_free" and max(guidance_of(settings)) > 1
+        return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self.files) if settings.reuse > 0 else None

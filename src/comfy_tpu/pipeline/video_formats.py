@@ -1,4 +1,4 @@
-"""How frames become bytes, one class per format. Each writes frames as they come, and holds a few of them at most."""
+"""Encoders of video files, one class per format. Each writes frames as they come, and holds a few of them at most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import GifImagePlugin, Image, PngImagePlugin
 
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.frame_names import number_in
+from comfy_tpu.pipeline.frame_names import insert_number
 from comfy_tpu.pipeline.image_files import open_image_file
 
 Frame = npt.NDArray[np.uint8]
@@ -26,7 +26,7 @@ Metadata = Mapping[str, str]
 
 class Encoder(Protocol):
     bytes_per_pixel: ClassVar[float]
-    """Well below what a video takes: to tell a disk that is too full from one that may do."""
+    """A lower bound of a video's size, by which a disk without enough space is found before a run."""
 
     def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None: ...
 
@@ -35,18 +35,18 @@ class Encoder(Protocol):
     def finish(self) -> None: ...
 
     def abandon(self) -> None:
-        """Let go of the file, which the caller removes."""
+        """Closes the file, which the caller removes."""
 
 
 class Mp4:
-    """H.264, 4:2:0, index first so that a browser can start before it has all."""
+    """H.264, 4:2:0, with the index first, so that a browser can start before the download ends."""
 
     bytes_per_pixel: ClassVar = 0.002
 
     def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
         self._container = av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"})
         self._container.metadata["title"] = metadata.get("prompt", "")
-        self._container.metadata["comment"] = comment(metadata)
+        self._container.metadata["comment"] = format_comment(metadata)
         self._stream = self._container.add_stream("libx264", rate=fps, options=_X264_OPTIONS)
         self._stream.codec_context.thread_type = "FRAME"
 
@@ -60,9 +60,9 @@ class Mp4:
             context = self._stream.codec_context
             context.color_primaries = context.color_trc = context.colorspace = _BT709
             context.color_range = _LIMITED
-        picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-        picture = picture.reformat(format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED)
-        self._container.mux(self._stream.encode(picture))
+        encoded = av.VideoFrame.from_ndarray(frame, format="rgb24")
+        encoded = encoded.reformat(format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED)
+        self._container.mux(self._stream.encode(encoded))
 
     def finish(self) -> None:
         self._container.mux(self._stream.encode(None))
@@ -98,22 +98,22 @@ class Gif:
     def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
         self._file = partial.open("wb")
         self._fps = fps
-        self._comment = comment(metadata).encode()
+        self._comment = format_comment(metadata).encode()
         self._count = 0
 
     def add(self, frame: Frame) -> None:
-        picture = Image.fromarray(frame).quantize(256, dither=Image.Dither.NONE)
+        image = Image.fromarray(frame).quantize(256, dither=Image.Dither.NONE)
         if not self._count:
-            header, _ = GifImagePlugin.getheader(picture.copy(), info={"loop": 0, "comment": self._comment})
+            header, _ = GifImagePlugin.getheader(image.copy(), info={"loop": 0, "comment": self._comment})
             self._file.writelines(header)
         duration = 10 * (self._centiseconds(self._count + 1) - self._centiseconds(self._count))
-        self._file.writelines(GifImagePlugin.getdata(picture, duration=duration, include_color_table=True))
+        self._file.writelines(GifImagePlugin.getdata(image, duration=duration, include_color_table=True))
         self._count += 1
 
     def _centiseconds(self, frame: int) -> int:
-        """When the frame begins. In whole hundredths, as GIF has them: 16 fps are 6, 6, 7, 6 … and not 6 throughout.
+        """The start of a frame in hundredths of a second, as GIF counts: 16 fps are 6, 6, 7, 6 … and not always 6.
 
-        Two at least: browsers slow down to 10 fps what asks for less.
+        A frame takes two at least: browsers show faster animations at 10 fps.
         """
         return round(100 * frame / min(self._fps, 50))
 
@@ -126,7 +126,7 @@ class Gif:
 
 
 class Npy:
-    """uint8 [frames, height, width, 3]. There is no place for metadata in it."""
+    """uint8 [frames, height, width, 3], without metadata."""
 
     bytes_per_pixel: ClassVar = 3.0
 
@@ -183,8 +183,8 @@ class Png:
         _close(self._file)
 
 
-class Pngs:
-    """Numbered images in a directory; each carries the metadata."""
+class PngSequence:
+    """Numbered images in a directory; each holds the metadata."""
 
     bytes_per_pixel: ClassVar = 0.05
 
@@ -195,7 +195,7 @@ class Pngs:
         self._count = 0
 
     def add(self, frame: Frame) -> None:
-        with (self._directory / number_in(self._name, self._count)).open("wb") as file:
+        with (self._directory / insert_number(self._name, self._count)).open("wb") as file:
             write_png(file, Image.fromarray(frame), self._metadata)
         self._count += 1
 
@@ -206,28 +206,28 @@ class Pngs:
         pass
 
 
-def comment(metadata: Metadata) -> str:
-    """All of it as one JSON object: the comment is the one tag that every format and every player has."""
+def format_comment(metadata: Metadata) -> str:
+    """The metadata as one JSON object, for the comment: the only tag that every format and player has."""
     return json.dumps(dict(metadata), ensure_ascii=False)
 
 
-def write_png(file: IO[bytes], picture: Image.Image, metadata: Metadata) -> None:
+def write_png(file: IO[bytes], image: Image.Image, metadata: Metadata) -> None:
     texts = PngImagePlugin.PngInfo()
     # Not "prompt", which ComfyUI takes for a workflow when the image is dropped on it.
     texts.add_text("Title", metadata.get("prompt", ""))
-    texts.add_text("Comment", comment(metadata))
-    picture.save(file, "PNG", pnginfo=texts)
+    texts.add_text("Comment", format_comment(metadata))
+    image.save(file, "PNG", pnginfo=texts)
 
 
 def read_comment(path: Path) -> Any:
-    """The comment's text, or None. The file is read as what its name says: others may lead on to other files or
-    programs, as playlists and PostScript do."""
+    """The comment's content, or None. The file is read in the format of its suffix: others may refer to other files or
+    start programs, as playlists and PostScript do."""
     with path.open("rb") as file:
         if path.suffix == ".mp4":
             with av.open(file, format="mp4") as container:
                 return container.metadata.get("comment")
-        with open_image_file(file, [path.suffix[1:].upper()]) as picture:
-            found = picture.info.get("Comment" if path.suffix == ".png" else "comment")
+        with open_image_file(file, [path.suffix[1:].upper()]) as image:
+            found = image.info.get("Comment" if path.suffix == ".png" else "comment")
     return found.decode() if isinstance(found, bytes) else found
 
 

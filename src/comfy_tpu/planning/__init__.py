@@ -1,1 +1,1 @@
-"""What a TPU slice would do with a model, before it is rented."""
+"""Plans a model on a TPU slice before the slice is rented: layouts, memory, traffic, step time."""

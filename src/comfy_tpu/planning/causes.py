@@ -1,4 +1,4 @@
-"""Why a collective is in a program. What no line of the table explains is a resharding that nobody asked for."""
+"""Finds the cause of each collective in a program. One that no line of the table matches is an unwanted resharding."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection
 
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.parallel.traffic import UNEXPLAINED, Cause, Kind, Traffic, sent
+from comfy_tpu.parallel.traffic import UNEXPLAINED, Cause, Kind, Traffic, sent_bytes
 from comfy_tpu.planning.hlo import Collective, describe
 
 WeightShapes = Collection[tuple[int, ...]]
-"""One device's share of each weight while it computes, of one layer where they are stacked."""
+"""The shape of one device's share of each weight while it computes; of one layer for stacked weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,10 @@ class _Line:
     cause: Cause
     kinds: tuple[Kind, ...]
     axes: frozenset[str]
-    """The collective's axes are among these."""
+    """The mesh axes that the collective may use."""
     in_loop: bool
     operation: str
-    """Found in the traced program's name for the instruction."""
+    """A regular expression for the instruction's name in the traced program."""
     weights_only: bool = False
 
 
@@ -73,14 +73,14 @@ _TABLE = (
 )
 
 
-def explain(collectives: list[Collective], sizes: MeshSizes, weights: WeightShapes) -> tuple[Traffic, ...]:
-    """By cause, kind and axes, the largest first. Those without a cause stay single, with what is known of them."""
+def explain_traffic(collectives: list[Collective], sizes: MeshSizes, weights: WeightShapes) -> tuple[Traffic, ...]:
+    """Traffic by cause, kind and axes, the largest first. Collectives without a cause are listed one by one."""
     merged: dict[tuple[str, ...], Traffic] = {}
     for item in collectives:
         axes = item.axes(sizes)
         cause = _cause(item, axes, weights)
         detail = f"{describe(item.shape, item.dtype)} {item.operation}" if cause == UNEXPLAINED else ""
-        nbytes = item.times * sent(item.kind, len(item.group), item.nbytes)
+        nbytes = item.times * sent_bytes(item.kind, len(item.group), item.nbytes)
         key = (cause, item.kind, *axes, detail)
         known = merged.get(key)
         merged[key] = Traffic(
@@ -109,12 +109,12 @@ def _cause(item: Collective, axes: tuple[str, ...], weights: WeightShapes) -> st
 
 
 def _is_weight(item: Collective, weights: WeightShapes) -> bool:
-    if _squeezed(item.shape) in {_squeezed(shape) for shape in weights}:
+    if _squeeze(item.shape) in {_squeeze(shape) for shape in weights}:
         return True
     # The TPU compiler may fold a weight before the gather that we asked for: [5120, 64] as [32, 160, 64].
     return item.operation.endswith("sharding_constraint") and math.prod(item.shape) in map(math.prod, weights)
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without dimensions of one: a layer is cut from its stack with such a dimension in front."""
+def _squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without dimensions of size 1: a layer that is cut from its stack keeps a leading one."""
     return tuple(size for size in shape if size != 1)

@@ -1,4 +1,4 @@
-"""Runs the worker on a program, and reads what came of it."""
+"""Runs the worker on a program, and counts what is in the result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import comfy_tpu
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.parallel.chips import Slice
 from comfy_tpu.parallel.traffic import UNEXPLAINED, Traffic
-from comfy_tpu.planning.causes import explain
+from comfy_tpu.planning.causes import explain_traffic
 from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, square_arrays
 
 _TIMEOUT = 1800
-_LONGEST_REASON = 1000
+_REASON_CHARACTERS_MAX = 1000
 
 Mode = Literal["partition", "compile"]
 
@@ -33,8 +33,8 @@ class CompilationError(ComfyTpuError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
-    """What a compiler made of a program: one step on one device."""
+class ProgramCounts:
+    """The operations, traffic and memory of a compiled program: one step on one device."""
 
     source: Mode
     traffic: tuple[Traffic, ...]
@@ -44,11 +44,11 @@ class Counted:
     kernels: int
     square_arrays: tuple[str, ...]
     seconds: float
-    """That it took."""
+    """Duration of the compilation."""
     memory: Mapping[str, int] | None = None
-    """Bytes, by the compiler's own names."""
+    """Bytes by the compiler's own names."""
     cost: Mapping[str, float] | None = None
-    """As the compiler gives it: the body of a loop counted once."""
+    """The compiler's cost analysis, which counts the body of a loop once."""
 
     @property
     def sent_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Counted:
         return tuple(traffic for traffic in self.traffic if traffic.cause == UNEXPLAINED)
 
     def peak_bytes(self, facts: ProgramFacts) -> int | None:
-        """With the weights and latents that stay on the device although this program does not read them."""
+        """Peak memory, with the weights and latents that stay on the device though this program does not read them."""
         if self.memory is None:
             return None
         own = sum(self.memory[f"{part}_size_in_bytes"] for part in ("argument", "output", "temp", "generated_code"))
@@ -70,14 +70,14 @@ def has_tpu_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def count(program: StepProgram, mode: Mode) -> Counted:
+def count_program(program: StepProgram, mode: Mode) -> ProgramCounts:
     facts = program.facts
-    with _results(program, mode) as directory:
+    with _run_worker(program, mode) as directory:
         module = Module((directory / "program.hlo").read_text(encoding="utf-8"))
         report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
-    return Counted(
+    return ProgramCounts(
         source=mode,
-        traffic=explain(module.collectives(), facts.sizes, facts.weight_shapes),
+        traffic=explain_traffic(module.collectives(), facts.sizes, facts.weight_shapes),
         product_flops=module.product_flops() if mode == "partition" else None,
         kernel_flops=module.kernel_flops(),
         kernels=module.kernels(),
@@ -89,12 +89,12 @@ def count(program: StepProgram, mode: Mode) -> Counted:
 
 
 @contextlib.contextmanager
-def _results(program: StepProgram, mode: Mode) -> Iterator[Path]:
+def _run_worker(program: StepProgram, mode: Mode) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-plan-") as name:
         directory = Path(name)
         (directory / "program").write_bytes(program.serialized)
         (directory / "request.json").write_text(json.dumps(_request(program.facts, mode, directory)), encoding="utf-8")
-        _run(directory, mode)
+        _run_process(directory, mode)
         yield directory
 
 
@@ -113,12 +113,12 @@ def _request(facts: ProgramFacts, mode: Mode, directory: Path) -> Mapping[str, A
 
 
 def _host_bounds(slice_: Slice) -> tuple[int, ...] | None:
-    """libtpu takes a host for 2×2 chips unless told; a slice of one or two is smaller than that."""
+    """Chips per host for slices of one or two chips; None: libtpu's default of 2×2."""
     sides = (*map(int, slice_.topology.split("x")), 1, 1)[:3]
     return sides if slice_.chips < 4 else None
 
 
-def _run(directory: Path, mode: Mode) -> None:
+def _run_process(directory: Path, mode: Mode) -> None:
     # Where this package was imported from, whatever the caller's directory is.
     path = os.pathsep.join((str(Path(comfy_tpu.__file__).parents[1]), *filter(None, (os.environ.get("PYTHONPATH"),))))
     command = [sys.executable, "-m", "comfy_tpu.planning.worker", str(directory / "request.json")]
@@ -139,4 +139,4 @@ def _run(directory: Path, mode: Mode) -> None:
     if done.returncode or not (directory / "report.json").is_file():
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
         reason = next((line for line in reversed(said) if "Error" in line), said[-1])
-        raise CompilationError(f"{what} refused the program: {reason[:_LONGEST_REASON]}")
+        raise CompilationError(f"{what} refused the program: {reason[:_REASON_CHARACTERS_MAX]}")

@@ -1,4 +1,4 @@
-"""A partitioned program as XLA prints it: collectives, products and kernels, each as often as it runs in a step."""
+"""Parses a partitioned program as XLA prints it: collectives, products and kernels, and how often each one runs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _ITEM_BITS = {"pred": 8, "bf16": 16}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction, on one device."""
+    """A collective instruction, on one device."""
 
     kind: Kind
     dtype: str
     shape: tuple[int, ...]
-    """Of a gather's result, else of the operand; the first of several."""
+    """The shape of a gather's result, else of the operand; the first of several."""
     nbytes: int
     group: tuple[int, ...]
-    """Partition numbers that take part with the first one."""
+    """The partition numbers in the first group."""
     times: int
-    """In a step."""
+    """Executions per step."""
     in_loop: bool
     operation: str
-    """What the traced program calls it."""
+    """The instruction's name in the traced program."""
 
     def axes(self, sizes: MeshSizes) -> tuple[str, ...]:
         """The mesh axes along which the group lies."""
@@ -98,8 +98,8 @@ class Module:
         def visit(computation: str, count: int) -> None:
             times[computation] += count
             for instruction in self._instructions[computation]:
-                for called in self._called(instruction):
-                    visit(called, count * (self._trips(instruction) if instruction.operation == "while" else 1))
+                for called in self._called_computations(instruction):
+                    visit(called, count * (self._trip_count(instruction) if instruction.operation == "while" else 1))
 
         visit(self._entry, 1)
         return dict(times)
@@ -112,18 +112,18 @@ class Module:
             if computation not in found:
                 found.add(computation)
                 for instruction in self._instructions[computation]:
-                    for called in self._called(instruction):
+                    for called in self._called_computations(instruction):
                         visit(called)
 
         for instruction in self.instructions():
             if instruction.operation == "while":
-                for called in self._called(instruction):
+                for called in self._called_computations(instruction):
                     visit(called)
         return found
 
     def instructions(self) -> Iterator[Instruction]:
-        for listed in list(self._instructions.values()):
-            yield from listed
+        for computation in list(self._instructions.values()):
+            yield from computation
 
     def collectives(self) -> list[Collective]:
         found, chains = [], set()
@@ -151,7 +151,7 @@ class Module:
         return found
 
     def product_flops(self) -> float:
-        """Of products of matrices, in a step; convolutions (a patch embedding) are left out."""
+        """Operations of matrix products in a step; convolutions (a patch embedding) are left out."""
         total = 0.0
         for instruction in self.instructions():
             times = self.times.get(instruction.computation, 0)
@@ -166,7 +166,7 @@ class Module:
         return total
 
     def kernel_flops(self) -> float:
-        """Of Pallas kernels, as they say themselves."""
+        """Operations of Pallas kernels in a step, by the kernels' own cost estimates."""
         total = 0.0
         for instruction in self.instructions():
             if instruction.operation == "custom-call" and (times := self.times.get(instruction.computation, 0)):
@@ -175,7 +175,7 @@ class Module:
         return total
 
     def kernels(self) -> int:
-        """Calls of Pallas kernels in the text."""
+        """The number of calls of Pallas kernels in the text."""
         return sum(
             instruction.operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.text
             for instruction in self.instructions()
@@ -190,12 +190,12 @@ class Module:
                 return _shapes(instruction.result)[0][1]
         raise UnsupportedError(f"the compiler's text names {name}, which is not in {computation}")
 
-    def _called(self, instruction: Instruction) -> list[str]:
+    def _called_computations(self, instruction: Instruction) -> list[str]:
         names = [name.strip().lstrip("%") for group in _CALLS.findall(instruction.text) for name in group.split(",")]
         return [name for name in names if name in self._instructions]
 
-    def _trips(self, loop: Instruction) -> int:
-        """A scan compares a counter that starts at zero with a constant."""
+    def _trip_count(self, loop: Instruction) -> int:
+        """The number of iterations of a loop: a scan compares a counter that starts at zero with a constant."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(known[1])
         condition = re.search(r"condition=%([\w.\-]+)", loop.text)
@@ -226,7 +226,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _collective_shapes(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
-    """Of the result; an asynchronous start of a gather or a permutation returns operands and results, then counters."""
+    """Dtypes and shapes of the result. An asynchronous start returns operands and results, then counters."""
     shapes = _shapes(instruction.result)
     if instruction.operation in ("all-gather-start", "collective-permute-start"):
         arrays = [shape for shape in shapes if shape[1]]
@@ -278,7 +278,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def stablehlo_shapes(text: str) -> set[tuple[int, ...]]:
-    """Of every array type in a program before it is compiled."""
+    """The shapes of all array types in a program before it is compiled."""
     found = set(re.findall(r"tensor<((?:\d+x)+)\w+>", text))
     return {tuple(int(size) for size in shape.split("x")[:-1]) for shape in found}
 

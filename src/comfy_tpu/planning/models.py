@@ -1,4 +1,4 @@
-"""Which model is planned: its family and the configuration of its transformer, without its weights."""
+"""The model that is planned: its family and the configuration of its transformer, without weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlannedModel:
     name: str
     family: ModelFamily
     config: Mapping[str, Any]
-    """Of its transformer."""
+    """The configuration of the transformer."""
     defaults: GenerationSettings
     vae: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The configuration of its VAE."""
@@ -52,7 +52,7 @@ class PlannedModel:
 
 
 def find_model(model: str) -> PlannedModel:
-    """A demo model, a directory, or a model whose configuration is built in: its id on the hub, or the last part of it.
+    """Finds a demo model, a directory, or a model whose configuration is built in, by its hub id or the id's last part.
 
     Nothing is downloaded, and of a directory only the JSON files are read.
     """

@@ -10,43 +10,43 @@ from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import MeshError
 from comfy_tpu.families import settings
 from comfy_tpu.parallel.chips import Slice
-from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, sensible_layouts
+from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, valid_layouts
 from comfy_tpu.parallel.mesh import parse_mesh
-from comfy_tpu.parallel.traffic import seconds
+from comfy_tpu.parallel.traffic import transfer_seconds
 from comfy_tpu.parallel.workload import Workload
-from comfy_tpu.planning.compilation import CompilationError, Counted, count, has_tpu_compiler
+from comfy_tpu.planning.compilation import CompilationError, ProgramCounts, count_program, has_tpu_compiler
 from comfy_tpu.planning.models import PlannedModel
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, lower_step
 
-COUNTED = 3
+COUNTED_LAYOUTS = 3
 """Layouts whose partitioned program is counted, from the best; each takes seconds."""
 
-Listener = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPlan:
     estimate: Estimate
     facts: ProgramFacts | None = None
-    partitioned: Counted | None = None
-    compiled: Counted | None = None
+    partitioned: ProgramCounts | None = None
+    compiled: ProgramCounts | None = None
 
     @property
     def sizes(self) -> MeshSizes:
         return self.estimate.sizes
 
     @property
-    def counted(self) -> Counted | None:
-        """By the TPU compiler, else by the partitioner."""
+    def counts(self) -> ProgramCounts | None:
+        """The counts of the TPU compiler's program, else of the partitioned one."""
         return self.compiled or self.partitioned
 
     @property
     def sent_bytes(self) -> int:
-        return self.counted.sent_bytes if self.counted else self.estimate.sent_bytes
+        return self.counts.sent_bytes if self.counts else self.estimate.sent_bytes
 
     @property
     def memory(self) -> Memory:
-        """What the compiler wants beside weights, prompt and latents stands for the temporaries, where it was asked."""
+        """The estimate; its temporaries are those of the compiler where the program was compiled."""
         guess = self.estimate.memory
         compiled = self.compiled.peak_bytes(self.facts) if self.compiled and self.facts else None
         rest = guess.total - guess.temporaries
@@ -67,9 +67,9 @@ class Plan:
     """Best first."""
     chosen: LayoutPlan
     seed: LayoutPlan | None
-    """The two branches times columns, as the first published node pack had it; None where the slice has no such."""
+    """The layout of the first published node pack (dp=2, columns over tp); None if the slice cannot have it."""
     larger: tuple[Slice, MeshSizes] | None
-    """What would fit where the chosen layout does not."""
+    """A slice and mesh that fit if the chosen layout does not."""
     compiler_refused: str | None
     compiler_wanted: bool = True
 
@@ -79,14 +79,14 @@ class Plan:
         return not out_of_memory and fits(self.chosen.peak_bytes, self.slice.chip)
 
     @property
-    def share_of_seed(self) -> float | None:
-        """Bytes sent, of those of the seed's layout, both counted in the same way."""
+    def seed_share(self) -> float | None:
+        """Bytes sent as a share of those of the seed's layout, both counted in the same way."""
         ours, seed = self.chosen.partitioned, self.seed and self.seed.partitioned
         return ours.sent_bytes / seed.sent_bytes if ours and seed and seed.sent_bytes else None
 
 
 def parse_size(text: str, model: PlannedModel, **chosen: Any) -> GenerationSettings:
-    """From "1280x720x81", "1280x720", or a size's name such as "720P"; the rest are the model's defaults."""
+    """Settings from "1280x720x81", "1280x720", or a size's name such as "720P"; the others are the model's defaults."""
     return settings.parse_size(text, model.family.card, model.defaults, chosen)
 
 
@@ -97,14 +97,14 @@ def make_plan(
     *,
     mesh: str = "auto",
     compile_: bool = True,
-    on_progress: Listener = lambda text: None,
+    on_progress: MessageCallback = lambda text: None,
 ) -> tuple[Plan, StepProgram]:
     """The plan, and the program of the chosen layout."""
     work = model.workload(settings)
     ranking = rank_layouts(work, slice_)
-    chosen = ranking[0] if mesh.strip() == "auto" else _asked_for(mesh, work, slice_)
+    chosen = ranking[0] if mesh.strip() == "auto" else _requested_layout(mesh, work, slice_)
     seed = next((e for e in ranking if e.sizes == _seed_layout(slice_.device_count)), None)
-    wanted = [chosen.sizes, *(e.sizes for e in ranking[: COUNTED if mesh.strip() == "auto" else 0])]
+    wanted = [chosen.sizes, *(e.sizes for e in ranking[: COUNTED_LAYOUTS if mesh.strip() == "auto" else 0])]
     wanted += [seed.sizes] if seed else []
     programs: dict[MeshSizes, StepProgram] = {}
     plans = {e.sizes: LayoutPlan(e) for e in (*ranking, chosen)}
@@ -113,9 +113,11 @@ def make_plan(
         program = lower_step(model, settings, work, slice_, sizes)
         if sizes == chosen.sizes:
             programs[sizes] = program
-        plans[sizes] = dataclasses.replace(plans[sizes], facts=program.facts, partitioned=count(program, "partition"))
+        plans[sizes] = dataclasses.replace(
+            plans[sizes], facts=program.facts, partitioned=count_program(program, "partition")
+        )
     program = programs[chosen.sizes]
-    plans[chosen.sizes], refused = _compiled(plans[chosen.sizes], program, compile_, on_progress)
+    plans[chosen.sizes], refused = _compile_layout(plans[chosen.sizes], program, compile_, on_progress)
     plan = Plan(
         model=model.name,
         size=program.facts.size,
@@ -131,43 +133,45 @@ def make_plan(
     return (plan if plan.fits else dataclasses.replace(plan, larger=_larger(work, slice_))), program
 
 
-def plan_program(program: StepProgram, *, compile_: bool = True, on_progress: Listener = lambda text: None) -> Plan:
-    """The same for one program that was exported, maybe on another machine."""
+def plan_program(
+    program: StepProgram, *, compile_: bool = True, on_progress: MessageCallback = lambda text: None
+) -> Plan:
+    """The plan of one exported program, which may come from another machine."""
     facts = program.facts
     layout = LayoutPlan(estimate(facts.work, facts.sizes, facts.slice), facts)
     on_progress(f"counting {facts.sizes}")
-    layout = dataclasses.replace(layout, partitioned=count(program, "partition"))
-    layout, refused = _compiled(layout, program, compile_, on_progress)
+    layout = dataclasses.replace(layout, partitioned=count_program(program, "partition"))
+    layout, refused = _compile_layout(layout, program, compile_, on_progress)
     plan = Plan(facts.model, facts.size, facts.slice, facts.work, (layout,), layout, None, None, refused, compile_)
     return plan if plan.fits else dataclasses.replace(plan, larger=_larger(facts.work, facts.slice))
 
 
 def refined_seconds(layout: LayoutPlan, slice_: Slice) -> float:
-    """The step by what was counted, where it was."""
-    counted, guess = layout.counted, layout.estimate
+    """Seconds of a step from the counts of the program where there are some, else from the formulas."""
+    counted, guess = layout.counts, layout.estimate
     if counted is None:
         return guess.step_seconds
     products = layout.partitioned.product_flops if layout.partitioned else None
     matmul = guess.matmul_flops if products is None else products
     compute = compute_seconds(matmul, counted.kernel_flops or guess.attention_flops, slice_.chip)
-    return max(compute, guess.memory_seconds) + sum(seconds(item, slice_) for item in counted.traffic)
+    return max(compute, guess.memory_seconds) + sum(transfer_seconds(item, slice_) for item in counted.traffic)
 
 
-def _compiled(
-    layout: LayoutPlan, program: StepProgram, compile_: bool, on_progress: Listener
+def _compile_layout(
+    layout: LayoutPlan, program: StepProgram, compile_: bool, on_progress: MessageCallback
 ) -> tuple[LayoutPlan, str | None]:
     if not compile_ or not has_tpu_compiler():
         return layout, None
     on_progress(f"compiling {layout.sizes} for {program.facts.slice_name} with libtpu, about a minute")
     try:
-        return dataclasses.replace(layout, compiled=count(program, "compile")), None
+        return dataclasses.replace(layout, compiled=count_program(program, "compile")), None
     except CompilationError as error:
         return layout, str(error)
 
 
-def _asked_for(mesh: str, work: Workload, slice_: Slice) -> Estimate:
+def _requested_layout(mesh: str, work: Workload, slice_: Slice) -> Estimate:
     sizes = parse_mesh(mesh, slice_.device_count)
-    possible = sensible_layouts(work, slice_.device_count)
+    possible = valid_layouts(work, slice_.device_count)
     if sizes not in possible:
         raise MeshError(
             f"mesh {sizes} does not suit {slice_.name} and this model; choose from {'; '.join(map(str, possible))}",
@@ -182,7 +186,7 @@ def _seed_layout(device_count: int) -> MeshSizes:
 
 def _larger(work: Workload, slice_: Slice) -> tuple[Slice, MeshSizes] | None:
     candidate = slice_
-    while (larger := candidate.doubled()) is not None:
+    while (larger := candidate.next_larger()) is not None:
         best = rank_layouts(work, larger)[0]
         if best.fits:
             return larger, best.sizes

@@ -1,4 +1,4 @@
-"""The program of one step, lowered for TPUs that are not attached, with what must be known to read it afterwards."""
+"""The program of one step, lowered for TPUs that need not be attached, and the facts that its analysis needs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from comfy_tpu.planning.hlo import stablehlo_shapes
 from comfy_tpu.planning.models import PlannedModel
 
 _LARGEST_BLOCK = 2048
-"""Of the splash kernel: lengths are padded to multiples of at most this."""
+"""The largest block of the splash kernel: lengths are padded to multiples of at most this."""
 
 
 @contextlib.contextmanager
-def host_only() -> Iterator[None]:
-    """Nothing is run, so nothing but the CPU is started: chips that are here may be in use by somebody else."""
+def cpu_only() -> Iterator[None]:
+    """Lets jax start the CPU only: nothing is run, and attached chips may be in use by another process."""
     check_runtime_flags()
     before = getattr(jax.config, "jax_platforms")  # noqa: B009 -- an option that its type does not know
     jax.config.update("jax_platforms", "cpu")
@@ -42,7 +42,7 @@ def host_only() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFacts:
-    """What a compiled program does not say of itself."""
+    """The facts about a program that its text does not hold."""
 
     model: str
     size: str
@@ -50,13 +50,13 @@ class ProgramFacts:
     sizes: MeshSizes
     work: Workload
     weight_shapes: tuple[tuple[int, ...], ...]
-    """As in causes.explain."""
+    """`weights` of `causes.explain_traffic`."""
     resident_bytes: int
-    """Weights, prompt and latents of one device, also those that this program does not read."""
+    """Bytes of weights, prompt and latents on one device, also of those that this program does not read."""
     argument_bytes: int
-    """Of those, what it reads."""
+    """Bytes of the arguments that the program reads."""
     kernels: int
-    """Calls of splash in the text: a scanned block has two."""
+    """The number of calls of splash in the text: a scanned block has two."""
     square_arrays: tuple[str, ...]
     """Types that hold a score for every pair of tokens of one device."""
 
@@ -73,13 +73,13 @@ class ProgramFacts:
 class StepProgram:
     facts: ProgramFacts
     serialized: bytes
-    """As jax.export writes it."""
+    """The program as jax.export writes it."""
 
 
 def lower_step(
     model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
 ) -> StepProgram:
-    with host_only():
+    with cpu_only():
         return _lower_step(model, settings, work, slice_, sizes)
 
 
@@ -129,7 +129,7 @@ def _features(work: Workload) -> set[int]:
 
 
 def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]) -> bool:
-    """Padded to a kernel's blocks or not. A size that weights have is a feature dimension."""
+    """Whether a size is that of the sequence, padded to a kernel's blocks or not. Sizes of weights are features."""
     lengths = (work.sequence, -(-work.sequence // sizes.sp))
     return size not in features and any(
         length <= size <= -(-length // _LARGEST_BLOCK) * _LARGEST_BLOCK for length in lengths
@@ -137,7 +137,7 @@ def _is_sequence(size: int, work: Workload, sizes: MeshSizes, features: set[int]
 
 
 def _weight_shapes(component: Component) -> tuple[tuple[int, ...], ...]:
-    """Of one layer, as one device computes with them."""
+    """The shapes of the weights of one layer, as one device computes with them."""
     sizes = dict(component.placement.mesh.shape)
     shapes = set()
     for slot in component.slots:
@@ -152,7 +152,7 @@ def _weight_shapes(component: Component) -> tuple[tuple[int, ...], ...]:
 
 
 def _argument_bytes(exported: jax.export.Exported, mesh: Any) -> int:
-    """Of one device. Arguments that the program does not read are not passed to it."""
+    """Bytes of the arguments on one device. Arguments that the program does not read are not passed to it."""
     total = 0
     for index, (aval, sharding) in enumerate(zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)):
         if index in exported.module_kept_var_idx:

@@ -16,7 +16,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
-from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
 from comfy_tpu.planning.program import ProgramFacts, StepProgram
 
 _FORMAT = "comfy-tpu program 2"
@@ -30,7 +30,7 @@ def write_program(path: Path, program: StepProgram) -> None:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(_HEADER, json.dumps(header, indent=2))
         archive.writestr(_PROGRAM, program.serialized)
-    with replacing(path, field="export") as partial, explained(path, field="export"):
+    with replacing(path, field="export") as partial, write_errors(path, field="export"):
         partial.write_bytes(buffer.getvalue())
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 
-def environment(request: Mapping[str, Any]) -> dict[str, str]:
-    """To be set before jax is imported."""
+def make_environment(request: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables of the worker, to be set before jax is imported."""
     # A program from the cache is not partitioned again, so nothing would be dumped.
     common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request["mode"] == "compile":
@@ -55,7 +55,7 @@ def main(request_path: str) -> None:
         report["cost"] = {name: value for name, value in compiled.cost_analysis().items() if "{" not in name}
         text = compiled.as_text()
     else:
-        _accept_kernels()
+        _register_dummy_kernels()
         lowered.compile()
         # A single device is nothing to partition for.
         kind = "after_spmd-partitioning.*" if request["devices"] > 1 else "before_optimizations"
@@ -104,8 +104,8 @@ def _lower(request: Mapping[str, Any]) -> Any:
     return jax.jit(run).trace(*arguments).lower(lowering_platforms=("tpu",))
 
 
-def _accept_kernels() -> None:
-    """The CPU's compiler wants an address behind the name of a TPU kernel. It is never called."""
+def _register_dummy_kernels() -> None:
+    """Registers an address for each TPU kernel, which the CPU's compiler requires. The kernel is never called."""
     import ctypes
 
     import jax.ffi
@@ -115,5 +115,5 @@ def _accept_kernels() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(environment(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    os.environ.update(make_environment(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
     main(sys.argv[1])

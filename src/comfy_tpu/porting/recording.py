@@ -13,8 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from comfy_tpu.bridge.catalogue import Row, row_of
-from comfy_tpu.bridge.compat import replaced
+from comfy_tpu.bridge.catalogue import Row, find_row
+from comfy_tpu.bridge.compat import replace_attribute
 from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
 from comfy_tpu.bridge.model_source import calling_place
 from comfy_tpu.errors import MissingOperatorError
@@ -56,7 +56,7 @@ def recorded_dispatch(earlier: Record | None = None) -> Iterator[Record]:
                 raise  # torch tries the operators that it is made of
             record.missing.setdefault(str(func), calling_place())
             return _zero_results(self, func, args, kwargs or {})
-        row = row_of(func)
+        row = find_row(func)
         on_device = {id(leaf): leaf for leaf in (*leaves, *tree_leaves(result)) if isinstance(leaf, DeviceTensor)}
         # What a model computes on the host while it is traced comes this way too, and stays torch's.
         if row and on_device:
@@ -65,7 +65,7 @@ def recorded_dispatch(earlier: Record | None = None) -> Iterator[Record]:
         _record_widening(record, leaves, result)
         return result
 
-    with replaced(TraceEnvironment, "dispatch", record_dispatch):
+    with replace_attribute(TraceEnvironment, "dispatch", record_dispatch):
         yield record
 
 
@@ -78,7 +78,7 @@ def values_in_text() -> Iterator[None]:
         has_value = isinstance(tensor, DeviceTensor) and tensor.dim() == 0
         return format(tensor.item(), specification) if has_value else original(tensor, specification)
 
-    with replaced(torch.Tensor, "__format__", formatted):
+    with replace_attribute(torch.Tensor, "__format__", formatted):
         yield
 
 

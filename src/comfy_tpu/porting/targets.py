@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.errors import InvalidValueError, UnsupportedError, listed
+from comfy_tpu.errors import InvalidValueError, UnsupportedError, join_names
 from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.source import Definition, Function, Package, definition_of, is_module_class, method
 
@@ -96,12 +96,12 @@ def _file_target(path: Path, name: str) -> Target:
         raise InvalidValueError(f"{path} has no model, which is a class that extends nn.Module; give the file of one")
     if name:
         if name not in classes:
-            raise InvalidValueError(f"{path} has no model class {name}; it has {listed(classes)}")
+            raise InvalidValueError(f"{path} has no model class {name}; it has {join_names(classes)}")
         return Target(name, classes[name])
     roots = [each for each in classes if not _is_submodule(each, classes)]
     if len(roots) != 1:
         raise InvalidValueError(
-            f"{path} has {len(roots)} models that are no part of another ({listed(roots or classes)}); say which: "
+            f"{path} has {len(roots)} models that are no part of another ({join_names(roots or classes)}); say which: "
             f"{path}:{[*roots, *classes][0]}"
         )
     return Target(roots[0], classes[roots[0]])
@@ -151,7 +151,7 @@ def _diffusers_target(name: str) -> Target:
 def _not_a_model(name: str, definition: Definition) -> str:
     if not name.endswith("Pipeline"):
         return f"{name} of diffusers is not a model, which is a class that extends nn.Module; give one"
-    parts = listed(_pipeline_models(definition)) or "its transformer and its vae"
+    parts = join_names(_pipeline_models(definition)) or "its transformer and its vae"
     return f"{name} is a pipeline, not a model; check its parts ({parts}), or use comfy-tpu port new NAME --from {name}"
 
 

@@ -26,7 +26,7 @@ def scaled_dot_product_attention(
     if dropout_p > 0:
         raise UnsupportedError(f"attention with dropout_p={dropout_p}: programs are for inference; call model.eval()")
     if query.ndim != 4:
-        return _without_four_dimensions(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return _attend_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     trace = current_trace()
     return attention(
         query,
@@ -41,14 +41,14 @@ def scaled_dot_product_attention(
     )
 
 
-def _without_four_dimensions(
+def _attend_any_rank(
     query: Array, key: Array, value: Array, mask: Array | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Array:
-    """torch takes any number of leading dimensions, none included; the kernels take exactly batch and heads."""
+    """Attention for any number of leading dimensions, as torch accepts; the kernels take exactly batch and heads."""
     heads = 1 if query.ndim < 4 else query.shape[-3]
     leading = query.shape[:-2] if query.ndim < 4 else query.shape[:-3]
 
-    def folded(x: Array) -> Array:
+    def fold(x: Array) -> Array:
         return x.reshape((-1, x.shape[-3] if query.ndim > 4 else 1, *x.shape[-2:]))
 
     if mask is not None and mask.ndim > 2:
@@ -56,7 +56,5 @@ def _without_four_dimensions(
             mask, (*leading, heads, *mask.shape[-2:]) if query.ndim > 4 else (*leading, *mask.shape[-2:])
         )
         mask = mask.reshape((-1, heads, *mask.shape[-2:]))
-    out = scaled_dot_product_attention(
-        folded(query), folded(key), folded(value), mask, 0.0, is_causal, scale, enable_gqa
-    )
+    out = scaled_dot_product_attention(fold(query), fold(key), fold(value), mask, 0.0, is_causal, scale, enable_gqa)
     return out.reshape((*query.shape[:-1], value.shape[-1]))

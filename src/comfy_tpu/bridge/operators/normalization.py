@@ -138,7 +138,7 @@ def _check_inference(p: float, train: bool | None) -> None:
 def normalize(
     input: Float[Array, "..."], p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
 ) -> Float[Array, "..."]:
-    """Along the last axis, wherever `dim` is: a CPU adds up what lies side by side, as its convolutions leave it."""
+    """torch's `normalize`, computed along the last axis, which is contiguous after a convolution on a CPU."""
     x = jnp.moveaxis(input, dim, -1)
     length = jnp.linalg.norm(x, p, -1, keepdims=True)
     return jnp.moveaxis(x / jnp.maximum(length, eps), -1, dim)

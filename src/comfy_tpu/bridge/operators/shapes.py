@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Shaped
 
-from comfy_tpu.bridge.memory import view_of
+from comfy_tpu.bridge.memory import make_view
 from comfy_tpu.bridge.operators.table import operator
 from comfy_tpu.bridge.recipes import Index, Reshape
 
@@ -24,7 +24,7 @@ def unflatten(input: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tens
     inferred = tuple(input.shape[dim] // max(known, 1) if size == -1 else size for size in sizes)
     if sizes.count(-1) > 1 or math.prod(inferred) != input.shape[dim]:
         raise ValueError(f"unflatten: sizes {sizes} do not multiply up to dimension {dim} of size {input.shape[dim]}")
-    view: torch.Tensor = view_of(input, Reshape((*input.shape[:dim], *inferred, *input.shape[dim + 1 :])))
+    view: torch.Tensor = make_view(input, Reshape((*input.shape[:dim], *inferred, *input.shape[dim + 1 :])))
     return view
 
 
@@ -36,7 +36,7 @@ def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor,
     length = input.shape[dim]
     step = max(math.ceil(length / chunks), 1)
     return tuple(
-        view_of(input, Index((slice(None),) * dim + (slice(start, start + step),), tuple(input.shape)))
+        make_view(input, Index((slice(None),) * dim + (slice(start, start + step),), tuple(input.shape)))
         for start in range(0, max(length, 1), step)
     )
 

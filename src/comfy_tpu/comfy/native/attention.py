@@ -1,4 +1,4 @@
-"""ComfyUI's attention as torch's: the one call that our operators turn into kernels."""
+"""Replaces ComfyUI's attention functions by torch's SDPA, which our operators turn into kernels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.comfy.native.texts import PaddedTexts
+from comfy_tpu.comfy.native.text_padding import PaddedTexts
 from comfy_tpu.errors import UnsupportedError
 
 HINTS = frozenset({"transformer_options", "small_input", "low_precision_attention", "_inside_attn_wrapper"})
-"""What a model says beside its attention, of which the result does not depend."""
+"""Arguments of a model's attention calls that do not change the result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """For `transformer_options["optimized_attention_override"]`."""
+    """The value of `transformer_options["optimized_attention_override"]`."""
 
     texts: PaddedTexts | None = None
 
@@ -37,7 +37,7 @@ class Attention:
         enable_gqa: bool = False,
         **others: Any,
     ) -> torch.Tensor:
-        """[batch, length, heads * dim], unless it was reshaped before."""
+        """Attention on [batch, length, heads * dim], or on [batch, heads, length, dim] with `skip_reshape`."""
         if unknown := set(others) - HINTS:
             raise UnsupportedError(f"the model's attention is given {', '.join(sorted(unknown))}, which is not known")
         if not skip_reshape:
@@ -52,15 +52,15 @@ class Attention:
         if mask is not None and mask.ndim == 3:
             mask = mask.unsqueeze(1)
         if self.texts is not None and mask is None:
-            mask = self.texts.is_real(k.shape[2])
+            mask = self.texts.real_key_mask(k.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
-def picture_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What a VAE's attention block calls: one head over every pixel, [batch, channels, …] in and out."""
+def pixel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The attention of a VAE's attention block: one head over all pixels, [batch, channels, …] in and out."""
     queries, keys, values = (x.flatten(2).transpose(1, 2).unsqueeze(1) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
     return out.squeeze(1).transpose(1, 2).reshape(q.shape)

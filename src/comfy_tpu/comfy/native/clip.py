@@ -1,6 +1,6 @@
-"""CLIP: the transformers of ComfyUI's text encoders, replaced on a clone by the same code on the devices.
+"""CLIP: runs the transformers of ComfyUI's text encoders on the devices, by patches on a clone.
 
-Tokens, embeddings, weights of words and everything around them stay ComfyUI's.
+Tokenizers, embeddings and weights of words stay ComfyUI's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from comfy.sd import CLIP
 
 BUCKET = 256
-"""Lengths of texts that no tokenizer fills up are rounded up to a multiple of this, each of which is a program.
-Templates of 30 to 130 tokens and a prompt of a few sentences fit into the first, so that a session compiles once."""
-USUAL = (77, 128, 256, 512)
-"""Up to which ComfyUI's tokenizers for a T5 fill up: left alone, and without a mask where ComfyUI has none."""
+"""Texts that their tokenizer does not pad are padded to a multiple of this; each length is a program. Templates of 30
+to 130 tokens and a prompt of a few sentences fit into the first, so that a session compiles once."""
+TOKENIZER_LENGTHS = (77, 128, 256, 512)
+"""The lengths to which ComfyUI's tokenizers for T5 pad: such texts are not padded further, and need no mask."""
 
 
 def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
@@ -44,28 +44,28 @@ def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
 
 
 class DeviceText(Replacement):
-    """Stands for the forward of a text model."""
+    """Replaces the forward of a text model."""
 
     part = "text_encoder"
 
-    def _reason_against(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> str:
+    def _find_problem(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> str:
         if options.get("embeds") is None:
             return "it is given tokens instead of their embeddings"
-        return super()._reason_against()
+        return super()._find_problem()
 
     def _kind(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Hashable:
-        return frozenset(name for name, value in _plain(options).items() if value is not None)
+        return frozenset(name for name, value in _drop_empty_info(options).items() if value is not None)
 
-    def _on_devices(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+    def _run_on_devices(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         module, mask, host = self._module, attention_mask, self._host()
         embeds = options.pop("embeds")
         length = embeds.shape[1]
-        fill = -length % BUCKET if _can_be_padded(module, mask, length) else 0
-        if fill and mask is None and isinstance(module, comfy.text_encoders.t5.T5):
+        padding = -length % BUCKET if _can_be_padded(module, mask, length) else 0
+        if padding and mask is None and isinstance(module, comfy.text_encoders.t5.T5):
             mask = torch.ones(embeds.shape[:2])
-        embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, fill))
+        embeds = torch.nn.functional.pad(embeds.to(host.dtype), (0, 0, 0, padding))
         if mask is not None:
-            mask = torch.nn.functional.pad(mask, (0, fill))
+            mask = torch.nn.functional.pad(mask, (0, padding))
         counts = options.pop("num_tokens", None)
         if isinstance(module, comfy.clip_model.CLIPTextModel) and counts is not None:
             counts = torch.tensor(counts)  # not as numbers: every count would be a program
@@ -75,18 +75,18 @@ class DeviceText(Replacement):
         # One by one: a long prompt comes in sections, a weighted one with an empty one, and every number of them would
         # be a program.
         rows = [
-            host(_forward, _row(mask, index), embeds[index : index + 1], _row(counts, index), _plain(options))
+            host(_forward, _row(mask, index), embeds[index : index + 1], _row(counts, index), _drop_empty_info(options))
             for index in range(len(embeds))
         ]
         report_idle()
-        return tuple(_cut(_joined(parts), length, length + fill) for parts in zip(*rows, strict=True))
+        return tuple(_cut_padding(_concat_rows(parts), length, length + padding) for parts in zip(*rows, strict=True))
 
 
 def _row(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
     return None if tensor is None else tensor[index : index + 1]
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
+def _concat_rows(parts: tuple[Any, ...]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
@@ -101,17 +101,17 @@ def _forward(module: Any, mask: Any, embeds: torch.Tensor, counts: Any, options:
 
 
 def _can_be_padded(module: torch.nn.Module, mask: torch.Tensor | None, length: int) -> bool:
-    """What is put behind a text changes nothing of it: nobody looks ahead, or a mask hides it."""
+    """Whether padding does not change the text's embeddings: attention is causal, or a mask hides the padding."""
     if isinstance(module, comfy.text_encoders.t5.T5):
-        return mask is not None or length not in USUAL
+        return mask is not None or length not in TOKENIZER_LENGTHS
     return isinstance(module, comfy.text_encoders.llama.BaseLlama)
 
 
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
+def _drop_empty_info(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if not (name == "embeds_info" and not value)}
 
 
-def _cut(result: Any, length: int, filled: int) -> Any:
-    if length == filled or not isinstance(result, torch.Tensor) or result.ndim < 3 or result.shape[-2] != filled:
+def _cut_padding(result: Any, length: int, padded: int) -> Any:
+    if length == padded or not isinstance(result, torch.Tensor) or result.ndim < 3 or result.shape[-2] != padded:
         return result
     return result[..., :length, :]

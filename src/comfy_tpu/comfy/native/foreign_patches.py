@@ -1,4 +1,4 @@
-"""What other nodes did to a model that a trace of it would not show."""
+"""Finds changes that other nodes made to a model and that a trace of it would not include."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import comfy.model_management
 import torch
 
-OURS = "of_comfy_tpu"
-"""An attribute of what we put on a module ourselves."""
+OWN_MARKER = "of_comfy_tpu"
+"""An attribute that marks our own patches on a module."""
 
 
 def loaded_patcher(owner: torch.nn.Module | None) -> Any:
-    """The one of a model's clones whose patches are on it now, or None."""
+    """The ModelPatcher, of a model's clones, whose patches are applied now; None if there is none."""
     for loaded in comfy.model_management.current_loaded_models:
         if loaded.model is not None and loaded.model.model is owner:
             return loaded.model
     return None
 
 
-def reason_in_the_patcher(owner: torch.nn.Module | None) -> str:
-    """Why the model cannot be traced as it is patched now, or nothing."""
+def find_patcher_problem(owner: torch.nn.Module | None) -> str:
+    """Why the model cannot be traced with its current patches; empty if it can."""
     patcher = loaded_patcher(owner)
     if patcher is None:
         return ""
@@ -35,15 +35,15 @@ def reason_in_the_patcher(owner: torch.nn.Module | None) -> str:
     return ""
 
 
-def reason_in_the_module(module: torch.nn.Module) -> str:
-    """Why its own code is not what its classes say, or nothing."""
+def find_module_problem(module: torch.nn.Module) -> str:
+    """Why the module's code differs from that of its classes; empty if it does not."""
     for name, part in module.named_modules():
-        if reason := _reason_in(part):
+        if reason := _find_part_problem(part):
             return reason.format(".".join(filter(None, (type(module).__name__, name))))
     return ""
 
 
-def _reason_in(part: Any) -> str:
+def _find_part_problem(part: Any) -> str:
     if part._forward_hooks or part._forward_pre_hooks:
         return "another node put a hook on {}"
     attributes = vars(part)
@@ -56,17 +56,17 @@ def _reason_in(part: Any) -> str:
 
 
 def _replaces(part: torch.nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute of an object hides another method of its class."""
+    """Whether an attribute of an object replaces a method of its class."""
     own = getattr(type(part), name, None)
-    if not callable(own) or hasattr(value, OURS):
+    if not callable(own) or hasattr(value, OWN_MARKER):
         return False
     # When a patch is taken off, ComfyUI leaves the class's own method as an attribute behind.
     return not (getattr(value, "__self__", None) is part and getattr(value, "__func__", None) is own)
 
 
-def structure(module: torch.nn.Module) -> Hashable:
-    """What a model is made of: its parts and their code, their settings, their weights' shapes. A program is of one."""
-    parts = [(name, type(part), _settings(part)) for name, part in module.named_modules()]
+def module_structure(module: torch.nn.Module) -> Hashable:
+    """A key of a module's parts, their code, settings and weight shapes. A program belongs to one structure."""
+    parts = [(name, type(part), _printed_settings(part)) for name, part in module.named_modules()]
     code = {function for kind in {kind for _, kind, _ in parts} for function in _functions(kind)}
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     weights = ((name, tuple(tensor.shape)) for name, tensor in tensors)
@@ -74,16 +74,16 @@ def structure(module: torch.nn.Module) -> Hashable:
 
 
 def _functions(kind: type) -> Iterator[types.FunctionType]:
-    """Its methods as they are now: another node may have put others into the class."""
+    """The current methods of a class: another node may have replaced some."""
     for each in kind.__mro__:
         if each is torch.nn.Module:
             return
         yield from (value for value in vars(each).values() if isinstance(value, types.FunctionType))
 
 
-def _settings(part: torch.nn.Module) -> str:
-    """As torch prints them: paddings of a convolution, the epsilon of a norm."""
+def _printed_settings(part: torch.nn.Module) -> str:
+    """The settings that torch prints of a module: the padding of a convolution, the epsilon of a norm."""
     try:
         return part.extra_repr()
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # somebody else's code, for people to read
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # extra_repr of foreign code may fail
         return ""

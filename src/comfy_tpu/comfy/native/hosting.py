@@ -1,4 +1,4 @@
-"""Modules of ComfyUI on our devices: one `HostedModule` each, shared by everything that uses the module."""
+"""Runs ComfyUI's modules on our devices: one `HostedModule` per module, shared by all clones of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
-from comfy_tpu.comfy.native.foreign_patches import structure
+from comfy_tpu.comfy.native.foreign_patches import module_structure
 from comfy_tpu.comfy.run import NodeReport, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.pipeline.progress import Progress
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from comfy_tpu.compiler.program import ProgramEvent
 
 Part = Literal["transformer", "text_encoder", "vae"]
-"""What a module is in a model, as our families call it."""
+"""The role of a module in a model, by our families' names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What the inputs of a TPU Compile node say."""
+    """The inputs of a TPU Compile node."""
 
     mesh: str = "auto"
     precision: str = "auto"
@@ -51,7 +51,7 @@ class Host:
         wanted = choices.precision if choices.precision != "auto" else "float32" if on_cpu else "bfloat16"
         self.dtype: torch.dtype = getattr(torch, wanted)
         self.size = ""
-        """What is being computed, for the line that says so."""
+        """The size of the current call, for progress reports."""
         self._name = type(module).__name__
         self._report: NodeReport | None = None
         self._step: int | None = None
@@ -66,17 +66,17 @@ class Host:
             prepare=lambda skeleton: _prepare(skeleton, prepare),
             varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
             on_event=self._on_event,
-            on_load=lambda done, total: self._tell(Progress("loading", self._name, done, total)),
+            on_load=lambda done, total: self._report_progress(Progress("loading", self._name, done, total)),
         )
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(module, …)` on the devices. ComfyUI's own errors come out where it has one for the case."""
+        """Runs `function(module, …)` on the devices. Running out of memory raises ComfyUI's own exception."""
         from comfy_tpu.errors import DeviceMemoryError
 
         comfy.model_management.throw_exception_if_processing_interrupted()
         start()
         register_with_comfyui()
-        self._report = _report()
+        self._report = _make_report()
         try:
             return self._hosted(function, *args, **kwargs)
         except DeviceMemoryError as error:
@@ -85,65 +85,69 @@ class Host:
 
     @staticmethod
     def fetch(results: Any) -> Any:
-        """Host tensors of what a call with `fetch=False` left on the devices."""
+        """The results of a call with `fetch=False` as host tensors."""
         from comfy_tpu.bridge import to_host
 
         return to_host(results)
 
     def release(self) -> None:
-        """The devices' memory; the programs go with this object."""
+        """Frees the module's memory on the devices. Programs are freed with this object."""
         self._hosted.release()
 
     def begin_step(self, index: int, total: int) -> None:
-        """Before a call of a sampler's step. Several calls may belong to one; the first announces it."""
+        """Reports a sampler's step before its first call; a step may consist of several calls."""
         if total and index != self._step:
-            self._report = _report()
-            self._tell(Progress("denoising", "", index, total, size=self.size))
+            self._report = _make_report()
+            self._report_progress(Progress("denoising", "", index, total, size=self.size))
         self._step = index
 
     def end_steps(self) -> None:
-        """The sampler is done, or was ended."""
+        """Marks the end of sampling, also when it was cancelled."""
         self._step = None
 
     def _on_event(self, event: ProgramEvent) -> None:
         if event.stage in ("compiling", "ready"):
             done = int(event.stage == "ready")
-            self._tell(Progress("compiling", event.program, done, 1, size=self.size, from_cache=event.from_cache))
+            self._report_progress(
+                Progress("compiling", event.program, done, 1, size=self.size, from_cache=event.from_cache)
+            )
 
-    def _tell(self, progress: Progress) -> None:
+    def _report_progress(self, progress: Progress) -> None:
         if self._report is not None:
             self._report(progress)
 
 
-def _report() -> NodeReport:
+def _make_report() -> NodeReport:
     context = get_executing_context()
     return NodeReport(context.node_id if context else None)
 
 
 _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Choices, Hashable], Host]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
-_KEPT = 3
+_STRUCTURES_MAX = 3
 """Structures of a module whose programs are kept: a node that changes it anew at every run must not fill the memory."""
 
 
-def host_of(module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]) -> Host:
-    """The same for every clone of a model: they share the module, its programs and its place on the devices.
+def find_host(
+    module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]
+) -> Host:
+    """The host of a module, which all clones of a model share, with its programs and weights on the devices.
 
-    Another one where the module is made of something else than before: its programs would not be right.
+    A module whose structure changed gets another host, because programs belong to one structure.
     """
-    key = (choices, structure(module))
+    key = (choices, module_structure(module))
     with _lock:
         hosts = _hosts.setdefault(module, {})
         if key not in hosts:
             older = [each for each in hosts if each[0] == choices]
-            for each in older[: len(older) - _KEPT + 1]:
+            for each in older[: len(older) - _STRUCTURES_MAX + 1]:
                 hosts.pop(each).release()
             hosts[key] = Host(module, choices, part, prepare)
         return hosts[key]
 
 
 def end_steps(module: torch.nn.Module) -> None:
-    """A sampler of the module is done, or was ended."""
+    """Marks the end of sampling with a module, also when it was cancelled."""
     for host in _hosts.get(module, {}).values():
         host.end_steps()
 

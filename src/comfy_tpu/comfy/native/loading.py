@@ -26,7 +26,7 @@ SUFFIXES = (".safetensors", ".sft")
 
 
 def load_diffusion_model(path: Path) -> ModelPatcher:
-    """As ComfyUI's own loader does, in the file's own dtype and without copying it."""
+    """Loads a diffusion model like ComfyUI's own loader, in the file's dtype and without copying it."""
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
             f"unet_name={path.name} is not a safetensors file; such files are pickles, and opening a pickle runs the "
@@ -38,12 +38,12 @@ def load_diffusion_model(path: Path) -> ModelPatcher:
         raise CheckpointError(f"unet_name={path.name} cannot be read: {error}; download it again") from error
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors = comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""}, filter_keys=True) or tensors
-    return _mapped(tensors, metadata) or _by_comfyui(path, tensors, metadata)
+    return _load_mapped(tensors, metadata) or _load_by_comfyui(path, tensors, metadata)
 
 
-def _mapped(tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatcher | None:
-    """The model over the tensors themselves; None for what needs ComfyUI's own handling (quantized weights, or a
-    model that computes tables of its own when it is built)."""
+def _load_mapped(tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatcher | None:
+    """The model whose weights are the given tensors; None for a model that ComfyUI must load itself (quantized weights,
+    or a model that computes tables when it is built)."""
     if any(name.endswith(("scaled_fp8", ".scale_weight", ".weight_scale", ".comfy_quant")) for name in tensors):
         return None
     config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
@@ -64,7 +64,7 @@ def _mapped(tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatcher | N
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
 
 
-def _by_comfyui(path: Path, tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatcher:
+def _load_by_comfyui(path: Path, tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatcher:
     model = comfy.sd.load_diffusion_model_state_dict(
         tensors, model_options={"dtype": comfy.utils.weight_dtype(tensors)}, metadata=metadata
     )

@@ -1,4 +1,4 @@
-"""MODEL: the diffusion model's forward, replaced on a clone by the same forward traced and run on the devices."""
+"""MODEL: runs the diffusion model's forward on the devices, by a patch on a clone."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from comfy_tpu.comfy.native.attention import Attention
 from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
 from comfy_tpu.comfy.native.hosting import Choices, end_steps
 from comfy_tpu.comfy.native.replacement import Fallback, Replacement
-from comfy_tpu.comfy.native.texts import in_prompts, pad_texts, padded_texts
+from comfy_tpu.comfy.native.text_padding import describe_padding, pad_texts, run_per_prompt
 from comfy_tpu.comfy.run import report_idle
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-OF_THE_SAMPLER = frozenset(
+SAMPLER_OPTIONS = frozenset(
     {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "easycache", "context_window"}
 )
-"""Read by samplers, wrappers and patches."""
-OF_THE_FORWARD = frozenset(
+"""Keys of transformer_options that samplers, wrappers and patches read."""
+FORWARD_OPTIONS = frozenset(
     {"total_blocks", "block_type", "block_index", "block", "transformer_index", "original_shape", "activations_shape"}
     | {"grid_sizes", "img_slice", "reference_image_num_tokens"}
 )
-"""Written by the forward itself."""
-PASSED_ON = frozenset({"rope_options"})
-"""Numbers that a forward reads."""
+"""Keys of transformer_options that the forward itself writes."""
+MODEL_OPTIONS = frozenset({"rope_options"})
+"""Keys of transformer_options that a forward reads, with numbers as values."""
 
 
 def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
@@ -44,7 +44,7 @@ def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     name = "_forward" if hasattr(type(clone.model.diffusion_model), "_forward") else "forward"
     forward = DeviceForward(clone.model, "diffusion_model", name, choices)
     clone.add_object_patch(f"diffusion_model.{name}", forward)
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "comfy_tpu", forward.around_sampling)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "comfy_tpu", forward.wrap_sampling)
     # ComfyUI runs the prompt and the negative prompt in one batch if the host has the memory free that a step would
     # take there. It takes none there, and a batch that depends on free memory would be compiled twice.
     clone.add_object_patch("memory_required", lambda *args, **kwargs: 0)
@@ -52,19 +52,19 @@ def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
 
 
 class DeviceForward(Replacement):
-    """Stands for `diffusion_model._forward`."""
+    """Replaces `diffusion_model._forward`."""
 
     part = "transformer"
 
-    def around_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """However the sampler ends: nothing is computed afterwards."""
+    def wrap_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wraps a sampler's run, and reports its end, also when it fails."""
         try:
             return executor(*args, **kwargs)
         finally:
             end_steps(self._module)
             report_idle()
 
-    def _bound(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _bind_arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The call's arguments by their names, without the module."""
         bound = inspect.signature(self._own_method).bind(self._module, *args, **kwargs)
         _, *names = bound.arguments
@@ -73,30 +73,30 @@ class DeviceForward(Replacement):
         return {**arguments, **rest}
 
     def _kind(self, *args: Any, **kwargs: Any) -> Hashable:
-        return frozenset(name for name, value in self._bound(*args, **kwargs).items() if value is not None)
+        return frozenset(name for name, value in self._bind_arguments(*args, **kwargs).items() if value is not None)
 
-    def _on_devices(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        host, arguments = self._host(), self._bound(*args, **kwargs)
+    def _run_on_devices(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        host, arguments = self._host(), self._bind_arguments(*args, **kwargs)
         options = arguments.pop("transformer_options", None) or {}
         sample_name, time_name, *_ = arguments
         sample = arguments[sample_name]
         times = arguments.pop(time_name)
         arguments = {**_cast(arguments, host.dtype), time_name: times}
         host.size = "×".join(str(side) for side in reversed(sample.shape[2:]))
-        passed = {name: value for name, value in options.items() if name in PASSED_ON}
+        passed = {name: value for name, value in options.items() if name in MODEL_OPTIONS}
         host.begin_step(*_step(options))
 
         def run(part: dict[str, Any]) -> torch.Tensor:
             return host(_functions[self._method], *pad_texts(self._module, part), passed)
 
         prompts = len(options.get("cond_or_uncond", ()))
-        return in_prompts(self._module, arguments, prompts, run).to(sample.dtype)
+        return run_per_prompt(self._module, arguments, prompts, run).to(sample.dtype)
 
-    def _reason_against(self, *args: Any, **kwargs: Any) -> str:
-        options = self._bound(*args, **kwargs).get("transformer_options") or {}
-        return _reason_in_the_options(options) or self._replaced_parts() or super()._reason_against()
+    def _find_problem(self, *args: Any, **kwargs: Any) -> str:
+        options = self._bind_arguments(*args, **kwargs).get("transformer_options") or {}
+        return _find_options_problem(options) or self._find_replaced_parts() or super()._find_problem()
 
-    def _replaced_parts(self) -> str:
+    def _find_replaced_parts(self) -> str:
         patcher = loaded_patcher(self._owner)
         own = f"diffusion_model.{self._method}"
         patches = [] if patcher is None else patcher.object_patches
@@ -104,9 +104,9 @@ class DeviceForward(Replacement):
         return f"another node replaced {', '.join(others)}" if others else ""
 
 
-def _reason_in_the_options(options: dict[str, Any]) -> str:
+def _find_options_problem(options: dict[str, Any]) -> str:
     for name, value in options.items():
-        if name in OF_THE_SAMPLER or name in OF_THE_FORWARD or name in PASSED_ON:
+        if name in SAMPLER_OPTIONS or name in FORWARD_OPTIONS or name in MODEL_OPTIONS:
             continue
         if name in ("patches", "patches_replace"):
             value = {kind: inner for kind, inner in value.items() if inner}
@@ -116,24 +116,25 @@ def _reason_in_the_options(options: dict[str, Any]) -> str:
     return ""
 
 
-class Options(dict[str, Any]):
-    """`transformer_options` for a trace: without what only the sampler knows, which a forward must not look for."""
+class TraceOptions(dict[str, Any]):
+    """`transformer_options` for a trace: raises UnsupportedError if the forward reads a key that changes at every
+    step."""
 
     def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(_checked(name))
+        return super().__getitem__(_check_option(name))
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(_checked(name))
+        return super().__contains__(_check_option(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return super().get(_checked(name), default)
+        return super().get(_check_option(name), default)
 
-    def copy(self) -> Options:
-        return Options(self)
+    def copy(self) -> TraceOptions:
+        return TraceOptions(self)
 
 
-def _checked(name: Any) -> Any:
-    if name in OF_THE_SAMPLER:
+def _check_option(name: Any) -> Any:
+    if name in SAMPLER_OPTIONS:
         raise UnsupportedError(f"the model reads {name} among transformer_options, which changes from step to step")
     return name
 
@@ -154,14 +155,14 @@ def _call(
 ) -> torch.Tensor:
     # The class's own: the skeleton may have our replacement on it.
     function = getattr(type(module), name)
-    texts = padded_texts(module, arguments, counts)
-    options = Options(options, optimized_attention_override=Attention(texts))
-    with texts.means(module) if texts else contextlib.nullcontext():
+    texts = describe_padding(module, arguments, counts)
+    options = TraceOptions(options, optimized_attention_override=Attention(texts))
+    with texts.correct_means(module) if texts else contextlib.nullcontext():
         return function(module, **arguments, transformer_options=options)
 
 
 def _step(options: dict[str, Any]) -> tuple[int, int]:
-    """Which step of how many, as far as the sampler tells."""
+    """The step's index and the number of steps, from the sampler's options."""
     steps, now = options.get("sample_sigmas"), options.get("sigmas")
     if steps is None or now is None or len(steps) < 2:
         return 0, 0

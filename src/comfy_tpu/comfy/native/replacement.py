@@ -1,4 +1,4 @@
-"""A method of a ComfyUI module that computes on the devices where it can, and as ComfyUI wrote it where it cannot."""
+"""Replaces a method of a ComfyUI module: runs on the devices if it can be traced, else as ComfyUI wrote it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from comfy_tpu.comfy.native.foreign_patches import OURS, reason_in_the_module, reason_in_the_patcher
-from comfy_tpu.comfy.native.hosting import Choices, Host, Part, host_of
+from comfy_tpu.comfy.native.foreign_patches import OWN_MARKER, find_module_problem, find_patcher_problem
+from comfy_tpu.comfy.native.hosting import Choices, Host, Part, find_host
 
 logger = logging.getLogger(__name__)
 
 
 class Replacement:
-    """Stands for `module.method`, as an object patch."""
+    """An object patch that replaces `module.method`. Subclasses override `_kind` and `_run_on_devices`."""
 
     part: ClassVar[Part]
 
     def __init__(self, owner: torch.nn.Module, path: str, method: str, choices: Choices) -> None:
-        """`owner` is what ComfyUI loads and patches; the module is found in it by its path."""
+        """`owner`: the module that ComfyUI loads and patches; `path`: the path of the replaced module in it."""
         # Weakly: we are an attribute of the module ourselves, and ComfyUI takes a cycle for a leak.
         self._reference = weakref.ref(owner)
         self._path = path
@@ -39,7 +39,7 @@ class Replacement:
 
     @property
     def _module(self) -> Any:
-        """The one that is there now: another node may have put one in place of the one that we were made for."""
+        """The current module at `path`: another node may have replaced the original one."""
         module: Any = self._owner
         for name in filter(None, self._path.split(".")):
             module = getattr(module, name)
@@ -50,11 +50,11 @@ class Replacement:
         return getattr(type(self._module), self._method)
 
     def _host(self) -> Host:
-        return host_of(self._module, self._choices, self.part, self._prepare)
+        return find_host(self._module, self._choices, self.part, self._prepare)
 
     @staticmethod
     def _prepare(skeleton: torch.nn.Module) -> None:
-        """Before the copy of the module that is traced is."""
+        """Changes the skeleton before it is traced; subclasses may override it."""
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Replacement:
         from comfy_tpu.compiler.hosted import SKELETON
@@ -66,50 +66,52 @@ class Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Where torch.compile is in use it follows whatever a model calls, and this is nothing for it. Its import takes
         # seconds, which are not spent where it is not.
-        decide = torch.compiler.disable(self._decide) if "torch._dynamo" in sys.modules else self._decide
-        return decide(*args, **kwargs)
+        run = (
+            torch.compiler.disable(self._run_or_fall_back) if "torch._dynamo" in sys.modules else self._run_or_fall_back
+        )
+        return run(*args, **kwargs)
 
-    def _decide(self, *args: Any, **kwargs: Any) -> Any:
-        if reason := self._reason_against(*args, **kwargs):
+    def _run_or_fall_back(self, *args: Any, **kwargs: Any) -> Any:
+        if reason := self._find_problem(*args, **kwargs):
             self._fallback.explain(reason)
         else:
             kind = self._kind(*args, **kwargs)
-            traced, result = self._fallback.attempt(kind, lambda: self._on_devices(*args, **kwargs))
+            traced, result = self._fallback.attempt(kind, lambda: self._run_on_devices(*args, **kwargs))
             if traced:
                 return result
         return self._own_method(self._module, *args, **kwargs)
 
-    def _reason_against(self, *args: Any, **kwargs: Any) -> str:
-        """Why this call cannot be traced, or nothing."""
-        return reason_in_the_patcher(self._owner) or reason_in_the_module(self._module)
+    def _find_problem(self, *args: Any, **kwargs: Any) -> str:
+        """Why this call cannot be traced; empty if it can."""
+        return find_patcher_problem(self._owner) or find_module_problem(self._module)
 
     def _kind(self, *args: Any, **kwargs: Any) -> Hashable:
-        """Calls of one kind are traced alike: what fails for one fails for all."""
+        """A key for calls that are traced alike: if one of them cannot be traced, none can."""
         raise NotImplementedError
 
-    def _on_devices(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_on_devices(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-setattr(Replacement, OURS, True)
+setattr(Replacement, OWN_MARKER, True)
 Replacement.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is not followed in here, either
 
 
 class Fallback:
-    """Remembers what cannot be traced, and says so, once for each reason."""
+    """Records which calls cannot be traced, and warns once for each reason."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said: set[str] = set()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._explained: set[str] = set()
         self._refused: set[Hashable] = set()
 
     def explain(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("%s runs without the TPU: %s", self._what, reason)
+        if reason not in self._explained:
+            self._explained.add(reason)
+            logger.warning("%s runs without the TPU: %s", self._name, reason)
 
     def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether it could be traced, and its result. What failed once is not traced again."""
+        """Whether a call could be traced, and its result. A kind that failed once is not traced again."""
         from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
 
         if kind in self._refused:

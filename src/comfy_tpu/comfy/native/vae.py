@@ -1,4 +1,4 @@
-"""VAE: decode and encode of the first-stage model, replaced on a copy by the same code on the devices."""
+"""VAE: runs decode and encode of the first-stage model on the devices, by patches on a copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from comfy_tpu.comfy.native.attention import picture_attention
+from comfy_tpu.comfy.native.attention import pixel_attention
 from comfy_tpu.comfy.native.hosting import Choices, Host
 from comfy_tpu.comfy.native.replacement import Replacement
 from comfy_tpu.comfy.run import report_idle
@@ -33,7 +33,7 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
 
 
 class DeviceMethod(Replacement):
-    """Stands for `first_stage_model.decode` or `.encode`."""
+    """Replaces `first_stage_model.decode` or `.encode`."""
 
     part = "vae"
 
@@ -42,17 +42,17 @@ class DeviceMethod(Replacement):
         part: Any
         for part in skeleton.modules():
             if hasattr(part, "optimized_attention"):
-                part.optimized_attention = picture_attention
+                part.optimized_attention = pixel_attention
 
     def _kind(self, x: torch.Tensor, **options: Any) -> Hashable:
         return x.ndim, frozenset(options)
 
-    def _on_devices(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _run_on_devices(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         host = self._host()
         host.size = "×".join(str(side) for side in reversed(x.shape[2:]))
         values = x.to(host.dtype)
         if _is_causal(self._module):
-            result = _by_frames(host, self._module, self._method, values)
+            result = _run_by_frames(host, self._module, self._method, values)
         else:
             result = host(_METHODS[self._method], values, options, axes=_axes(values))
         report_idle()
@@ -71,7 +71,7 @@ _METHODS = {"decode": _decode, "encode": _encode}
 
 
 def _axes(x: torch.Tensor) -> tuple[Any, ...]:
-    """Images are split by columns over the whole mesh."""
+    """The axes of an image: columns over the whole mesh."""
     return (*(None,) * (x.ndim - 1), WHOLE_MESH)
 
 
@@ -83,7 +83,7 @@ def _is_causal(module: torch.nn.Module) -> bool:
     return type(module).__module__ in ("comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2")
 
 
-def _by_frames(host: Host, module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
+def _run_by_frames(host: Host, module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
     function: Callable[..., Any] = _decode_part if name == "decode" else _encode_part
     memory: Any = None
     results = []
@@ -94,10 +94,11 @@ def _by_frames(host: Host, module: torch.nn.Module, name: str, x: torch.Tensor) 
 
 
 def _parts(module: Any, name: str, frames: int) -> list[tuple[int, int]]:
-    """The first frame alone, then as many as make one latent: one frame, or four pictures.
+    """(begin, end) of each part: the first frame alone, then as many as make one latent: one latent frame, or four
+    images.
 
-    In ComfyUI 0.33 as many as make two: a layer looks two frames back there, but remembers only frames of the
-    part before; and where a part makes one frame, the encoder holds it back for the next. The last may be shorter.
+    In ComfyUI 0.33, as many as make two: a layer there looks two frames back but caches only frames of the part before,
+    and the encoder holds back the result of a part that makes a single frame. The last part may be shorter.
     """
     pairs = _remembers_one_part(module)
     if name == "decode":
@@ -109,16 +110,16 @@ def _parts(module: Any, name: str, frames: int) -> list[tuple[int, int]]:
 
 
 def _remembers_one_part(module: Any) -> bool:
-    return hasattr(_code(module), "count_cache_layers")
+    return hasattr(_source_module(module), "count_cache_layers")
 
 
-def _code(module: Any) -> Any:
+def _source_module(module: Any) -> Any:
     return sys.modules[type(module).__module__]
 
 
 def _decode_part(module: Any, z: torch.Tensor, memory: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
-    code = _code(module)
-    slots = _slots(module, module.decoder, memory)
+    code = _source_module(module)
+    slots = _cache_slots(module, module.decoder, memory)
     if memory is not None:  # as ComfyUI's loop has it where an upsampling saw only the first frame
         slots = ["Rep" if entry is None else entry for entry in slots]
     first = {"first_chunk": memory is None} if hasattr(code, "unpatchify") else {}
@@ -126,25 +127,25 @@ def _decode_part(module: Any, z: torch.Tensor, memory: list[Any] | None) -> tupl
     out = torch.cat(out, 2) if isinstance(out, list) else out
     if hasattr(code, "unpatchify"):  # Wan 2.2
         out = code.unpatchify(out, patch_size=2)
-    return out, _kept(slots)
+    return out, _drop_markers(slots)
 
 
 def _encode_part(module: Any, x: torch.Tensor, memory: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
-    code = _code(module)
+    code = _source_module(module)
     if hasattr(code, "patchify"):
         x = code.patchify(x, patch_size=2)
-    slots = _slots(module, module.encoder, memory)
+    slots = _cache_slots(module, module.encoder, memory)
     last = {"final": True} if _remembers_one_part(module) else {}  # holds nothing back
     out = module.encoder(x, feat_cache=slots, feat_idx=[0], **last)
     mean, _ = module.conv1(out).chunk(2, dim=1)
-    return mean, _kept(slots)
+    return mean, _drop_markers(slots)
 
 
-def _slots(module: Any, part: torch.nn.Module, memory: list[Any] | None) -> list[Any]:
-    code = _code(module)
+def _cache_slots(module: Any, part: torch.nn.Module, memory: list[Any] | None) -> list[Any]:
+    code = _source_module(module)
     count = code.count_cache_layers if _remembers_one_part(module) else code.count_conv3d
     return [None] * count(part) if memory is None else list(memory)
 
 
-def _kept(slots: list[Any]) -> list[Any]:
+def _drop_markers(slots: list[Any]) -> list[Any]:
     return [None if isinstance(entry, str) else entry for entry in slots]

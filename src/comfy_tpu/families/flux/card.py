@@ -18,7 +18,7 @@ TRANSFORMER: Config = {
     "pooled_projection_dim": 768,
     "axes_dims_rope": (16, 56, 56),
 }
-"""Also what diffusers has for values that a configuration leaves out."""
+"""The configuration of dev, with diffusers' defaults for values that config.json leaves out."""
 
 FLUX_DEV = ModelCard(
     name="Flux.1 dev",

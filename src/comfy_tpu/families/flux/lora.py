@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from comfy_tpu.families.model_family import Rows
 from comfy_tpu.families.shared.double_stream_names import COMMON_NAMES, SINGLE_NORMS, fused_rows
-from comfy_tpu.families.shared.lora_names import renamed
+from comfy_tpu.families.shared.lora_names import rename_module
 
 _ORIGINAL_NAMES = (
     (r"^single_transformer_blocks\.(\d+)\.(?:attn\.to_[qkv]|proj_mlp)$", r"single_blocks.\1.linear1"),
@@ -27,4 +27,4 @@ def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
     rows = fused_rows(module, shape)
     if module.endswith(".proj_mlp"):  # behind query, key and value
         rows = (slice(3 * shape[1], 3 * shape[1] + shape[0]),)
-    return {renamed(module, _ORIGINAL_NAMES): rows}
+    return {rename_module(module, _ORIGINAL_NAMES): rows}

@@ -9,7 +9,7 @@ import numpy as np
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.model_family import SchedulerFactory
-from comfy_tpu.families.shared.schedulers import dpm, shift_by_tokens, unipc
+from comfy_tpu.families.shared.schedulers import dpm, token_shift, unipc
 
 
 def image_tokens(settings: GenerationSettings) -> int:
@@ -18,11 +18,11 @@ def image_tokens(settings: GenerationSettings) -> int:
 
 def dynamic_shift(settings: GenerationSettings) -> float:
     """The flow shift that Flux.1 dev was trained for at a size: more for more tokens. flow_shift is a factor on it."""
-    return settings.flow_shift * shift_by_tokens({"use_dynamic_shifting": True}, image_tokens(settings))
+    return settings.flow_shift * token_shift({"use_dynamic_shifting": True}, image_tokens(settings))
 
 
 def euler(settings: GenerationSettings) -> Any:
-    """From sigma 1 to 1/steps, as diffusers' Flux pipeline asks for, and not to the last one of training."""
+    """Euler steps from sigma 1 to 1/steps, as in diffusers' Flux pipeline, and not to the last sigma of training."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     steps = settings.num_inference_steps
@@ -31,9 +31,9 @@ def euler(settings: GenerationSettings) -> Any:
     return scheduler
 
 
-def _shifted(factory: SchedulerFactory) -> SchedulerFactory:
+def _with_dynamic_shift(factory: SchedulerFactory) -> SchedulerFactory:
     return lambda settings: factory(dataclasses.replace(settings, flow_shift=dynamic_shift(settings)))
 
 
 SCHNELL_SCHEDULERS: dict[str, SchedulerFactory] = {"euler": euler, "unipc": unipc, "dpm++": dpm}
-DEV_SCHEDULERS = {name: _shifted(factory) for name, factory in SCHNELL_SCHEDULERS.items()}
+DEV_SCHEDULERS = {name: _with_dynamic_shift(factory) for name, factory in SCHNELL_SCHEDULERS.items()}

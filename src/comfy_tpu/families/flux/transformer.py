@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from comfy_tpu.compiler.arranging import Packed, pack_features
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.shared.building import refuse_unknown_keys
-from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
+from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -23,9 +23,9 @@ _FFN = 4
 
 
 class JointBlock(torch.nn.Module):
-    """diffusers' single block over text and image as one sequence, which it puts together and apart in every block.
+    """diffusers' single block for text and image as one sequence; diffusers concatenates and splits them in each block.
 
-    Its weights keep their names.
+    The names of weights are the same.
     """
 
     def __init__(self, block: Any) -> None:
@@ -40,7 +40,7 @@ class JointBlock(torch.nn.Module):
         mlp = self.act_mlp(self.proj_mlp(normed))
         attention = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         # Both are split over tp, and so is proj_out: columns are packed alike on both sides, and one sum is left.
-        return hidden_states + gate.unsqueeze(1) * self.proj_out(pack_features((attention, mlp), tp()))
+        return hidden_states + gate.unsqueeze(1) * self.proj_out(pack_features((attention, mlp), tp_size()))
 
 
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -60,9 +60,9 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
-def _packed(config: Config) -> tuple[Packed, ...]:
+def _packed_weights(config: Config) -> tuple[PackedWeight, ...]:
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
-    return (Packed("single_transformer_blocks.*.proj_out.weight", (hidden, _FFN * hidden)),)
+    return (PackedWeight("single_transformer_blocks.*.proj_out.weight", (hidden, _FFN * hidden)),)
 
 
 TRANSFORMER = ComponentSpec(
@@ -112,12 +112,12 @@ TRANSFORMER = ComponentSpec(
         gather("proj_out.weight"),
         replicate("proj_out.bias"),
     ),
-    packed=_packed,
+    packed=_packed_weights,
 )
 
 
 def prepare(module: Any, pooled: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What of the prompt's embeddings no step changes."""
+    """The embedded prompt, which is the same for all steps."""
     embedder = module.time_text_embed.text_embedder
     return {
         "pooled": embedder(pooled.to(embedder.linear_1.weight.dtype)),
@@ -133,7 +133,7 @@ def predict(
     pooled: torch.Tensor,
     text: torch.Tensor,
 ) -> torch.Tensor:
-    """diffusers' forward, from what `prepare` made of the prompt."""
+    """The velocity: diffusers' forward on the outputs of `prepare`."""
     batch, _, _, height, width = latents.shape
     dtype = module.x_embedder.weight.dtype
     hidden = module.x_embedder(as_tokens(latents).to(dtype))
@@ -158,8 +158,8 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [1, text and image tokens, 1, head_dim / 2], in the order of `concat_streams`.
 
-    Of rows and of columns on the host, in float64 as diffusers has it, and put together on the devices: the whole
-    table would be a constant of megabytes in the program. Text is at 0, 0, 0.
+    Tables of rows and of columns are computed on the host, in float64 as in diffusers, and combined on the devices: the
+    whole table would be a constant of megabytes in the program. Text is at 0, 0, 0.
     """
     pairs = [size // 2 for size in positions.axes_dim]
     angles = [
@@ -169,7 +169,7 @@ def rope_tables(
 
     def table(function: Any) -> torch.Tensor:
         text, down, across = (torch.from_numpy(function(x).astype(np.float32)).to(device) for x in angles)
-        picture = torch.cat(
+        image = torch.cat(
             (
                 text.view(1, 1, -1).expand(rows, columns, -1),
                 down.unsqueeze(1).expand(-1, columns, -1),
@@ -177,7 +177,7 @@ def rope_tables(
             ),
             dim=-1,
         )
-        at_zero = torch.full((1, text_tokens, sum(pairs)), float(function(0.0)), device=device)
-        return concat_streams(at_zero, picture.flatten(0, 1).unsqueeze(0)).unsqueeze(2)
+        text_table = torch.full((1, text_tokens, sum(pairs)), float(function(0.0)), device=device)
+        return concat_streams(text_table, image.flatten(0, 1).unsqueeze(0)).unsqueeze(2)
 
     return table(np.cos), table(np.sin)

@@ -10,7 +10,7 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
@@ -39,7 +39,7 @@ def latent_statistics(config: Config) -> tuple[list[float], list[float]]:
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, channels, 1, height, width] of the transformer's latents -> the image. Nothing is remembered."""
+    """[batch, channels, 1, height, width] of the transformer's latents -> the image. The cache is not used."""
     mean, std = (torch.tensor(x, device=latent.device).view(1, -1, 1, 1) for x in latent_statistics(module.config))
     x = (latent.squeeze(2) * std + mean).to(module.decoder.conv_in.weight.dtype)
     pixels = module.decoder(x if module.post_quant_conv is None else module.post_quant_conv(x))
@@ -47,7 +47,7 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
 
 
 def encode_image(module: Any, image: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """A sample of the latents of an image, as diffusers' image-to-image pipeline takes it."""
+    """A sample of the latents of an image, as in diffusers' image-to-image pipeline."""
     pixels = image.permute(0, 3, 1, 2).mul(2).sub(1).to(module.encoder.conv_in.weight.dtype)
     moments = module.encoder(pixels)
     moments = (moments if module.quant_conv is None else module.quant_conv(moments)).float()

@@ -21,7 +21,7 @@ TRANSFORMER_DEV: Config = {
     "rope_theta": 2000,
     "guidance_embeds": True,
 }
-"""Also what diffusers has for values that a configuration leaves out."""
+"""The configuration of dev, with diffusers' defaults for values that config.json leaves out."""
 _TRANSFORMER_9B: Config = {
     **TRANSFORMER_DEV,
     "num_single_layers": 24,

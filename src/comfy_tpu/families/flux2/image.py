@@ -1,4 +1,4 @@
-"""Reference images of Flux.2: more tokens behind those of the image that is made."""
+"""Reference images of Flux.2: their tokens follow those of the generated image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = [f"reference_{number}" for number in (1, 2, 3, 4)]
 
 
 def fit(image: Image.Image) -> Image.Image:
-    """As diffusers' pipelines do: a million pixels at most, and what is over a multiple of 16 is cut off the edges."""
+    """Resizes an image to a million pixels at most, and crops its sides to multiples of 16, as diffusers does."""
     width, height = image.size
     if min(width, height) < _SIDE_MIN or max(width, height) > _RATIO_MAX * min(width, height):
         raise InvalidValueError(
@@ -35,7 +35,9 @@ def fit(image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + width - width % _MULTIPLE, top + height - height % _MULTIPLE))
 
 
-def condition(latents: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+def condition(
+    latents: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
     return dict(zip(_NAMES, latents, strict=False))
 
 

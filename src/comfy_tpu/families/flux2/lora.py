@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from comfy_tpu.families.model_family import Rows
 from comfy_tpu.families.shared.double_stream_names import COMMON_NAMES, SINGLE_NORMS, fused_rows
-from comfy_tpu.families.shared.lora_names import renamed
+from comfy_tpu.families.shared.lora_names import rename_module
 
 _ORIGINAL_NAMES = (
     (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj$", r"single_blocks.\1.linear1"),
@@ -22,4 +22,4 @@ _ORIGINAL_NAMES = (
 
 
 def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
-    return {renamed(module, _ORIGINAL_NAMES): fused_rows(module, shape)}
+    return {rename_module(module, _ORIGINAL_NAMES): fused_rows(module, shape)}

@@ -28,10 +28,11 @@ def dynamic_shift(settings: GenerationSettings) -> float:
     return settings.flow_shift * math.exp(mu)
 
 
-def _shifted(factory: SchedulerFactory) -> SchedulerFactory:
+def _with_dynamic_shift(factory: SchedulerFactory) -> SchedulerFactory:
     return lambda settings: factory(dataclasses.replace(settings, flow_shift=dynamic_shift(settings)))
 
 
 SCHEDULERS: dict[str, SchedulerFactory] = {
-    name: _shifted(factory) for name, factory in (("euler", euler_from_one), ("unipc", unipc), ("dpm++", dpm))
+    name: _with_dynamic_shift(factory)
+    for name, factory in (("euler", euler_from_one), ("unipc", unipc), ("dpm++", dpm))
 }

@@ -1,6 +1,6 @@
-"""What Flux.2 reads of a prompt: hidden states of a language model at three depths: Mistral for dev, Qwen3 for klein.
+"""The text encoders of Flux.2: hidden states of a language model at three depths, of Mistral for dev, Qwen3 for klein.
 
-Both run on the devices. The filling is read too: diffusers' pipelines give the transformer no mask.
+Both run on the devices. The transformer reads the padding too: diffusers' pipelines pass no mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.quiet import quiet
 
 _DEPTHS = 3
-"""Hidden states are taken after one, two and three times so many layers; what comes after that is not loaded."""
+"""The number of depths at which hidden states are taken, evenly spaced; the layers after the last are not loaded."""
 KLEIN_LAYERS = 9
 DEV_LAYERS = 10
 
@@ -28,8 +28,8 @@ def _build_qwen(config: Mapping[str, Any]) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3Model
 
     if config.get("use_sliding_window"):
-        raise _no_window()
-    return _in_parts(Qwen3Model(Qwen3Config(**_shortened(config, KLEIN_LAYERS))), KLEIN_LAYERS)
+        raise _sliding_window_error()
+    return _split_layers(Qwen3Model(Qwen3Config(**_truncate_config(config, KLEIN_LAYERS))), KLEIN_LAYERS)
 
 
 def _build_mistral(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -39,20 +39,20 @@ def _build_mistral(config: Mapping[str, Any]) -> torch.nn.Module:
     if not isinstance(text, Mapping):
         raise CheckpointError("the config.json of the text encoder has no text_config; download the model again")
     if text.get("sliding_window"):
-        raise _no_window()
+        raise _sliding_window_error()
     # Only Mistral3's own configuration has None for its default, not Mistral's.
-    shortened = {**_shortened(text, DEV_LAYERS), "sliding_window": None}
-    return _in_parts(MistralModel(MistralConfig(**shortened)), DEV_LAYERS)
+    shortened = {**_truncate_config(text, DEV_LAYERS), "sliding_window": None}
+    return _split_layers(MistralModel(MistralConfig(**shortened)), DEV_LAYERS)
 
 
-def _no_window() -> UnsupportedError:
+def _sliding_window_error() -> UnsupportedError:
     return UnsupportedError(
         "the text encoder attends to a sliding window, which no Flux.2 was published with; use a model whose text "
         "encoder has sliding_window null"
     )
 
 
-def _shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _truncate_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     used, count = _DEPTHS * layers, config.get("num_hidden_layers")
     # One more at least: the last layer's answer would be normed in diffusers.
     if not isinstance(count, int) or count <= used:
@@ -66,8 +66,8 @@ def _shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return shorter
 
 
-def _in_parts(model: Any, layers: int) -> torch.nn.Module:
-    """With its layers in three lists, each of which is scanned."""
+def _split_layers(model: Any, layers: int) -> torch.nn.Module:
+    """The model with its layers in three lists, each of which is scanned."""
     every = list(model.layers)
     starts = range(0, len(every), layers)
     model.parts = torch.nn.ModuleList(torch.nn.ModuleList(every[start : start + layers]) for start in starts)
@@ -77,9 +77,9 @@ def _in_parts(model: Any, layers: int) -> torch.nn.Module:
     return built
 
 
-def _renaming(layers: int) -> Callable[[str], str]:
-    def renamed(name: str) -> str:
-        # Versions of transformers disagree on what stands inside of what.
+def _make_rename(layers: int) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        # Versions of transformers nest the modules differently.
         while name.startswith(("model.", "language_model.")):
             name = name.partition(".")[2]
         kind, _, rest = name.partition(".")
@@ -88,7 +88,7 @@ def _renaming(layers: int) -> Callable[[str], str]:
             return name
         return f"parts.{int(number) // layers}.{int(number) % layers}.{inner}"
 
-    return renamed
+    return rename
 
 
 _STACKS = tuple(LayerStack(f"parts.{depth}") for depth in range(_DEPTHS))
@@ -109,9 +109,9 @@ QWEN = ComponentSpec(
     build=_build_qwen,
     unused=_UNUSED,
     stacks=_STACKS,
-    shared=False,  # 512 tokens; the products are divided all the same
+    shard_attention=False,  # 512 tokens; the products are divided all the same
     rules=(*_RULES, replicate("parts.*.self_attn.[qk]_norm.weight")),
-    rename=_renaming(KLEIN_LAYERS),
+    rename=_make_rename(KLEIN_LAYERS),
 )
 
 MISTRAL = ComponentSpec(
@@ -120,9 +120,9 @@ MISTRAL = ComponentSpec(
     build=_build_mistral,
     unused=(*_UNUSED, "vision_tower.*", "multi_modal_projector.*"),
     stacks=_STACKS,
-    shared=False,
+    shard_attention=False,
     rules=_RULES,
-    rename=_renaming(DEV_LAYERS),
+    rename=_make_rename(DEV_LAYERS),
 )
 
 
@@ -133,14 +133,14 @@ def tokenize_klein(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[
         )
         for prompt in prompts
     ]
-    return _numbers(tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"))
+    return _as_inputs(tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"))
 
 
 def tokenize_dev(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
     with quiet():
         from diffusers.pipelines.flux2 import pipeline_flux2
 
-    return _numbers(
+    return _as_inputs(
         tokenizer.apply_chat_template(
             pipeline_flux2.format_input(list(prompts)),
             add_generation_prompt=False,
@@ -154,17 +154,17 @@ def tokenize_dev(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[st
     )
 
 
-def _numbers(tokens: Any) -> dict[str, torch.Tensor]:
+def _as_inputs(tokens: Any) -> dict[str, torch.Tensor]:
     return {name: tokens[name].int() for name in ("input_ids", "attention_mask")}
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[batch, tokens, three times the features]."""
+    """{"text": [batch, tokens, three times the features]}."""
     hidden = module.embed_tokens(input_ids)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     rotary = module.rotary_emb(hidden, positions.unsqueeze(0))
     before = positions.unsqueeze(1) >= positions
-    # No token attends to the filling, not even the filling itself, whose answers are read all the same.
+    # No token attends to the padding, not even the padding itself, whose hidden states are used nevertheless.
     visible = before & attention_mask.bool()[:, None, None, :]
     found = []
     for part in module.parts:

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from comfy_tpu.bridge import constrain
-from comfy_tpu.compiler.arranging import Packed, pack_features, unpack_features
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features, unpack_features
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2.card import TRANSFORMER_DEV
-from comfy_tpu.families.shared.building import refuse_unknown_keys
-from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
+from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -33,7 +33,7 @@ class SingleProcessor:
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         hidden, ffn = attn.inner_dim, attn.mlp_hidden_dim
-        parts = unpack_features(attn.to_qkv_mlp_proj(hidden_states), (hidden, hidden, hidden, ffn, ffn), tp())
+        parts = unpack_features(attn.to_qkv_mlp_proj(hidden_states), (hidden, hidden, hidden, ffn, ffn), tp_size())
         query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in parts[:3])
         query, key = attn.norm_q(query), attn.norm_k(key)
         if image_rotary_emb is not None:
@@ -42,23 +42,23 @@ class SingleProcessor:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
         out = out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)
         gate, linear = parts[3:]
-        result: torch.Tensor = attn.to_out(pack_features((out, F.silu(gate) * linear), tp()))
+        result: torch.Tensor = attn.to_out(pack_features((out, F.silu(gate) * linear), tp_size()))
         return result
 
 
 class PackedSwiGLU(torch.nn.Module):
-    """diffusers' activation of gate and value, which come from one product with packed rows."""
+    """diffusers' SwiGLU for gate and value that come from one product with packed rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
-        gate, linear = unpack_features(x, (half, half), tp())
+        gate, linear = unpack_features(x, (half, half), tp_size())
         return F.silu(gate) * linear
 
 
 class Modulation(torch.nn.Linear):
-    """What all blocks of a kind are modulated with: one row a sample, computed in pieces and put together.
+    """The modulation of all blocks of a kind: one row per sample, computed in shards and then gathered.
 
-    In two steps: asked for the whole row alone, the partitioner puts the weights together instead, 0.8 GB a step at
+    In two steps: if only the whole row is constrained, the partitioner gathers the weights instead, 0.8 GB a step at
     tp=8 for dev. The row is 74 KB.
     """
 
@@ -83,17 +83,17 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
-def _packed(config: Config) -> tuple[Packed, ...]:
+def _packed_weights(config: Config) -> tuple[PackedWeight, ...]:
     config = {**TRANSFORMER_DEV, **config}
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     ffn = int(hidden * config["mlp_ratio"])
     return (
-        Packed("transformer_blocks.*.ff.linear_in.weight", (ffn, ffn), dimension=0),
-        Packed("transformer_blocks.*.ff_context.linear_in.weight", (ffn, ffn), dimension=0),
-        Packed(
+        PackedWeight("transformer_blocks.*.ff.linear_in.weight", (ffn, ffn), dimension=0),
+        PackedWeight("transformer_blocks.*.ff_context.linear_in.weight", (ffn, ffn), dimension=0),
+        PackedWeight(
             "single_transformer_blocks.*.attn.to_qkv_mlp_proj.weight", (hidden, hidden, hidden, ffn, ffn), dimension=0
         ),
-        Packed("single_transformer_blocks.*.attn.to_out.weight", (hidden, ffn)),
+        PackedWeight("single_transformer_blocks.*.attn.to_out.weight", (hidden, ffn)),
     )
 
 
@@ -131,7 +131,7 @@ TRANSFORMER = ComponentSpec(
         gather("norm_out.linear.weight"),
         gather("proj_out.weight"),
     ),
-    packed=_packed,
+    packed=_packed_weights,
 )
 
 
@@ -140,10 +140,10 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
 
 
 def prepare(module: Any, text: torch.Tensor, **references: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What of the embeddings no step changes. Images are [batch, rows, columns, features] then."""
+    """The embedded prompt and reference images [batch, rows, columns, features], which are the same for all steps."""
     dtype = module.x_embedder.weight.dtype
-    seen = {name: module.x_embedder(x.squeeze(2).permute(0, 2, 3, 1).to(dtype)) for name, x in references.items()}
-    return {"text": module.context_embedder(text.to(module.context_embedder.weight.dtype)), **seen}
+    embedded = {name: module.x_embedder(x.squeeze(2).permute(0, 2, 3, 1).to(dtype)) for name, x in references.items()}
+    return {"text": module.context_embedder(text.to(module.context_embedder.weight.dtype)), **embedded}
 
 
 def predict(
@@ -154,50 +154,55 @@ def predict(
     text: torch.Tensor,
     **references: torch.Tensor,
 ) -> torch.Tensor:
-    """diffusers' forward, from what `prepare` made of the prompt and of images to look at."""
+    """The velocity: diffusers' forward on the outputs of `prepare`."""
     batch, _, _, height, width = latents.shape
     dtype = module.x_embedder.weight.dtype
-    looked_at = [references[name] for name in sorted(references)]
-    made = module.x_embedder(latents.squeeze(2).flatten(2).transpose(1, 2).to(dtype))
-    hidden = torch.cat((made, *(picture.flatten(1, 2) for picture in looked_at)), dim=1)
+    reference_tokens = [references[name] for name in sorted(references)]
+    noise_tokens = module.x_embedder(latents.squeeze(2).flatten(2).transpose(1, 2).to(dtype))
+    hidden = torch.cat((noise_tokens, *(reference.flatten(1, 2) for reference in reference_tokens)), dim=1)
     embed = module.time_guidance_embed
     condition = embed.timestep_embedder(embed.time_proj(timestep.expand(batch)))
     if embed.guidance_embedder is not None:
         condition = condition + embed.guidance_embedder(embed.time_proj(1000 * guidance_scale.expand(batch)))
     condition = condition.to(dtype)
     text_tokens = text.shape[1]
-    sizes = [(height, width), *((picture.shape[1], picture.shape[2]) for picture in looked_at)]
+    sizes = [(height, width), *((reference.shape[1], reference.shape[2]) for reference in reference_tokens)]
     rotary = rope_tables(module.pos_embed, text_tokens, sizes, latents.device)
-    of_picture, of_text = module.double_stream_modulation_img(condition), module.double_stream_modulation_txt(condition)
+    image_modulation, text_modulation = (
+        module.double_stream_modulation_img(condition),
+        module.double_stream_modulation_txt(condition),
+    )
     for block in module.transformer_blocks:
         text, hidden = block(
             hidden_states=hidden,
             encoder_hidden_states=text,
-            temb_mod_img=of_picture,
-            temb_mod_txt=of_text,
+            temb_mod_img=image_modulation,
+            temb_mod_txt=text_modulation,
             image_rotary_emb=rotary,
         )
     hidden = concat_streams(text, hidden)
-    of_both = module.single_stream_modulation(condition)
+    joint_modulation = module.single_stream_modulation(condition)
     for block in module.single_transformer_blocks:
-        hidden = block(hidden_states=hidden, encoder_hidden_states=None, temb_mod=of_both, image_rotary_emb=rotary)
+        hidden = block(
+            hidden_states=hidden, encoder_hidden_states=None, temb_mod=joint_modulation, image_rotary_emb=rotary
+        )
     _, hidden = split_streams(hidden, text_tokens)
     velocity: torch.Tensor = module.proj_out(module.norm_out(hidden[:, : height * width], condition))
     return velocity.transpose(1, 2).unflatten(2, (1, height, width))
 
 
 def rope_tables(
-    positions: Any, text_tokens: int, pictures: Sequence[tuple[int, int]], device: torch.device
+    positions: Any, text_tokens: int, image_sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [1, text and image tokens, 1, head_dim / 2], in the order of `concat_streams`.
 
-    Of each of the four axes on the host, in float64 as diffusers has it, and put together on the devices. The image
-    that is made is at 0, row, column, 0, those that are looked at are at 10, 20 and so on, and the text is at
-    0, 0, 0, token.
+    Tables of the four axes are computed on the host, in float64 as in diffusers, and combined on the devices. The
+    generated image is at 0, row, column, 0, reference images are at 10, 20 and so on, and the text is at 0, 0, 0,
+    token.
     """
-    rows, columns = (max(sizes) for sizes in zip(*pictures, strict=True))
+    rows, columns = (max(sizes) for sizes in zip(*image_sizes, strict=True))
     pairs = [size // 2 for size in positions.axes_dim]
-    places = (10 * np.arange(len(pictures)), np.arange(rows), np.arange(columns), np.arange(text_tokens))
+    places = (10 * np.arange(len(image_sizes)), np.arange(rows), np.arange(columns), np.arange(text_tokens))
     angles = [
         np.outer(place, 1.0 / positions.theta ** (np.arange(size) / size))
         for place, size in zip(places, pairs, strict=True)
@@ -206,7 +211,7 @@ def rope_tables(
     def table(function: Any) -> torch.Tensor:
         time, down, across, along = (torch.from_numpy(function(x).astype(np.float32)).to(device) for x in angles)
 
-        def picture(number: int, rows: int, columns: int) -> torch.Tensor:
+        def image_table(number: int, rows: int, columns: int) -> torch.Tensor:
             axes = (
                 time[number].expand(rows, columns, -1),
                 down[:rows].unsqueeze(1).expand(-1, columns, -1),
@@ -215,8 +220,8 @@ def rope_tables(
             )
             return torch.cat(axes, dim=-1).flatten(0, 1)
 
-        seen = torch.cat([picture(number, *size) for number, size in enumerate(pictures)])
+        images = torch.cat([image_table(number, *size) for number, size in enumerate(image_sizes)])
         text = torch.cat((*(x[:1].expand(text_tokens, -1) for x in (time, down, across)), along), dim=-1)
-        return concat_streams(text.unsqueeze(0), seen.unsqueeze(0)).unsqueeze(2)
+        return concat_streams(text.unsqueeze(0), images.unsqueeze(0)).unsqueeze(2)
 
     return table(np.cos), table(np.sin)

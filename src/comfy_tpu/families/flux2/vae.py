@@ -1,5 +1,5 @@
-"""The Flux.2 VAE: its 32 channels in patches of 2 × 2, normed, are the 128 of the latents here, one for each 16 × 16
-pixels."""
+"""The Flux.2 VAE. Its 32 channels in patches of 2 × 2, normalized, are the 128 channels of the latents here, one latent
+for 16 × 16 pixels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
@@ -36,18 +36,18 @@ VAE = ComponentSpec(
 
 
 def latent_channels(config: Config) -> int:
-    """In patches."""
+    """Channels of the patched latents."""
     return 4 * int(config.get("latent_channels", 32))
 
 
 def latent_statistics(config: Config) -> tuple[list[float], list[float]]:
-    """Nothing to do: the statistics are weights of the VAE, and what it gives and takes here is normed by them."""
+    """Zeros and ones: the statistics are weights of the VAE, and its functions here normalize by them."""
     channels = latent_channels(config)
     return [0.0] * channels, [1.0] * channels
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, 4 × channels, 1, height, width] of the transformer's latents -> the image. Nothing is remembered."""
+    """[batch, 4 × channels, 1, height, width] of the transformer's latents -> the image. The cache is not used."""
     mean, deviation = statistics(module)
     patches = latent.squeeze(2) * deviation + mean
     x = patches.unflatten(1, (-1, 2, 2)).permute(0, 1, 4, 2, 5, 3).flatten(4).flatten(2, 3)
@@ -57,7 +57,7 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
 
 
 def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, 3, 1, height, width] in -1..1 -> the middle of what the VAE sees, as the transformer's latents."""
+    """[batch, 3, 1, height, width] in -1..1 -> the mean of the VAE's distribution, as the transformer's latents."""
     moments = module.encoder(pixels.squeeze(2).to(module.encoder.conv_in.weight.dtype))
     moments = moments if module.quant_conv is None else module.quant_conv(moments)
     middle = moments.float().chunk(2, dim=1)[0]
@@ -67,6 +67,6 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
 
 
 def statistics(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the VAE's patches, in the shape of images: mean and standard deviation."""
+    """Mean and standard deviation of the VAE's patches, in the shape of images."""
     mean, variance = (x.view(1, -1, 1, 1) for x in (module.bn.running_mean, module.bn.running_var))
     return mean, torch.sqrt(variance + module.config.batch_norm_eps)

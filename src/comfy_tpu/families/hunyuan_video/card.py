@@ -25,7 +25,7 @@ TRANSFORMER: Config = {
     "rope_axes_dim": (16, 56, 56),
     "task_type": "t2v",
 }
-"""Also what diffusers has for values that a configuration leaves out."""
+"""The common configuration, with diffusers' defaults for values that config.json leaves out."""
 _TRANSFORMER_720P: Config = {**TRANSFORMER, "target_size": 960}
 _TRANSFORMER_480P: Config = {**TRANSFORMER, "target_size": 640}
 

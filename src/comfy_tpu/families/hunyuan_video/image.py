@@ -13,12 +13,12 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video import transformer
-from comfy_tpu.families.hunyuan_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae, in_columns
+from comfy_tpu.families.hunyuan_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae, split_columns
 from comfy_tpu.families.model_family import Cache, ImageEncoding
-from comfy_tpu.families.shared.building import VISION_RULES, without_vision_prefix
+from comfy_tpu.families.shared.vision_encoders import VISION_RULES, strip_vision_prefix
 
 IMAGE_TOKENS = 729
-"""Of SigLIP's image of 384 pixels in patches of 14."""
+"""Tokens of SigLIP's image of 384 pixels in patches of 14."""
 
 
 def _build_image_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -32,7 +32,7 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     for attention in model.encoder.mid_block.attentions:
         # One frame sees all of itself; diffusers writes a mask of pixels by pixels, row by row, in Python.
         attention.prepare_causal_attention_mask = lambda *_, **__: None
-        attention.register_forward_hook(lambda _, __, out: in_columns(out))
+        attention.register_forward_hook(lambda _, __, out: split_columns(out))
     return model
 
 
@@ -42,7 +42,7 @@ IMAGE_ENCODER = ComponentSpec(
     heads="num_attention_heads",
     build=_build_image_encoder,
     stacks=(LayerStack("encoder.layers"),),
-    rename=without_vision_prefix,
+    rename=strip_vision_prefix,
     unused=("head.*",),
     rules=VISION_RULES,
 )
@@ -56,13 +56,13 @@ def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tens
 
 
 def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, 3, 1, height, width] in -1..1 -> the transformer's latents; there is no second frame."""
+    """[batch, 3, 1, height, width] in -1..1 -> the transformer's latents. Only a first frame is encoded."""
     moments = module.encoder(pixels.to(module.encoder.conv_in.conv.weight.dtype))
     return moments.float().chunk(2, dim=1)[0] * module.config.scaling_factor, []
 
 
-def condition(given: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    """The channels beside the noise: the image in the first frame and nothing in the others, and which that is."""
+def condition(given: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+    """The channels beside the noise: the image's latents in the first frame, zeros in the others, and a mask."""
     batch, channels, _, height, width = given[0].shape
     frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
     channels_beside = torch.zeros(batch, channels + 1, frames, height, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comfy_tpu.families.model_family import Rows
-from comfy_tpu.families.shared.lora_names import ALL, renamed, rows_of_fused, swapped_halves
+from comfy_tpu.families.shared.lora_names import ALL, fused_qkv_rows, rename_module, swap_halves
 
 _ORIGINAL_NAMES = (
     (r"^transformer_blocks\.", "double_blocks."),
@@ -59,15 +59,15 @@ _COMFYUI_NAMES = (
 
 
 def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
-    """What the authors' code calls a module of diffusers', and what ComfyUI does.
+    """The names of a module of diffusers in the authors' code and in ComfyUI.
 
     The authors' names are those that diffusers' conversion of their checkpoints reads. Query, key and value of a block
     are three modules there, and one in ComfyUI; trainers that came from HunyuanVideo write that one as `_attn_qkv`.
     """
-    original, fused = renamed(module, _ORIGINAL_NAMES), rows_of_fused(module, shape)
-    comfyui = renamed(original, _COMFYUI_NAMES)
+    original, fused = rename_module(module, _ORIGINAL_NAMES), fused_qkv_rows(module, shape)
+    comfyui = rename_module(original, _COMFYUI_NAMES)
     if module == "norm_out.linear":
-        return {original: swapped_halves(shape)}
+        return {original: swap_halves(shape)}
     if fused is None:
         return {original: ALL, comfyui: ALL}
     one_module = comfyui.replace("_attn.qkv", "_attn_qkv")

@@ -1,4 +1,4 @@
-"""What HunyuanVideo-1.5 reads of a prompt: Qwen2.5-VL's language model, and ByT5 for words in quotes."""
+"""The text encoders of HunyuanVideo-1.5: Qwen2.5-VL's language model, and ByT5 for words in quotes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYSTEM_MESSAGE = (" " * 8).join(
     )
 )
 TEMPLATE_TOKENS = 108
-"""Of the template before the prompt, which are cut off again."""
+"""Tokens of the template before the prompt, which are cut off after encoding."""
 GLYPH_TOKENS = 256
 _LAYERS_SKIPPED = 2
 """The hidden states are taken this many layers before the last."""
@@ -65,7 +65,7 @@ TEXT_ENCODER = ComponentSpec(
     build=_build_text_encoder,
     unused=("norm.weight", "layers.*"),  # of the layers, the last
     stacks=(LayerStack("layers"),),
-    shared=False,  # 28 heads, of which tp=8 takes no whole share; the products are divided all the same
+    shard_attention=False,  # 28 heads, of which tp=8 takes no whole share; the products are divided all the same
     rules=(
         row("embed_tokens.weight"),
         column("layers.*.self_attn.[qkv]_proj.*"),
@@ -81,7 +81,7 @@ GLYPH_ENCODER = ComponentSpec(
     name="text_encoder_2",
     classes=("T5EncoderModel",),
     build=_build_glyph_encoder,
-    shared=False,  # 6 heads
+    shard_attention=False,  # 6 heads
     # Not scanned: only T5's first block has a position bias, which the others are given. There are twelve.
     rules=(
         row("shared.weight"),
@@ -97,7 +97,7 @@ GLYPH_ENCODER = ComponentSpec(
 
 
 def tokenize_text(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-    """`length` tokens for the prompt and the end of the template, behind the template's own."""
+    """Tokenizes the template with each prompt: `length` tokens for the prompt and the template's end."""
     with quiet():
         from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as diffusers_pipeline
 
@@ -114,14 +114,14 @@ def tokenize_text(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[s
     mask = tokens["attention_mask"].int()
     if bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise CheckpointError(
-            "the tokenizer fills up texts on the left, but what HunyuanVideo-1.5 cuts off stands there; set "
+            "the tokenizer pads texts on the left, where HunyuanVideo-1.5 cuts off its template; set "
             'padding_side to "right" in its tokenizer_config.json'
         )
     return {"input_ids": tokens["input_ids"].int(), "attention_mask": mask}
 
 
 def tokenize_glyphs(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-    """What stands in quotes; of a prompt without any, nothing is visible."""
+    """Tokenizes the words in quotes; a prompt without quotes gets padding only."""
     with quiet():
         from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as diffusers_pipeline
 
@@ -139,24 +139,24 @@ def tokenize_glyphs(tokenizer: Any, prompts: Sequence[str], length: int) -> dict
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The layers themselves, without the model's own forward, which makes a mask of tokens by tokens.
+    """Runs the layers without the model's own forward, which makes a mask of tokens × tokens.
 
-    Texts are filled up on the right, and the attention is causal: no token of a text sees the filling.
+    Texts are padded on the right, and attention is causal: no token of a text attends to the padding.
     """
     hidden = module.embed_tokens(input_ids)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     rotary = module.rotary_emb(hidden, positions.view(1, 1, -1).expand(3, input_ids.shape[0], -1))
     for layer in module.layers:
         hidden = layer(hidden, position_embeddings=rotary)
-    return _visible("text", hidden[:, TEMPLATE_TOKENS:], attention_mask[:, TEMPLATE_TOKENS:])
+    return _mask_padding("text", hidden[:, TEMPLATE_TOKENS:], attention_mask[:, TEMPLATE_TOKENS:])
 
 
 def encode_glyphs(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    return _visible("glyph", module(input_ids, attention_mask, return_dict=False)[0], attention_mask)
+    return _mask_padding("glyph", module(input_ids, attention_mask, return_dict=False)[0], attention_mask)
 
 
-def _visible(name: str, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With zeros for the filling, which takes part in nothing, and the mask [batch, tokens, 1]."""
+def _mask_padding(name: str, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The hidden states with zeros in place of the padding, and the mask [batch, tokens, 1]."""
     visible = mask.unsqueeze(-1).bool()
     return {name: torch.where(visible, hidden, 0.0), f"{name}_mask": visible.to(hidden.dtype)}
 

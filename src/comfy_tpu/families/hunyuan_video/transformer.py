@@ -15,17 +15,17 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video.text import GLYPH_TOKENS
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 
 class HunyuanProcessor:
-    """diffusers' attention processor without its mask of tokens by tokens, and with the two streams kept apart.
+    """diffusers' attention processor without its mask of tokens × tokens, and with separate streams.
 
-    Tokens of a text that count stand first, so that a mask is a length: `attention_mask` is the number of keys in each
-    row, video and text. diffusers hides filling from queries and as queries; as queries nobody reads it.
+    Real tokens of a text come before its padding, so that the mask is a length: `attention_mask` is the number of keys
+    in each row, video and text. diffusers also masks the padding's queries, whose results are not used.
     """
 
     def __call__(
@@ -49,13 +49,13 @@ class HunyuanProcessor:
         )
         seen, read = joint_attention(_heads_first(video), _heads_first(text), attention_mask)
         return (
-            attn.to_out[1](attn.to_out[0](_joined_heads(seen, hidden_states))),
-            attn.to_add_out(_joined_heads(read, encoder_hidden_states)),
+            attn.to_out[1](attn.to_out[0](_merge_heads(seen, hidden_states))),
+            attn.to_add_out(_merge_heads(read, encoder_hidden_states)),
         )
 
 
 class RefinerProcessor:
-    """Attention among the tokens of a text, those that are filling hidden: `attention_mask` is [batch, 1, 1, keys]."""
+    """Attention among the tokens of a text, with the padding masked: `attention_mask` is [batch, 1, 1, keys]."""
 
     def __call__(
         self,
@@ -67,7 +67,7 @@ class RefinerProcessor:
         projected = (layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query, key, value = (x.transpose(1, 2) for x in projected)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
-        return attn.to_out[1](attn.to_out[0](_joined_heads(out, hidden_states)))
+        return attn.to_out[1](attn.to_out[0](_merge_heads(out, hidden_states)))
 
 
 def _heads_first(
@@ -77,7 +77,7 @@ def _heads_first(
     return query, key, value
 
 
-def _joined_heads(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _merge_heads(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(2, 3).type_as(like)
 
 
@@ -166,23 +166,23 @@ def prepare(
     image: torch.Tensor | None = None,
     condition: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Everything of the prompt that does not depend on the timestep, and the order of its tokens.
+    """The parts of the prompt's embedding that do not depend on the timestep, and the order of its tokens.
 
-    diffusers puts tokens that count before filling by indexing with masks, whose results have no shape before they are
-    known. A stable sort of the mask is the same order. Without an image none of diffusers' image tokens counts, and
-    there are none here.
+    diffusers moves real tokens before padding by indexing with masks, which gives data-dependent shapes. A stable sort
+    of the mask gives the same order. Without an image all of diffusers' image tokens are masked, and there are none
+    here.
     """
     embedder, dtype = module.context_embedder, module.context_embedder.proj_in.weight.dtype
     text, glyph = text.to(dtype), glyph.to(dtype)
     count = text_mask.float().sum(dim=1).clamp(min=1)
     pooled = ((text * text_mask).float().sum(dim=1) / count).to(dtype)
-    masks, picture = [glyph_mask, text_mask], {}
+    masks, image_inputs = [glyph_mask, text_mask], {}
     if image is not None and condition is not None:
         masks.insert(0, torch.ones_like(image[:, :, :1]))
         embedded = module.image_embedder(image.to(dtype)) + module.cond_type_embed.weight[_IMAGE]
-        picture = {"image": embedded, "condition": condition}
+        image_inputs = {"image": embedded, "condition": condition}
     visible = torch.cat([mask.float() for mask in masks], dim=1).squeeze(-1) > 0
-    return picture | {
+    return image_inputs | {
         "text": embedder.proj_in(text),
         "text_visible": text_mask.squeeze(-1) > 0,
         "pooled": embedder.time_text_embed.text_embedder(pooled),
@@ -206,7 +206,7 @@ def predict(
     image: torch.Tensor | None = None,
     condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """diffusers' forward, with static shapes. Without an image its channels and their mask are zeros."""
+    """The velocity: diffusers' forward with static shapes. Without an image, its channels and their mask are zeros."""
     config, dtype = module.config, module.proj_out.weight.dtype
     batch, channels, *sizes = latents.shape
     if condition is None:
@@ -216,7 +216,7 @@ def predict(
     time = module.time_embed(timestep).to(dtype)
 
     # Its tokens are split over sp, of which the order below would make a sum over sp: twice the bytes, and of all rows.
-    refined = constrain(_refined(module.context_embedder, text, text_visible, pooled, timestep), "dp", None, None)
+    refined = constrain(_refine_text(module.context_embedder, text, text_visible, pooled, timestep), "dp", None, None)
     before = (glyph,) if image is None else (image, glyph)
     context = torch.cat((*before, refined + module.cond_type_embed.weight[_TEXT]), dim=1)
     # A product with a permutation: the partitioner divides it by batch, where a gather would bring all rows together.
@@ -229,10 +229,10 @@ def predict(
     rotary = tuple(table[:, None, ::2] for table in module.rope(latents))
     for block in module.transformer_blocks:
         hidden, context = block(hidden, context, time, keys, rotary)
-    return _unpatched(module.proj_out(module.norm_out(hidden, time)), sizes, config.patch_size_t, config.patch_size)
+    return _unpatchify(module.proj_out(module.norm_out(hidden, time)), sizes, config.patch_size_t, config.patch_size)
 
 
-def _refined(
+def _refine_text(
     embedder: Any, text: torch.Tensor, visible: torch.Tensor, pooled: torch.Tensor, timestep: torch.Tensor
 ) -> torch.Tensor:
     embed = embedder.time_text_embed
@@ -242,7 +242,7 @@ def _refined(
     return text
 
 
-def _unpatched(tokens: torch.Tensor, sizes: list[int], patch_t: int, patch: int) -> torch.Tensor:
+def _unpatchify(tokens: torch.Tensor, sizes: list[int], patch_t: int, patch: int) -> torch.Tensor:
     frames, height, width = sizes[0] // patch_t, sizes[1] // patch, sizes[2] // patch
     grid = tokens.reshape(tokens.shape[0], frames, height, width, -1, patch_t, patch, patch)
     return grid.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)

@@ -1,10 +1,10 @@
 """The decoder of HunyuanVideo-1.5's VAE, one latent frame at a time.
 
-Its convolutions look two frames back, and the attention in its middle looks back at every frame before. Both are
-causal, so a frame can be decoded when it comes: the cache holds two frames for each convolution, and keys and values
-of all latent frames (457 MB in bfloat16 for 121 frames at 720p). Room for those is made with the first frame; a cache
-that grew would be another program at every frame. So there are two programs, of the first frame and of all others,
-whatever the length, and the memory of an upsampled video is that of four frames.
+Its convolutions look two frames back, and the attention in its middle looks back at all earlier frames. Both are
+causal, so frames can be decoded one by one: the cache holds two frames for each convolution, and keys and values of all
+latent frames (457 MB in bfloat16 for 121 frames at 720p). They are allocated with the first frame; a growing cache
+would be another program for every frame. So there are two programs, for the first frame and for all others, whatever
+the length, and an upsampled video takes the memory of four frames.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import MESH_AXES
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 SPATIAL_SCALE = 16
@@ -59,7 +59,7 @@ def latent_statistics(config: Config) -> tuple[list[float], list[float]]:
 
 
 def first_cache(frames: int) -> Cache:
-    """Says how many latent frames will come: a place for each, with 0 until its keys and values are known."""
+    """A cache with a slot for each latent frame: 0 until the frame's keys and values are computed."""
     return [torch.zeros(1, 1, frames, 1, 1)]
 
 
@@ -68,13 +68,13 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache) -> tuple[torch
     decoder = _FrameDecoder(cache)
     x = (latent / module.config.scaling_factor).to(module.decoder.conv_in.conv.weight.dtype)
     pixels = decoder.decode(module.decoder, x)
-    return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1), decoder.after()
+    return pixels.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1), decoder.next_cache()
 
 
-def with_edges_repeated(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+def pad_replicate(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
     """`x` with its first and last entries repeated along a dimension: F.pad with mode="replicate".
 
-    That one is a gather, which the partitioner does not divide along the columns that are split over the mesh.
+    F.pad is a gather, which the partitioner does not split along columns that are split over the mesh.
     """
     size = x.shape[dim]
     widths = [0, 0] * (-dim - 1) + [before, after]
@@ -83,8 +83,8 @@ def with_edges_repeated(x: torch.Tensor, dim: int, before: int, after: int) -> t
     return torch.where(place < before, first, torch.where(place >= before + size, last, F.pad(x, widths)))
 
 
-def in_columns(x: torch.Tensor) -> torch.Tensor:
-    """What comes out of an attention, split over the mesh as every image here.
+def split_columns(x: torch.Tensor) -> torch.Tensor:
+    """Constrains the output of an attention to be split by columns over the mesh, like every image here.
 
     The attention's own layout, tokens over the mesh, would become rows and columns over it, and XLA computes
     convolutions wrongly where neither divides (2 × 3 latents on dp=2,tp=4; jax 0.10.2, on CPUs).
@@ -93,18 +93,18 @@ def in_columns(x: torch.Tensor) -> torch.Tensor:
 
 
 class _FrameDecoder:
-    """diffusers' decoder on one latent frame, with what it remembers of those before."""
+    """diffusers' decoder on one latent frame, with the cache of the frames before."""
 
     def __init__(self, cache: Cache) -> None:
-        self._seen, *rest = (entry for entry in cache if entry is not None)
+        self._filled_slots, *rest = (entry for entry in cache if entry is not None)
         self._is_first = not rest
-        self._pairs = rest[:2]
-        """Keys and values."""
-        self._before = iter(rest[2:])
-        self._remembered: list[torch.Tensor] = []
+        self._keys_and_values = rest[:2]
+        """Keys and values of all latent frames."""
+        self._cached_frames = iter(rest[2:])
+        self._next_frames: list[torch.Tensor] = []
 
-    def after(self) -> Cache:
-        return [self._seen, *self._pairs, *self._remembered]
+    def next_cache(self) -> Cache:
+        return [self._filled_slots, *self._keys_and_values, *self._next_frames]
 
     def decode(self, decoder: Any, z: torch.Tensor) -> torch.Tensor:
         x = self._convolve(decoder.conv_in, z) + z.repeat_interleave(decoder.repeat, dim=1)
@@ -122,10 +122,10 @@ class _FrameDecoder:
 
     def _convolve(self, causal: Any, x: torch.Tensor) -> torch.Tensor:
         *sides, behind, _ = causal.time_causal_padding
-        before = x[:, :, :1].expand(-1, -1, behind, -1, -1) if self._is_first else next(self._before)
+        before = x[:, :, :1].expand(-1, -1, behind, -1, -1) if self._is_first else next(self._cached_frames)
         joined = torch.cat((before, x), dim=2)
-        self._remembered.append(joined[:, :, -behind:])
-        return causal.conv(with_edges_repeated(with_edges_repeated(joined, -1, *sides[:2]), -2, *sides[2:]))
+        self._next_frames.append(joined[:, :, -behind:])
+        return causal.conv(pad_replicate(pad_replicate(joined, -1, *sides[:2]), -2, *sides[2:]))
 
     def _resnet(self, resnet: Any, x: torch.Tensor) -> torch.Tensor:
         h = self._convolve(resnet.conv1, resnet.nonlinearity(resnet.norm1(x)))
@@ -135,19 +135,21 @@ class _FrameDecoder:
     def _attend(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
         normed = attention.norm(x)
         query, new = attention.to_q(normed), (attention.to_k(normed), attention.to_v(normed))
-        frames = self._seen.shape[2]
+        frames = self._filled_slots.shape[2]
         place = torch.arange(frames, device=x.device).view(1, 1, -1, 1, 1)
-        here = place == self._seen.sum().to(place.dtype)
+        here = place == self._filled_slots.sum().to(place.dtype)
         if self._is_first:
             room = torch.zeros(*x.shape[:2], frames, *x.shape[3:], dtype=x.dtype, device=x.device)
-            self._pairs = [room, room]
-        self._pairs = [torch.where(here, one, known) for one, known in zip(new, self._pairs, strict=True)]
-        self._seen = torch.where(here, 1.0, self._seen)
-        shown = (self._seen > 0).expand(1, 1, frames, *x.shape[3:]).reshape(1, 1, 1, -1)
+            self._keys_and_values = [room, room]
+        self._keys_and_values = [
+            torch.where(here, one, known) for one, known in zip(new, self._keys_and_values, strict=True)
+        ]
+        self._filled_slots = torch.where(here, 1.0, self._filled_slots)
+        shown = (self._filled_slots > 0).expand(1, 1, frames, *x.shape[3:]).reshape(1, 1, 1, -1)
         # One head: [batch, 1, tokens, channels].
-        q, k, v = (part.flatten(2).transpose(1, 2).unsqueeze(1) for part in (query, *self._pairs))
+        q, k, v = (part.flatten(2).transpose(1, 2).unsqueeze(1) for part in (query, *self._keys_and_values))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
-        return in_columns(x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape)))
+        return split_columns(x + attention.proj_out(out.squeeze(1).transpose(1, 2).reshape(query.shape)))
 
     def _upsample(self, upsampler: Any, x: torch.Tensor) -> torch.Tensor:
         spread, repeats = upsampler._dcae_upsample_rearrange, upsampler.repeats

@@ -22,7 +22,7 @@ TRANSFORMER: Config = {
     "attention_bias": True,
     "attention_out_bias": True,
 }
-"""Also what diffusers has for values that a configuration leaves out."""
+"""The configuration, with diffusers' defaults for values that config.json leaves out."""
 
 LTX_VIDEO = ModelCard(
     name="LTX-Video",

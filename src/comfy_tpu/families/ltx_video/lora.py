@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comfy_tpu.families.model_family import Rows
-from comfy_tpu.families.shared.lora_names import ALL, renamed
+from comfy_tpu.families.shared.lora_names import ALL, rename_module
 
 _ORIGINAL_NAMES = (
     (r"^proj_in$", "patchify_proj"),
@@ -15,5 +15,5 @@ _ORIGINAL_NAMES = (
 
 
 def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
-    """What Lightricks' own code calls a module of diffusers'; ComfyUI does as it does."""
-    return {renamed(module, _ORIGINAL_NAMES): ALL}
+    """The name of a module of diffusers in Lightricks' own code, which ComfyUI uses too."""
+    return {rename_module(module, _ORIGINAL_NAMES): ALL}

@@ -8,10 +8,10 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE, shifted_by_tokens
+from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE, token_shift_schedulers
 
 
-def tokens(settings: GenerationSettings) -> int:
+def token_count(settings: GenerationSettings) -> int:
     frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
     return frames * (settings.height // SPATIAL_SCALE) * (settings.width // SPATIAL_SCALE)
 
@@ -26,9 +26,9 @@ _SCHEDULER: Config = {
 }
 """As published; a model directory brings its own."""
 
-SCHEDULERS = shifted_by_tokens(_SCHEDULER, tokens)
+SCHEDULERS = token_shift_schedulers(_SCHEDULER, token_count)
 
 
 def own_schedulers(read: ReadJson) -> Mapping[str, SchedulerFactory]:
     own = read(SCHEDULER_FILE)
-    return shifted_by_tokens(own, tokens) if own else {}
+    return token_shift_schedulers(own, token_count) if own else {}

@@ -15,8 +15,8 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
-from comfy_tpu.families.shared.building import refuse_unknown_keys
-from comfy_tpu.families.shared.first_frame import with_first
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
+from comfy_tpu.families.shared.first_frame import replace_first_frame
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -34,11 +34,11 @@ class VideoProcessor:
     ) -> torch.Tensor:
         query = rotate_pairs(attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)), *image_rotary_emb)
         key, value = keys_and_values(attn, hidden_states)
-        return _attended(attn, query, rotate_pairs(key, *image_rotary_emb), value)
+        return _attend(attn, query, rotate_pairs(key, *image_rotary_emb), value)
 
 
 class PromptProcessor:
-    """The same over the prompt, whose keys and values are given; `attention_mask` says which of its tokens count."""
+    """Attention to the prompt, whose keys and values are given; `attention_mask` masks its padding."""
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class PromptProcessor:
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
         query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        return _attended(attn, query, attn.prompt_key, attn.prompt_value, attention_mask)
+        return _attend(attn, query, attn.prompt_key, attn.prompt_value, attention_mask)
 
 
 def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, tor
     return key, attn.to_v(context).unflatten(2, (attn.heads, -1))
 
 
-def _attended(
+def _attend(
     attn: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -121,7 +121,7 @@ TRANSFORMER = ComponentSpec(
 
 
 def settings_inputs(settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    """Positions in time are seconds."""
+    """The frame rate, because positions in time are seconds."""
     return {"frame_rate": torch.tensor([[float(settings.fps)]])}
 
 
@@ -132,7 +132,7 @@ def prepare(
     frame_rate: torch.Tensor,
     condition: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Keys and values of every cross-attention, [layers, batch, tokens, heads, head_dim], and which of them count."""
+    """Keys and values of every cross-attention, [layers, batch, tokens, heads, head_dim], and the mask of padding."""
     context = module.caption_projection(text.to(module.caption_projection.linear_1.weight.dtype))
     keys, values = module.transformer_blocks.map(lambda block: keys_and_values(block.attn2, context))
     return {
@@ -161,18 +161,20 @@ def predict(
     frame_rate: torch.Tensor,
     condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """diffusers' forward on the latents as tokens, from what `prepare` made of the prompt.
+    """The velocity: diffusers' forward on the latents as tokens and the outputs of `prepare`.
 
-    With an image, the first latent frame is its own and has no noise: tokens of it are told timestep 0.
+    With an image, the first latent frame is the image's and has no noise: its tokens have timestep 0.
     """
     dtype, (batch, _, frames, height, width) = module.proj_in.weight.dtype, latents.shape
     if condition is not None:
-        latents = with_first(latents, condition)
+        latents = replace_first_frame(latents, condition)
         timestep = torch.cat((torch.zeros_like(timestep), timestep))
     hidden = module.proj_in(latents.flatten(2).transpose(1, 2).to(dtype))
     # Of one timestep or two, whatever the number of tokens: [timesteps, 6 · features] and [timesteps, features].
     modulation, embedded = module.time_embed(timestep, batch_size=timestep.numel(), hidden_dtype=torch.float32)
-    modulation, embedded = (_by_token(x.to(dtype), batch, frames, height * width) for x in (modulation, embedded))
+    modulation, embedded = (
+        _expand_to_tokens(x.to(dtype), batch, frames, height * width) for x in (modulation, embedded)
+    )
     rotary = rope_tables(module.rope, frame_rate, (frames, height, width), module.config.num_attention_heads)
     visible = text_visible[:, None, None]
     for block in module.transformer_blocks:
@@ -182,21 +184,22 @@ def predict(
     return velocity.reshape(batch, frames, height, width, -1).permute(0, 4, 1, 2, 3)
 
 
-def _by_token(rows: torch.Tensor, batch: int, frames: int, of_a_frame: int) -> torch.Tensor:
-    """[batch, 1, features] of one row; of two, the first for tokens of the first frame, and the second for the rest."""
+def _expand_to_tokens(rows: torch.Tensor, batch: int, frames: int, frame_tokens: int) -> torch.Tensor:
+    """One row -> [batch, 1, features]; two rows -> the first for tokens of the first frame, the second for the
+    others."""
     if rows.shape[0] == 1:
         return rows.expand(batch, -1).unsqueeze(1)
-    is_first = torch.arange(frames * of_a_frame, device=rows.device).unsqueeze(-1) < of_a_frame
+    is_first = torch.arange(frames * frame_tokens, device=rows.device).unsqueeze(-1) < frame_tokens
     return torch.where(is_first, rows[:1], rows[1:]).unsqueeze(0).expand(batch, -1, -1)
 
 
 def rope_tables(
     rope: Any, frame_rate: torch.Tensor, sizes: tuple[int, int, int], heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [1, tokens, heads, head_dim / 2], other ones for every head.
+    """Cosines and sines [1, tokens, heads, head_dim / 2], different for every head.
 
-    Those of frames, rows and columns are made apart, on the device because seconds are not known before, and put
-    together there: whole tables are 60 MB in float32 at 704 × 512 × 161. Angles are diffusers' own, in float32.
+    Tables of frames, rows and columns are computed and combined on the device, because the frame rate is an input:
+    whole tables are 60 MB in float32 at 704 × 512 × 161. Angles are diffusers' own, in float32.
     """
     count, device = rope.dim // 6, frame_rate.device
     steps = np.linspace(0.0, 1.0, count, dtype=np.float32)
@@ -209,7 +212,7 @@ def rope_tables(
     )
     angles = [rates * (place * 2 - 1).unsqueeze(-1) for place in places]
 
-    def table(function: Callable[[torch.Tensor], torch.Tensor], filling: float) -> torch.Tensor:
+    def table(function: Callable[[torch.Tensor], torch.Tensor], padding: float) -> torch.Tensor:
         time, down, across = (function(x) for x in angles)
         every = torch.stack(
             (
@@ -219,9 +222,9 @@ def rope_tables(
             ),
             dim=-1,
         ).reshape(1, -1, 3 * count)
-        # What three do not divide stays unturned, before the others. All features on every device of tp, until heads
-        # part them: split before, each device would get the last one of its neighbour's.
-        padded = constrain(F.pad(every, (rope.dim // 2 - 3 * count, 0), value=filling), None, "sp", None)
+        # Features that three does not divide are not rotated, and come first. All features are on every device of tp
+        # until heads split them: split earlier, each device would need one feature of its neighbour.
+        padded = constrain(F.pad(every, (rope.dim // 2 - 3 * count, 0), value=padding), None, "sp", None)
         return padded.unflatten(2, (heads, -1))
 
     return table(torch.cos, 1.0), table(torch.sin, 0.0)

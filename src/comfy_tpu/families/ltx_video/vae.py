@@ -11,7 +11,7 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 SPATIAL_SCALE = 32
@@ -50,16 +50,16 @@ def latent_channels(config: Config) -> int:
 
 
 def latent_statistics(config: Config) -> tuple[list[float], list[float]]:
-    """Nothing to do: the statistics are weights of the VAE, and what it gives and takes here is normed by them.
+    """Zeros and ones: the statistics are weights of the VAE, and its functions here normalize by them.
 
-    So are ComfyUI's own latents of this family.
+    ComfyUI's own latents of this family are normalized, too.
     """
     channels = latent_channels(config)
     return [0.0] * channels, [1.0] * channels
 
 
 def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, channels, n, height, width], all of the transformer's latents -> 8n - 7 frames. Nothing is remembered."""
+    """[batch, channels, n, height, width], all of the transformer's latents -> 8n - 7 frames. The cache is not used."""
     mean, deviation = _statistics(module)
     x = (latent * deviation / module.config.scaling_factor + mean).to(module.decoder.conv_in.conv.weight.dtype)
     # A decoder that also takes noise away is told that there is none, which is what diffusers' pipeline asks for.
@@ -69,8 +69,8 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
 
 
 def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, 3, 1, height, width] in -1..1 -> the transformer's latents of a first frame: the middle of what the VAE
-    sees in it, where diffusers draws a sample."""
+    """[batch, 3, 1, height, width] in -1..1 -> the transformer's latents of a first frame: the mean of the VAE's
+    distribution, from which diffusers draws a sample."""
     moments = module.encoder(pixels.to(module.encoder.conv_in.conv.weight.dtype)).float()
     mean, deviation = _statistics(module)
     return (moments.chunk(2, dim=1)[0] - mean) / deviation, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfy_tpu.families.model_family import Rows
-from comfy_tpu.families.shared.lora_names import ALL, rows_of_fused, swapped_halves
+from comfy_tpu.families.shared.lora_names import ALL, fused_qkv_rows, swap_halves
 
 SINGLE_NORMS = (
     (r"^single_transformer_blocks\.(\d+)\.attn\.norm_q$", r"single_blocks.\1.norm.query_norm.scale"),
@@ -33,5 +33,5 @@ COMMON_NAMES = (
 
 def fused_rows(module: str, shape: tuple[int, ...]) -> Rows:
     if module == "norm_out.linear":
-        return swapped_halves(shape)
-    return rows_of_fused(module, shape) or ALL
+        return swap_halves(shape)
+    return fused_qkv_rows(module, shape) or ALL

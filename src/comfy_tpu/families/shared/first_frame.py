@@ -1,4 +1,4 @@
-"""Of models that make a video from a prompt alone, or go on from a first frame that stays as it is."""
+"""Functions of models that make a video from a prompt alone, or from a first frame that is kept unchanged."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 from comfy_tpu.config import GenerationSettings
 
 
-def condition(frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    """For `ImageInput`: the image's latents."""
+def condition(
+    frames: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
+    """`ImageEncoding.condition`: the image's latents."""
     return {"condition": frames[0]}
 
 
-def with_first(latents: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def replace_first_frame(latents: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return torch.cat((first.to(latents.dtype), latents[:, :, 1:]), dim=2)
 
 
 def finish(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """For `ImageInput`: the first frame is the image's own, whatever the model said about it."""
+    """`ImageEncoding.finish`: replaces the first latent frame by the image's own."""
     first = embeddings["condition"]
-    return with_first(latents, first.expand(latents.shape[0], *first.shape[1:]))
+    return replace_first_frame(latents, first.expand(latents.shape[0], *first.shape[1:]))

@@ -1,4 +1,4 @@
-"""Text and image as one sequence, as both generations of Flux have it."""
+"""Text and image as one sequence, for both generations of Flux."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comfy_tpu.families.shared.rope import rotate_pairs
 
 
 class JointProcessor:
-    """diffusers' processor for Flux, with RoPE tables of half the width and streams joined by `concat_streams`."""
+    """diffusers' processor for Flux, with RoPE tables of half the width, and with `concat_streams`."""
 
     def __call__(
         self,
@@ -40,37 +40,37 @@ class JointProcessor:
         out = out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)
         if encoder_hidden_states is None:
             return out
-        text, picture = split_streams(out, encoder_hidden_states.shape[1])
-        return attn.to_out[1](attn.to_out[0](picture)), attn.to_add_out(text)
+        text, image = split_streams(out, encoder_hidden_states.shape[1])
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
 
 
-def _mesh() -> MeshSizes:
+def _mesh_sizes() -> MeshSizes:
     placement = current_trace().placement
     return MeshSizes() if placement is None else placement.sizes
 
 
-def tp() -> int:
-    """Ways in which the mesh splits features."""
-    return _mesh().tp
+def tp_size() -> int:
+    """The size of the mesh's tp axis in the current trace."""
+    return _mesh_sizes().tp
 
 
-def concat_streams(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
-    """[batch, text and image tokens, …]. Where sp divides both, each device puts its own parts together.
+def concat_streams(text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """[batch, text and image tokens, …]. If sp divides both lengths, each device concatenates its own shards.
 
-    Attention does not mind the order of tokens that bring their positions along, and so nothing moves.
+    Attention does not depend on the order of tokens with RoPE, so nothing needs to be moved between devices.
     """
-    shards = _shards(text.shape[1], picture.shape[1])
-    return torch.cat([x.unflatten(1, (shards, -1)) for x in (text, picture)], dim=2).flatten(1, 2)
+    shards = _shard_count(text.shape[1], image.shape[1])
+    return torch.cat([x.unflatten(1, (shards, -1)) for x in (text, image)], dim=2).flatten(1, 2)
 
 
-def split_streams(both: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `concat_streams` was made of."""
-    picture_tokens = both.shape[1] - text_tokens
-    shards = _shards(text_tokens, picture_tokens)
-    parts = both.unflatten(1, (shards, -1)).split((text_tokens // shards, picture_tokens // shards), dim=2)
-    text, picture = (part.flatten(1, 2) for part in parts)
-    return text, picture
+def split_streams(joint: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `concat_streams`: (text, image)."""
+    image_tokens = joint.shape[1] - text_tokens
+    shards = _shard_count(text_tokens, image_tokens)
+    parts = joint.unflatten(1, (shards, -1)).split((text_tokens // shards, image_tokens // shards), dim=2)
+    text, image = (part.flatten(1, 2) for part in parts)
+    return text, image
 
 
-def _shards(*lengths: int) -> int:
-    return _mesh().sp if all(length % _mesh().sp == 0 for length in lengths) else 1
+def _shard_count(*lengths: int) -> int:
+    return _mesh_sizes().sp if all(length % _mesh_sizes().sp == 0 for length in lengths) else 1

@@ -1,4 +1,4 @@
-"""What a model's own code calls the modules of diffusers, for LoRA files that have its names."""
+"""Converts diffusers' names of modules to those of a model's own code, for LoRA files with such names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from comfy_tpu.families.model_family import Rows
 ALL: Rows = (slice(None),)
 
 Names = Iterable[tuple[str, str]]
-"""(regular expression, replacement), one after the other."""
+"""(regular expression, replacement) pairs, applied in order."""
 
 
-def renamed(module: str, names: Names) -> str:
+def rename_module(module: str, names: Names) -> str:
     for pattern, name in names:
         module = re.sub(pattern, name, module)
     return module
 
 
-def rows_of_fused(module: str, shape: tuple[int, ...]) -> Rows | None:
-    """Where query, key and value are one module of theirs, in this order. None: the module is none of the three."""
+def fused_qkv_rows(module: str, shape: tuple[int, ...]) -> Rows | None:
+    """The rows of query, key or value in a module that fuses the three; None for another module."""
     match = re.search(r"\b(?:to_([qkv])|add_([qkv])_proj)$", module)
     if match is None:
         return None
@@ -28,7 +28,7 @@ def rows_of_fused(module: str, shape: tuple[int, ...]) -> Rows | None:
     return (slice(start, start + shape[0]),)
 
 
-def swapped_halves(shape: tuple[int, ...]) -> Rows:
-    """Of the last norm: theirs shifts and scales, diffusers' scales and shifts."""
+def swap_halves(shape: tuple[int, ...]) -> Rows:
+    """The rows of the last norm, whose shift and scale are in the opposite order in diffusers."""
     half = shape[0] // 2
     return (slice(half, 2 * half), slice(0, half))

@@ -8,7 +8,7 @@ from comfy_tpu.bridge import constrain
 
 
 class Modulation(torch.nn.Linear):
-    """The linear layer of an adaptive norm: one row a sample, so its answer may be put together for next to nothing."""
+    """The linear layer of an adaptive norm, with a gathered result: one row per sample, which costs almost nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return constrain(super().forward(x), "dp", None)

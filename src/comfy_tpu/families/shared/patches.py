@@ -12,6 +12,6 @@ def as_tokens(latents: torch.Tensor) -> torch.Tensor:
 
 
 def as_latents(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The way back; height and width in latents."""
+    """The inverse of `as_tokens`; height and width in latents."""
     patches = tokens.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3).unsqueeze(2)

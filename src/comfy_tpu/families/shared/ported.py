@@ -12,7 +12,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import SchedulerFactory
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 
 

@@ -13,7 +13,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import SchedulerFactory
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
@@ -24,18 +24,18 @@ def unipc(settings: GenerationSettings) -> Any:
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=settings.flow_shift
     )
-    return _set(scheduler, settings)
+    return _set_timesteps(scheduler, settings)
 
 
 def euler(settings: GenerationSettings) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    return _set(FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift), settings)
+    return _set_timesteps(FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift), settings)
 
 
 def euler_from_one(settings: GenerationSettings) -> Any:
-    """With noise levels in equal steps from 1, as pipelines have them that say so themselves; `euler` above has the
-    scheduler's own, which end above zero before the shift."""
+    """Euler with sigmas in equal steps from 1, as in pipelines that pass their own sigmas; `euler` above has the
+    scheduler's sigmas, which end above zero before the shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift)
@@ -52,11 +52,11 @@ def dpm(settings: GenerationSettings) -> Any:
         flow_shift=settings.flow_shift,
         algorithm_type="dpmsolver++",
     )
-    return _set(scheduler, settings)
+    return _set_timesteps(scheduler, settings)
 
 
 def own_shift(read: Callable[[str], Config]) -> dict[str, float]:
-    """The flow shift of the scheduler that a model directory brings along; diffusers has two names for it."""
+    """The flow shift of the model directory's scheduler; diffusers has two names for it."""
     config = read(SCHEDULER_FILE)
     name = "flow_shift" if "flow_shift" in config else "shift"
     if name not in config:
@@ -67,7 +67,7 @@ def own_shift(read: Callable[[str], Config]) -> dict[str, float]:
     return {"flow_shift": float(shift)}
 
 
-def shift_by_tokens(config: Config, tokens: int) -> float:
+def token_shift(config: Config, tokens: int) -> float:
     """The flow shift that a FlowMatchEulerDiscreteScheduler of this configuration has for a number of tokens.
 
     diffusers' exponential time shift by mu is a flow shift of e^mu, and its linear one of mu.
@@ -80,16 +80,16 @@ def shift_by_tokens(config: Config, tokens: int) -> float:
     return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
 
 
-def shifted_by_tokens(config: Config, tokens: Callable[[GenerationSettings], int]) -> dict[str, SchedulerFactory]:
-    """Of a model's scheduler_config.json: its own Euler steps, from sigma 1 to 1/steps before the shift, and other
-    solvers with that shift alone. flow_shift is a factor on it."""
+def token_shift_schedulers(config: Config, tokens: Callable[[GenerationSettings], int]) -> dict[str, SchedulerFactory]:
+    """The schedulers of a model's scheduler_config.json: its own Euler steps, from sigma 1 to 1/steps before the shift,
+    and other solvers with that shift alone. flow_shift is a factor on the shift."""
     if config.get("_class_name", _EULER) != _EULER:
         raise UnsupportedError(
             f"{SCHEDULER_FILE} describes a {config['_class_name']}, expected a {_EULER}; use the model's own file"
         )
 
     def shifted(settings: GenerationSettings) -> GenerationSettings:
-        shift = settings.flow_shift * shift_by_tokens(config, tokens(settings))
+        shift = settings.flow_shift * token_shift(config, tokens(settings))
         return dataclasses.replace(settings, flow_shift=shift)
 
     def own_euler(settings: GenerationSettings) -> Any:
@@ -113,10 +113,10 @@ def shifted_by_tokens(config: Config, tokens: Callable[[GenerationSettings], int
 _EULER = "FlowMatchEulerDiscreteScheduler"
 
 
-def _set(scheduler: Any, settings: GenerationSettings) -> Any:
+def _set_timesteps(scheduler: Any, settings: GenerationSettings) -> Any:
     scheduler.set_timesteps(settings.num_inference_steps)
     return scheduler
 
 
 FLOW_SCHEDULERS: dict[str, SchedulerFactory] = {"unipc": unipc, "euler": euler, "dpm++": dpm}
-"""By the name a user gives."""
+"""Schedulers by the names that users choose from."""

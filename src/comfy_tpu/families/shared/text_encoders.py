@@ -20,8 +20,8 @@ def clip_component(name: str) -> ComponentSpec:
         stacks=(LayerStack("encoder.layers"),),
         # CLIP-L: 0.25 GB, 77 tokens, and twelve heads that eight devices do not divide.
         rules=(replicate("embeddings.*"), replicate("encoder.layers.*"), replicate("final_layer_norm.*")),
-        shared=False,
-        rename=_without_prefix("text_model."),
+        shard_attention=False,
+        rename=_prefix_stripper("text_model."),
     )
 
 
@@ -135,5 +135,5 @@ def _build_t5(config: Mapping[str, Any]) -> torch.nn.Module:
 _POSITION_BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
-def _without_prefix(prefix: str) -> Callable[[str], str]:
+def _prefix_stripper(prefix: str) -> Callable[[str], str]:
     return lambda name: name.removeprefix(prefix)

@@ -23,7 +23,7 @@ TRANSFORMER_14B: Config = {
     "ffn_dim": 13824,
     "num_layers": 40,
 }
-"""Also what diffusers has for values that a configuration leaves out."""
+"""The configuration of the 14B, with diffusers' defaults for values that config.json leaves out."""
 _TRANSFORMER_1_3B: Config = {**TRANSFORMER_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 _TRANSFORMER_I2V: Config = {**TRANSFORMER_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 _TRANSFORMER_5B: Config = {
@@ -41,7 +41,7 @@ def _has_two_transformers(index: Config) -> bool:
 
 
 def _has_timestep_per_token(index: Config) -> bool:
-    """The first frame may be given as it is, at timestep 0."""
+    """Whether the first frame may be given unchanged, at timestep 0."""
     return bool(index.get("expand_timesteps"))
 
 

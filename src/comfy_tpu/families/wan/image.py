@@ -15,7 +15,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import ImageEncoding
 from comfy_tpu.families.shared import first_frame
-from comfy_tpu.families.shared.building import VISION_RULES, without_vision_prefix
+from comfy_tpu.families.shared.vision_encoders import VISION_RULES, strip_vision_prefix
 from comfy_tpu.families.wan import text as wan_text
 from comfy_tpu.families.wan import transformer
 from comfy_tpu.families.wan.vae import encode_frames
@@ -25,7 +25,7 @@ from comfy_tpu.parallel.rules import column, replicate
 def _build_image_encoder(config: Config) -> torch.nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    # Wan reads what the last layer but one says, so there is no last one.
+    # Wan reads the output of the last layer but one, so the last layer is left out.
     known = CLIPVisionConfig(**config)
     known.num_hidden_layers -= 1
     return CLIPVisionModel(known)
@@ -37,7 +37,7 @@ IMAGE_ENCODER = ComponentSpec(
     heads="num_attention_heads",
     build=_build_image_encoder,
     stacks=(LayerStack("encoder.layers"),),
-    rename=without_vision_prefix,
+    rename=strip_vision_prefix,
     unused=("encoder.layers.*", "post_layernorm.*", "visual_projection.*", "embeddings.position_ids"),
     rules=(*VISION_RULES, replicate("pre_layrnorm.*")),
 )
@@ -51,12 +51,12 @@ TRANSFORMER = dataclasses.replace(
         column("blocks.*.attn2.norm_added_k.weight"),
     ),
 )
-"""With keys and values of the image in every cross-attention."""
+"""The transformer with keys and values of the image in every cross-attention."""
 
 FIRST_AND_LAST = dataclasses.replace(
     TRANSFORMER, rules=(*TRANSFORMER.rules, replicate("condition_embedder.image_embedder.pos_embed"))
 )
-"""And with a place for each of two pictures."""
+"""The transformer with position embeddings for two images."""
 
 
 def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tens
 def prompt_cache(
     module: Any, text: torch.Tensor, condition: torch.Tensor, image: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """The prompt's keys and values, CLIP's where the model reads them, and the image's latents as they are."""
+    """The prompt's keys and values, those of CLIP's tokens if the model reads them, and the image's latents."""
     prepared = transformer.prompt_cache(module, text) | {"condition": condition}
     if image is not None:
         dtype = module.blocks.template.attn2.to_k.weight.dtype
@@ -106,16 +106,18 @@ def predict(
     guidance_scale: torch.Tensor,
     condition: torch.Tensor,
 ) -> torch.Tensor:
-    """The image's latents beside the noise, as more channels."""
+    """The velocity; the image's latents are channels beside the noise."""
     channels = torch.cat((latents, condition.to(latents.dtype)), dim=1)
     return transformer.predict(module, channels, timestep, guidance_scale)
 
 
-def condition(frames: Sequence[torch.Tensor], pictures: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-    """The channels beside the noise: which frames are given, four by four as the VAE takes them, and all latents."""
+def condition(
+    frames: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
+    """The channels beside the noise: a mask of the given frames, four per latent, and the latents of all frames."""
     given = torch.zeros(settings.num_frames)
     given[0] = 1
-    if pictures > 1:
+    if image_count > 1:
         given[-1] = 1
     latents = torch.cat(tuple(frames), dim=2)
     # The first latent holds one frame, which counts for all four.
@@ -125,7 +127,7 @@ def condition(frames: Sequence[torch.Tensor], pictures: int, settings: Generatio
 
 
 def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
-    """As `text.embedding_shapes`, with the image's."""
+    """The shapes of `text.embedding_shapes`, and those of the image's embeddings."""
     frames = (settings.num_frames - 1) // 4 + 1
     channels = config["in_channels"] - config["out_channels"]
     shapes: dict[str, tuple[int, ...]] = dict(wan_text.embedding_shapes(config, settings))
@@ -135,16 +137,16 @@ def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, t
     return shapes
 
 
-FROM_LATENTS = ImageEncoding(encode_frames, condition)
-FROM_LATENTS_AND_CLIP = dataclasses.replace(FROM_LATENTS, encoder=IMAGE_ENCODER, embed=embed_image)
-AS_FIRST_FRAME = ImageEncoding(
+LATENT_ENCODING = ImageEncoding(encode_frames, condition)
+LATENT_AND_CLIP_ENCODING = dataclasses.replace(LATENT_ENCODING, encoder=IMAGE_ENCODER, embed=embed_image)
+FIRST_FRAME_ENCODING = ImageEncoding(
     encode_frames,
     first_frame.condition,
     optional_embeddings=("condition",),
     first_frame_only=True,
     finish=first_frame.finish,
 )
-"""Of the 5B: the first latent frame is the image's own."""
+"""The encoding of the 5B, whose first latent frame is the image's own."""
 
 
 def prepare_first_frame(
@@ -161,10 +163,11 @@ def predict_first_frame(
     guidance_scale: torch.Tensor,
     condition: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """With an image, the first latent frame is its own and has no noise: its tokens have timestep 0."""
+    """The velocity. With an image, the first latent frame is the image's and has no noise: its tokens have timestep
+    0."""
     if condition is None:
         return transformer.predict(module, latents, timestep, guidance_scale)
-    latents = first_frame.with_first(latents, condition)
+    latents = first_frame.replace_first_frame(latents, condition)
     _, height, width = module.config.patch_size
     frame_tokens = (latents.shape[3] // height) * (latents.shape[4] // width)
     noisy = torch.ones(latents.shape[2] * frame_tokens, device=latents.device)

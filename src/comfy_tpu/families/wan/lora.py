@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comfy_tpu.families.model_family import Rows
-from comfy_tpu.families.shared.lora_names import ALL, renamed
+from comfy_tpu.families.shared.lora_names import ALL, rename_module
 
 _ORIGINAL_NAMES = (
     (r"\battn1\.", "self_attn."),
@@ -31,5 +31,5 @@ _ORIGINAL_NAMES = (
 
 
 def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
-    """What Wan's own code calls a module of diffusers'; ComfyUI and most trainers do as it does."""
-    return {renamed(module, _ORIGINAL_NAMES): ALL}
+    """The name of a module of diffusers in Wan's own code, which ComfyUI and most trainers use too."""
+    return {rename_module(module, _ORIGINAL_NAMES): ALL}

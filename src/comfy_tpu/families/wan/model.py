@@ -45,7 +45,7 @@ _VAE_5B = dataclasses.replace(_VAE, latent_channels=lambda config: int(config.ge
 
 _SCHEDULING = Scheduling(FLOW_SCHEDULERS)
 _OWN_SHIFT = Scheduling(FLOW_SCHEDULERS, own_settings=own_shift)
-"""Each size has a model of its own."""
+"""Schedulers with the shift of the model directory: each size has its own model."""
 
 
 def _with_low_noise(spec: ComponentSpec) -> tuple[ComponentSpec, ComponentSpec]:
@@ -54,7 +54,7 @@ def _with_low_noise(spec: ComponentSpec) -> tuple[ComponentSpec, ComponentSpec]:
 
 WAN21 = ModelFamily(card.WAN21, _TEXT, _DENOISER, _VAE, _SCHEDULING)
 WAN21_IMAGE = ModelFamily(
-    card.WAN21_IMAGE, _TEXT_AND_IMAGE, _IMAGE_DENOISER, _VAE, _OWN_SHIFT, image.FROM_LATENTS_AND_CLIP
+    card.WAN21_IMAGE, _TEXT_AND_IMAGE, _IMAGE_DENOISER, _VAE, _OWN_SHIFT, image.LATENT_AND_CLIP_ENCODING
 )
 WAN21_FIRST_LAST = dataclasses.replace(
     WAN21_IMAGE,
@@ -77,7 +77,7 @@ WAN22_IMAGE = dataclasses.replace(
         _IMAGE_DENOISER,
         transformers=_with_low_noise(transformer.TRANSFORMER),
     ),
-    image=image.FROM_LATENTS,
+    image=image.LATENT_ENCODING,
 )
 WAN22_5B = ModelFamily(
     card.WAN22_5B,
@@ -90,7 +90,7 @@ WAN22_5B = ModelFamily(
     ),
     _VAE_5B,
     _OWN_SHIFT,
-    image.AS_FIRST_FRAME,
+    image.FIRST_FRAME_ENCODING,
 )
 
 MODELS = {family.name: family for family in (WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B)}

@@ -33,7 +33,7 @@ _VAE_5B: Config = {
     "latents_mean": [0.0] * 48,
     "latents_std": [1.0] * 48,
 }
-"""With other latent statistics than the published ones: they scale numbers and cost nothing."""
+"""The VAE of the 5B, without the published latent statistics, which do not change the cost."""
 
 
 def predict(

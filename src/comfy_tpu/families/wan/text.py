@@ -1,4 +1,4 @@
-"""Wan's text encoder: UMT5, with zeros behind the text."""
+"""Wan's text encoder: UMT5, with zeros in place of the padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT_ENCODER = umt5_component("text_encoder")
 
 
 def clean_prompt(text: str) -> str:
-    """As diffusers' Wan pipeline does, so that the same prompt is the same tokens."""
+    """Cleans a prompt like diffusers' Wan pipeline, so that its tokens are the same."""
     import ftfy
 
     text = html.unescape(html.unescape(ftfy.fix_text(text)))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -39,7 +39,7 @@ class WanProcessor:
                 attn, hidden_states if encoder_hidden_states is None else encoder_hidden_states
             )
         if rotary_emb is not None:
-            query, key = rotated(query, *rotary_emb), rotated(key, *rotary_emb)
+            query, key = apply_rope(query, *rotary_emb), apply_rope(key, *rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
         if encoder_hidden_states is not None and attn.image_key is not None:  # what the model sees of a given image
@@ -54,7 +54,7 @@ def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, tor
     return key, attn.to_v(context).unflatten(2, (attn.heads, -1))
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """RoPE on neighbouring pairs of [batch, tokens, heads, head_dim]; both tables hold every value twice."""
     return rotate_pairs(x, cosine[..., 0::2], sine[..., 1::2])
 

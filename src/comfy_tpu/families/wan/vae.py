@@ -10,7 +10,7 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
@@ -19,15 +19,15 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
 
     refuse_unknown_keys(AutoencoderKLWan, config)
     model = AutoencoderKLWan.from_config(dict(config))
-    _pad_pictures_in_convolutions(model)
+    _pad_in_convolutions(model)
     return model
 
 
-def _pad_pictures_in_convolutions(model: torch.nn.Module) -> None:
-    """diffusers pads before the convolution, in time and around the image; here only in time.
+def _pad_in_convolutions(model: torch.nn.Module) -> None:
+    """Moves the padding of rows and columns into the convolutions; diffusers pads before them, in time and space.
 
-    It is the same, and a copy of every image less. XLA's convolution without padding is also a slow one on a CPU: a
-    latent frame of 96×64 pixels, a sixth of the published channels, 0.25 s against 0.13 s.
+    The result is the same, with one copy of every image less. XLA's convolution without padding is also slow on a CPU:
+    a latent frame of 96×64 pixels, a sixth of the published channels, 0.25 s against 0.13 s.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
@@ -63,7 +63,7 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
 
 
 def decode_part(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """As `decode_frame`, but from the VAE's own scale to pixels in -1..1, channels first."""
+    """`decode_frame` from the VAE's own scale to pixels in -1..1, channels first."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
     if cache is None:
@@ -74,13 +74,13 @@ def decode_part(module: Any, latent: torch.Tensor, cache: Cache | None) -> tuple
     pixels = module.decoder(x, feat_cache=slots, feat_idx=[0], first_chunk=cache is None)
     if module.config.patch_size is not None:
         pixels = unpatchify(pixels, module.config.patch_size)
-    return pixels.float().clamp(-1, 1), _of_full_length(slots) if cache is None else slots
+    return pixels.float().clamp(-1, 1), _pad_cache(slots) if cache is None else slots
 
 
-def _of_full_length(slots: list[Any]) -> Cache:
-    """What the first frame leaves of itself, with zeros in front where later ones leave two frames.
+def _pad_cache(slots: list[Any]) -> Cache:
+    """The cache of the first frame, padded in front with zeros to the two frames that later frames leave.
 
-    A causal convolution pads a shorter cache with the same zeros. So all frames behind the first are one program.
+    A causal convolution pads a shorter cache with the same zeros. So all frames after the first are one program.
     """
     full: list[Any] = []
     for entry in slots:
@@ -104,7 +104,7 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
 
 
 def encode_moments(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """As `encode_frames`, but mean and log variance in the VAE's own scale."""
+    """Mean and log variance of `encode_frames`, in the VAE's own scale."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
     pixels = pixels.to(module.quant_conv.weight.dtype)

@@ -17,8 +17,8 @@ def inputs():
 
 def chain():
     """Functions that a bridge to another library is likely to have touched."""
-    picture, kernel = inputs()
-    x = F.conv2d(picture, kernel, padding=1)
+    image, kernel = inputs()
+    x = F.conv2d(image, kernel, padding=1)
     x = F.group_norm(F.silu(x), 2)
     x = F.layer_norm(x, x.shape[-1:])
     x = F.scaled_dot_product_attention(x, x, x)

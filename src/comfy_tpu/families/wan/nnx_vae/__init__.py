@@ -1,4 +1,4 @@
-"""The Wan 2.1 VAE a second time, as a Flax NNX model: channels last, no torch in its programs."""
+"""The Wan 2.1 VAE as a Flax NNX model: channels last, without torch in its programs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def vae_component(config: Mapping[str, Any], placement: Placement, **options: Any) -> NnxComponent:
-    """The VAE of this configuration on a placement. flax is an extra, and is imported here first."""
-    with _flax_is_an_extra():
+    """The VAE of this configuration on a placement. Imports flax, which is an optional dependency."""
+    with _flax_import_errors():
         from comfy_tpu.families.wan.nnx_vae.component import NnxComponent
     return NnxComponent(config, placement, **options)
 
 
 def check_vae(config: Mapping[str, Any]) -> None:
-    """Raises if a VAE of this configuration cannot run here."""
-    with _flax_is_an_extra():
+    """Raises UnsupportedError if a VAE of this configuration cannot run here."""
+    with _flax_import_errors():
         from comfy_tpu.families.wan.nnx_vae.vae import read_architecture
     read_architecture(config)
 
 
 def nnx_functions() -> VaeFunctions:
-    with _flax_is_an_extra():
+    with _flax_import_errors():
         from comfy_tpu.families.wan.nnx_vae import decoding
     return VaeFunctions(
         decoding.decode_frame,
@@ -42,7 +42,7 @@ def nnx_functions() -> VaeFunctions:
 
 
 @contextlib.contextmanager
-def _flax_is_an_extra() -> Iterator[None]:
+def _flax_import_errors() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The Flax VAE, ready to run: the same slots, programs and events as a torch module's `Component`."""
+"""The Flax VAE with the slots, programs and events of a torch module's `Component`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, check_checkpoint, load_weights
 from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.wan.nnx_vae.layers import Computation
+from comfy_tpu.families.wan.nnx_vae.layers import LayerConfig
 from comfy_tpu.families.wan.nnx_vae.loading import ChannelsLast, checkpoint_name
 from comfy_tpu.families.wan.nnx_vae.vae import WanVAE, read_architecture
 from comfy_tpu.families.wan.vae import VAE
@@ -23,7 +23,7 @@ from comfy_tpu.parallel.placement import Placement
 
 
 class NnxComponent:
-    """The Wan 2.1 VAE on a placement. Holds no weights. Each device has all of them: the image is split."""
+    """The Wan 2.1 VAE on a placement. It holds no weights. Weights are replicated; the image is split."""
 
     spec = VAE
 
@@ -37,10 +37,10 @@ class NnxComponent:
         cache: CacheConfig = CacheConfig(),
     ) -> None:
         architecture = read_architecture(config)
-        how = Computation(numpy_dtype(dtype), placement, attention)
+        layer_config = LayerConfig(numpy_dtype(dtype), placement, attention)
         self.placement = placement
         self._cache = cache
-        self._graph, state = nnx.split(nnx.eval_shape(lambda: WanVAE(architecture, how, rngs=nnx.Rngs(0))))
+        self._graph, state = nnx.split(nnx.eval_shape(lambda: WanVAE(architecture, layer_config, rngs=nnx.Rngs(0))))
         self._paths = {checkpoint_name(path): path for path, _ in nnx.to_flat_state(state)}
         self.slots = tuple(
             WeightSlot(name, (name,), parameter.shape, parameter.dtype, placement.sharding())
@@ -50,7 +50,7 @@ class NnxComponent:
     def load(
         self, checkpoint: WeightSource, on_progress: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
-        """Under diffusers' names, in our layout."""
+        """Loads the weights, under diffusers' names and in the layout of the Flax model."""
         enable_cache(self._cache)
         return load_weights(ChannelsLast(checkpoint), self.slots, on_progress=on_progress)
 

@@ -1,7 +1,7 @@
-"""Videos through the Flax VAE: a part at a time, or whole with the loop over parts inside the program.
+"""Runs videos through the Flax VAE: one part at a time, or whole with the loop over parts inside the program.
 
-The first part, one frame, stands apart: it is not resampled in time. All others are alike, and so is the shape of their
-cache, so a loop over them is one part's program scanned. Unrolled, the program grows with the video.
+The first part is a single frame, which is not resampled in time. All others have the same shapes, and so do their
+caches, so the loop over them is a scan. Unrolled, the program grows with the video.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from comfy_tpu.parallel.constraints import Axes
 
 Part = Callable[[WanVAE, Video, Cache], tuple[Video, Cache]]
 
-FRAMES_OF_A_PART = 4
-"""That the encoder reads at a time, behind the first. As in diffusers, no configuration changes it."""
+FRAMES_PER_PART = 4
+"""Frames that the encoder reads at a time after the first, as in diffusers."""
 
 _CHANNELS_FIRST: Axes = (None, None, None, None, MESH_AXES)
 DECODE_FRAME_AXES = {"latent": _CHANNELS_FIRST, "cache": COLUMNS}
@@ -32,7 +32,7 @@ ENCODE_AXES = {"video": COLUMNS}
 def decode_frame(
     vae: WanVAE, latent: Float[Array, "batch channels 1 height width"], cache: Cache
 ) -> tuple[Float[Array, "batch t rows columns 3"], Cache]:
-    """What a family's `decode_frame` does: the transformer's latents -> frames in 0..1, one if it is the first."""
+    """A family's `decode_frame`: the transformer's latents -> frames in 0..1, one frame for the first latent."""
     mean, std = _statistics(vae)
     pixels, cache = vae.decode_part(jnp.moveaxis(latent, 1, -1) * std + mean, cache)
     return (pixels + 1) / 2, cache
@@ -41,7 +41,7 @@ def decode_frame(
 def encode_frames(
     vae: WanVAE, pixels: Float[Array, "batch 3 t rows columns"], cache: Cache
 ) -> tuple[Float[Array, "batch channels 1 height width"], Cache]:
-    """What an image family's `encode_frames` does: frames in -1..1, the first alone -> the transformer's latents."""
+    """A family's `encode_frames`: frames in -1..1, the first one alone -> the transformer's latents."""
     mean, std = _statistics(vae)
     moments, cache = vae.encode_part(jnp.moveaxis(pixels, 1, -1), cache)
     latents = (jnp.split(moments, 2, axis=-1)[0] - mean) / std
@@ -49,41 +49,42 @@ def encode_frames(
 
 
 def decode(vae: WanVAE, latents: Video) -> Video:
-    """Latents in the VAE's own scale -> pixels in -1..1, as diffusers' `decode`."""
-    return _scanned(WanVAE.decode_part, vae, latents, 1)
+    """Latents in the VAE's own scale -> pixels in -1..1, like diffusers' `decode`."""
+    return _run_scanned(WanVAE.decode_part, vae, latents, 1)
 
 
 def decode_unrolled(vae: WanVAE, latents: Video) -> Video:
-    return _unrolled(WanVAE.decode_part, vae, latents, 1)
+    return _run_unrolled(WanVAE.decode_part, vae, latents, 1)
 
 
 def encode(vae: WanVAE, video: Video) -> Video:
-    """Pixels in -1..1 -> mean and log variance, as diffusers' `encode`. Frames behind the last whole part are left."""
-    return _scanned(WanVAE.encode_part, vae, video, FRAMES_OF_A_PART)
+    """Pixels in -1..1 -> mean and log variance, like diffusers' `encode`. Frames after the last whole part are
+    dropped."""
+    return _run_scanned(WanVAE.encode_part, vae, video, FRAMES_PER_PART)
 
 
 def encode_unrolled(vae: WanVAE, video: Video) -> Video:
-    return _unrolled(WanVAE.encode_part, vae, video, FRAMES_OF_A_PART)
+    return _run_unrolled(WanVAE.encode_part, vae, video, FRAMES_PER_PART)
 
 
-def _scanned(part: Part, vae: WanVAE, video: Video, frames: int) -> Video:
+def _run_scanned(part: Part, vae: WanVAE, video: Video, frames: int) -> Video:
     count = (video.shape[1] - 1) // frames
     first, cache = part(vae, video[:, :1], None)
     if count == 0:
         return first
 
     @nnx.scan(in_axes=(None, nnx.Carry, 1), out_axes=(nnx.Carry, 1))
-    def others(vae: WanVAE, cache: Cache, frames: Video) -> tuple[Cache, Video]:
+    def run_part(vae: WanVAE, cache: Cache, frames: Video) -> tuple[Cache, Video]:
         result, cache = part(vae, frames, cache)
         return cache, result
 
-    batch, _, *picture = video.shape
-    parts = video[:, 1 : 1 + count * frames].reshape(batch, count, frames, *picture)
-    _, results = others(vae, cache, parts)
+    batch, _, *image_shape = video.shape
+    parts = video[:, 1 : 1 + count * frames].reshape(batch, count, frames, *image_shape)
+    _, results = run_part(vae, cache, parts)
     return jnp.concatenate((first, results.reshape(batch, -1, *results.shape[3:])), axis=1)
 
 
-def _unrolled(part: Part, vae: WanVAE, video: Video, frames: int) -> Video:
+def _run_unrolled(part: Part, vae: WanVAE, video: Video, frames: int) -> Video:
     result, cache = part(vae, video[:, :1], None)
     results = [result]
     for start in range(1, video.shape[1] - frames + 1, frames):

@@ -1,4 +1,4 @@
-"""diffusers' checkpoints for a channels-last model: its names, and its layout."""
+"""Loads diffusers' checkpoints into a channels-last model: names and layouts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Hashable
 
 import torch
 
-from comfy_tpu.compiler.weights import SourceAround, WeightSource
+from comfy_tpu.compiler.weights import SourceWrapper, WeightSource
 
 _LEAVES = {"kernel": "weight", "scale": "gamma", "bias": "bias"}
 
 
 def checkpoint_name(path: tuple[Hashable, ...]) -> str:
-    """What diffusers calls a parameter of ours."""
+    """diffusers' name of a parameter of the Flax model."""
     *owner, leaf = map(str, path)
-    if owner[-1] == "resample":  # its second step: the first only repeats or fills up pixels
+    if owner[-1] == "resample":  # diffusers' second step: the first only repeats or pads pixels
         owner.append("1")
     return ".".join((*owner, _LEAVES[leaf]))
 
 
-class ChannelsLast(SourceAround):
-    """A checkpoint whose tensors come out as ours are laid out."""
+class ChannelsLast(SourceWrapper):
+    """A checkpoint whose tensors are converted to channels last."""
 
     def __init__(self, source: WeightSource) -> None:
         infos = source.tensors.items()

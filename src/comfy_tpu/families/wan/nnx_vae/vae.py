@@ -1,4 +1,4 @@
-"""The Wan 2.1 VAE from the configuration of diffusers' AutoencoderKLWan, whose names its parts have."""
+"""The Wan 2.1 VAE, with the configuration and the names of diffusers' AutoencoderKLWan."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.shared.building import refuse_unknown_keys
+from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.wan.nnx_vae.layers import (
     AttentionBlock,
     Cache,
     CausalConv3d,
-    Computation,
     Downsample,
+    LayerConfig,
     ResidualBlock,
     Upsample,
     Video,
-    in_turn,
     norm,
+    run_in_sequence,
 )
 
 
@@ -42,7 +42,7 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """What a config.json leaves out is as in diffusers."""
+    """Parses a config.json; missing values have diffusers' defaults."""
     from diffusers import AutoencoderKLWan
 
     refuse_unknown_keys(AutoencoderKLWan, config)
@@ -60,12 +60,12 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 class MidBlock(nnx.Module):
-    def __init__(self, features: int, how: Computation, rngs: nnx.Rngs) -> None:
-        self.resnets = nnx.List([ResidualBlock(features, features, how, rngs) for _ in range(2)])
-        self.attentions = nnx.List([AttentionBlock(features, how, rngs)])
+    def __init__(self, features: int, config: LayerConfig, rngs: nnx.Rngs) -> None:
+        self.resnets = nnx.List([ResidualBlock(features, features, config, rngs) for _ in range(2)])
+        self.attentions = nnx.List([AttentionBlock(features, config, rngs)])
 
     def __call__(self, x: Video, cache: Cache) -> tuple[Video, Cache]:
-        return in_turn((self.resnets[0], self.attentions[0], self.resnets[1]), x, cache)
+        return run_in_sequence((self.resnets[0], self.attentions[0], self.resnets[1]), x, cache)
 
 
 class UpBlock(nnx.Module):
@@ -75,83 +75,83 @@ class UpBlock(nnx.Module):
         out_features: int,
         blocks: int,
         upsampler: Upsample | None,
-        how: Computation,
+        config: LayerConfig,
         rngs: nnx.Rngs,
     ) -> None:
         inputs = [in_features] + [out_features] * (blocks - 1)
-        self.resnets = nnx.List([ResidualBlock(features, out_features, how, rngs) for features in inputs])
+        self.resnets = nnx.List([ResidualBlock(features, out_features, config, rngs) for features in inputs])
         self.upsamplers = nnx.List([] if upsampler is None else [upsampler])
 
     def __call__(self, x: Video, cache: Cache) -> tuple[Video, Cache]:
-        return in_turn((*self.resnets, *self.upsamplers), x, cache)
+        return run_in_sequence((*self.resnets, *self.upsamplers), x, cache)
 
 
 class Encoder(nnx.Module):
-    def __init__(self, architecture: Architecture, how: Computation, rngs: nnx.Rngs) -> None:
+    def __init__(self, architecture: Architecture, config: LayerConfig, rngs: nnx.Rngs) -> None:
         features, scale = architecture.base_dim, 1.0
-        self.conv_in = CausalConv3d(architecture.in_channels, features, how=how, rngs=rngs)
+        self.conv_in = CausalConv3d(architecture.in_channels, features, config=config, rngs=rngs)
         blocks: list[nnx.Module] = []
         for level, multiple in enumerate(architecture.dim_mult):
             for _ in range(architecture.num_res_blocks):
-                blocks.append(ResidualBlock(features, architecture.base_dim * multiple, how, rngs))
+                blocks.append(ResidualBlock(features, architecture.base_dim * multiple, config, rngs))
                 features = architecture.base_dim * multiple
                 if scale in architecture.attn_scales:
-                    blocks.append(AttentionBlock(features, how, rngs))
+                    blocks.append(AttentionBlock(features, config, rngs))
             if level < len(architecture.dim_mult) - 1:
-                blocks.append(Downsample(features, how, rngs, in_time=architecture.temperal_downsample[level]))
+                blocks.append(Downsample(features, config, rngs, in_time=architecture.temperal_downsample[level]))
                 scale /= 2
         self.down_blocks = nnx.List(blocks)
-        self.mid_block = MidBlock(features, how, rngs)
-        self.norm_out = norm(features, how, rngs)
-        self.conv_out = CausalConv3d(features, 2 * architecture.z_dim, how=how, rngs=rngs)
+        self.mid_block = MidBlock(features, config, rngs)
+        self.norm_out = norm(features, config, rngs)
+        self.conv_out = CausalConv3d(features, 2 * architecture.z_dim, config=config, rngs=rngs)
 
     def __call__(self, x: Video, cache: Cache) -> tuple[Video, Cache]:
-        return in_turn((self.conv_in, *self.down_blocks, self.mid_block, self._out), x, cache)
+        return run_in_sequence((self.conv_in, *self.down_blocks, self.mid_block, self._out), x, cache)
 
     def _out(self, x: Video, cache: Cache) -> tuple[Video, Cache]:
         return self.conv_out(nnx.silu(self.norm_out(x)), cache)
 
 
 class Decoder(nnx.Module):
-    def __init__(self, architecture: Architecture, how: Computation, rngs: nnx.Rngs) -> None:
+    def __init__(self, architecture: Architecture, config: LayerConfig, rngs: nnx.Rngs) -> None:
         levels = [architecture.decoder_base_dim * multiple for multiple in reversed(architecture.dim_mult)]
         features = levels[0]
-        self.conv_in = CausalConv3d(architecture.z_dim, features, how=how, rngs=rngs)
-        self.mid_block = MidBlock(features, how, rngs)
+        self.conv_in = CausalConv3d(architecture.z_dim, features, config=config, rngs=rngs)
+        self.mid_block = MidBlock(features, config, rngs)
         blocks: list[UpBlock] = []
         for out_features, in_time in zip(levels, (*reversed(architecture.temperal_downsample), None), strict=True):
-            upsampler = None if in_time is None else Upsample(out_features, how, rngs, in_time=in_time)
-            blocks.append(UpBlock(features, out_features, architecture.num_res_blocks + 1, upsampler, how, rngs))
+            upsampler = None if in_time is None else Upsample(out_features, config, rngs, in_time=in_time)
+            blocks.append(UpBlock(features, out_features, architecture.num_res_blocks + 1, upsampler, config, rngs))
             features = out_features // 2
         self.up_blocks = nnx.List(blocks)
-        self.norm_out = norm(levels[-1], how, rngs)
-        self.conv_out = CausalConv3d(levels[-1], architecture.out_channels, how=how, rngs=rngs)
+        self.norm_out = norm(levels[-1], config, rngs)
+        self.conv_out = CausalConv3d(levels[-1], architecture.out_channels, config=config, rngs=rngs)
 
     def __call__(self, x: Video, cache: Cache) -> tuple[Video, Cache]:
-        return in_turn((self.conv_in, self.mid_block, *self.up_blocks, self._out), x, cache)
+        return run_in_sequence((self.conv_in, self.mid_block, *self.up_blocks, self._out), x, cache)
 
     def _out(self, x: Video, cache: Cache) -> tuple[Video, Cache]:
         return self.conv_out(nnx.silu(self.norm_out(x)), cache)
 
 
 class WanVAE(nnx.Module):
-    def __init__(self, architecture: Architecture, how: Computation, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, architecture: Architecture, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         z_dim = architecture.z_dim
-        self.encoder = Encoder(architecture, how, rngs)
-        self.quant_conv = nnx.Linear(2 * z_dim, 2 * z_dim, **how.dtypes, rngs=rngs)
-        self.post_quant_conv = nnx.Linear(z_dim, z_dim, **how.dtypes, rngs=rngs)
-        self.decoder = Decoder(architecture, how, rngs)
+        self.encoder = Encoder(architecture, config, rngs)
+        self.quant_conv = nnx.Linear(2 * z_dim, 2 * z_dim, **config.dtypes, rngs=rngs)
+        self.post_quant_conv = nnx.Linear(z_dim, z_dim, **config.dtypes, rngs=rngs)
+        self.decoder = Decoder(architecture, config, rngs)
         self.architecture = architecture
-        self.how = how
+        self.config = config
 
     def decode_part(self, latents: Video, cache: Cache) -> tuple[Video, Cache]:
         """Latents in the VAE's own scale, the first of a video alone -> float32 pixels in -1..1."""
-        latents, cache = self.how.by_columns((latents.astype(self.how.dtype), cache))
+        latents, cache = self.config.split_columns((latents.astype(self.config.dtype), cache))
         pixels, cache = self.decoder(self.post_quant_conv(latents), cache)
-        return jnp.clip(pixels.astype(jnp.float32), -1, 1), self.how.by_columns(cache)
+        return jnp.clip(pixels.astype(jnp.float32), -1, 1), self.config.split_columns(cache)
 
     def encode_part(self, pixels: Video, cache: Cache) -> tuple[Video, Cache]:
         """Pixels in -1..1, the first frame alone and then four at a time -> float32 mean and log variance."""
-        pixels, cache = self.how.by_columns((pixels.astype(self.how.dtype), cache))
+        pixels, cache = self.config.split_columns((pixels.astype(self.config.dtype), cache))
         moments, cache = self.encoder(pixels, cache)
-        return self.quant_conv(moments).astype(jnp.float32), self.how.by_columns(cache)
+        return self.quant_conv(moments).astype(jnp.float32), self.config.split_columns(cache)

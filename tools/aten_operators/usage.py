@@ -1,4 +1,4 @@
-"""Which operators the families ask for, and which the tests of operators: by tracing them, without running anything."""
+"""Finds the operators that the families and the tests of operators use, by tracing, without running anything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from comfy_tpu.bridge import TraceContext, call_function, to_device
-from comfy_tpu.bridge.catalogue import Row, row_of
-from comfy_tpu.bridge.compat import replaced
+from comfy_tpu.bridge.catalogue import Row, find_row
+from comfy_tpu.bridge.compat import replace_attribute
 from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import RuntimeConfig
@@ -30,12 +30,12 @@ from tests.pipeline import small_pipeline
 class SmallFamily:
     directory: Callable[..., Path]
     variant: str | None = None
-    pictures: int = 0
+    image_count: int = 0
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _VIDEO = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 4.0}
-_PICTURE = {"height": 48, "width": 80, "num_inference_steps": 2, "guidance_scale": 4.0, "max_sequence_length": 40}
+_IMAGE = {"height": 48, "width": 80, "num_inference_steps": 2, "guidance_scale": 4.0, "max_sequence_length": 40}
 _HUNYUAN = {**_VIDEO, "max_sequence_length": small_hunyuan.TEXT_TOKENS}
 
 SMALL: dict[str, tuple[SmallFamily, ...]] = {
@@ -51,13 +51,13 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
         SmallFamily(wan_pipelines.directory, "5B image", 1, _VIDEO),
     ),
     "Flux.1": (
-        SmallFamily(small_flux.directory, "dev", changes=_PICTURE),
-        SmallFamily(small_flux.directory, "schnell", changes=_PICTURE),
+        SmallFamily(small_flux.directory, "dev", changes=_IMAGE),
+        SmallFamily(small_flux.directory, "schnell", changes=_IMAGE),
     ),
     "Flux.2": (
-        SmallFamily(small_flux2.directory, "dev", changes=_PICTURE),
-        SmallFamily(small_flux2.directory, "klein", changes=_PICTURE),
-        SmallFamily(small_flux2.directory, "base", changes=_PICTURE),
+        SmallFamily(small_flux2.directory, "dev", changes=_IMAGE),
+        SmallFamily(small_flux2.directory, "klein", changes=_IMAGE),
+        SmallFamily(small_flux2.directory, "base", changes=_IMAGE),
     ),
     "HunyuanVideo-1.5": (
         SmallFamily(small_hunyuan.directory, changes=_HUNYUAN),
@@ -68,20 +68,20 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
         SmallFamily(small_ltx.directory, None, 1, _VIDEO),
     ),
 }
-"""By the column that tells of them."""
+"""Small models by their column on the page."""
 
 
-def used_by_families() -> dict[str, set[Row]]:
+def find_used_by_families() -> dict[str, set[Row]]:
     check_small_models()
-    return {column: used_by(column) for column in SMALL}
+    return {column: find_used(column) for column in SMALL}
 
 
-def used_by(column: str) -> set[Row]:
+def find_used(column: str) -> set[Row]:
     """Operators that the small models of a column are traced to."""
-    with _dispatched() as rows, replaced(DeviceProgram, "__call__", _traced_only):
+    with _record_dispatches() as rows, replace_attribute(DeviceProgram, "__call__", _trace_call):
         for small in SMALL[column]:
-            pipeline = _opened(small)
-            images = [wan_pipelines.picture(seed) for seed in range(small.pictures)]
+            pipeline = _open(small)
+            images = [wan_pipelines.picture(seed) for seed in range(small.image_count)]
             for _ in pipeline.generate("a red circle moving left", pipeline.settings(**small.changes), images):
                 pass
     return rows
@@ -89,7 +89,7 @@ def used_by(column: str) -> set[Row]:
 
 def check_small_models() -> None:
     """Raises LookupError if a family has no small model here. Families that `port new` wrote need none."""
-    seen = {_opened(small).family.name for families in SMALL.values() for small in families}
+    seen = {_open(small).family.name for families in SMALL.values() for small in families}
     ported = {path.stem for path in Path("tests/families/ported").glob("*.py")}
     ours = [card for card in family_cards() if card.package in BUILT_IN and card.name not in ported]
     missing = {model.name for card in ours for model in card.models} - seen
@@ -97,14 +97,14 @@ def check_small_models() -> None:
         raise LookupError(f"no small model is traced for {', '.join(sorted(missing))}; add one to SMALL in {__name__}")
 
 
-def _opened(small: SmallFamily) -> VideoPipeline:
+def _open(small: SmallFamily) -> VideoPipeline:
     path = small.directory() if small.variant is None else small.directory(small.variant)
     return VideoPipeline.open(path, RuntimeConfig(mesh="single", platform="cpu"))
 
 
-def compared_with_torch() -> set[Row]:
-    """By cases of tests/bridge that are about single operators and views."""
-    with _dispatched() as rows:
+def find_compared() -> set[Row]:
+    """Operators that tests/bridge compares with torch, alone or as views."""
+    with _record_dispatches() as rows:
         for _, call, tensors in test_operators.CASES.values():
             _trace(call, *tensors)
         for case in test_views.CASES:
@@ -116,23 +116,24 @@ def _trace(call: Callable[..., Any], *tensors: torch.Tensor) -> None:
     jax.eval_shape(lambda *arrays: call_function(call, arrays, context=TraceContext()), *to_device(tensors))
 
 
-def _traced_only(program: DeviceProgram, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
-    """In the place of a call: zeros of the outputs' shapes. A pipeline goes through all of its programs on them."""
+def _trace_call(program: DeviceProgram, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
+    """Replaces a program's call: traces it and returns zeros of the outputs' shapes, so that a pipeline runs
+    through."""
     return jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), program.shapes(weights, **inputs))
 
 
 @contextlib.contextmanager
-def _dispatched() -> Iterator[set[Row]]:
+def _record_dispatches() -> Iterator[set[Row]]:
     rows: set[Row] = set()
     dispatch = TraceEnvironment.dispatch
 
-    def noting(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def record(self: TraceEnvironment, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = dispatch(self, func, types, args, kwargs)
-        row = row_of(func)
+        row = find_row(func)
         # What a model computes on the host while it is traced comes this way too, and stays torch's.
         if row and any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs, result))):
             rows.add(row)
         return result
 
-    with replaced(TraceEnvironment, "dispatch", noting):
+    with replace_attribute(TraceEnvironment, "dispatch", record):
         yield rows

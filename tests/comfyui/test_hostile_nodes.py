@@ -10,8 +10,8 @@ from tests.closeness import psnr
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt, Run
 from tests.comfyui.graphs import DECODER, ENCODER, SAMPLER, keep, three_nodes
+from tests.comfyui.images import read_kept
 from tests.comfyui.native_weights import write_demo_transformer, write_demo_vae
-from tests.comfyui.pictures import kept
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import DEMO_TRANSFORMER, DEMO_VAE, FRAMES
 
@@ -62,14 +62,14 @@ def test_torch_is_as_it_was_before_between_and_after(client: ComfyClient, base: 
     """The first prompt of the server: jax, torchax and diffusers are imported between two foreign nodes of it."""
     run = client.succeed(surrounded(1))
     assert problems(run) == {}
-    assert kept(base, "frames").shape == (FRAMES, 64, 64, 3)
+    assert read_kept(base, "frames").shape == (FRAMES, 64, 64, 3)
 
 
 def test_rough_hands_change_nothing_in_the_video(client: ComfyClient, base: Path) -> None:
     client.succeed(surrounded(2))
-    touched = kept(base, "frames")
+    touched = read_kept(base, "frames")
     client.succeed(keep(three_nodes(seed=2), untouched=[DECODER, 0]))
-    assert psnr(touched, kept(base, "untouched")) > 60
+    assert psnr(touched, read_kept(base, "untouched")) > 60
 
 
 def test_a_model_of_comfyui_between_ours_is_managed_as_ever(client: ComfyClient, base: Path) -> None:

@@ -1,4 +1,4 @@
-"""Put the pack into custom_nodes, or take it out. What is not ours stays as it is; nothing else is written."""
+"""Installs the pack into custom_nodes, or removes it. Other files are neither changed nor removed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from comfy_tpu.installation.pack import FILES, Pack, is_pack
 
 PACK_NAME = "ComfyUI-TPU"
 
-_COPY_MARK = ".comfy-tpu-copy"
-"""In a copy that we made, and so may replace or remove. A clone of the repository has none: it is its owner's."""
+_COPY_MARKER = ".comfy-tpu-copy"
+"""A file in copies that `install` made, which it may replace or remove. A clone of the repository has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,32 +26,33 @@ class Outcome:
     detail: str
 
 
-def place(comfyui: ComfyUI, pack: Pack, *, copy: bool = False) -> Outcome:
+def install_pack(comfyui: ComfyUI, pack: Pack, *, copy: bool = False) -> Outcome:
     target = comfyui.custom_nodes / PACK_NAME
-    if already := _elsewhere(comfyui, pack):
+    if already := _find_other_copy(comfyui, pack):
         return Outcome(already, False, f"in its place already: {already}")
     if target.is_symlink() and not copy and target.resolve() == pack.directory.resolve():
         return Outcome(target, False, f"linked already: {target} -> {pack.directory}")
     replaced = _describe_ours(target)
-    with _explained(target):
+    with _write_errors(target):
         comfyui.custom_nodes.mkdir(exist_ok=True)
-        _put(pack, target, copy)
+        _install_to(pack, target, copy)
     done = f"copied to {target}" if copy else f"linked: {target} -> {pack.directory}"
     return Outcome(target, True, f"{done} (in the place of {replaced})" if replaced else done)
 
 
-def remove(comfyui: ComfyUI) -> Outcome:
+def remove_pack(comfyui: ComfyUI) -> Outcome:
     target = comfyui.custom_nodes / PACK_NAME
     if not _exists(target):
         return Outcome(target, False, f"not installed: there is no {target}")
     what = _describe_ours(target)
-    with _explained(target):
+    with _write_errors(target):
         _delete(target)
     return Outcome(target, True, f"removed {target}, {what}")
 
 
-def _elsewhere(comfyui: ComfyUI, pack: Pack) -> Path | None:
-    """Where this very checkout is inside custom_nodes already, cloned there or linked by hand: twice would be wrong."""
+def _find_other_copy(comfyui: ComfyUI, pack: Pack) -> Path | None:
+    """The place of this checkout in custom_nodes if it was cloned or linked there by hand; it must not be there
+    twice."""
     if not comfyui.custom_nodes.is_dir():
         return None
     for entry in sorted(comfyui.custom_nodes.iterdir()):
@@ -62,7 +63,7 @@ def _elsewhere(comfyui: ComfyUI, pack: Pack) -> Path | None:
 
 
 def _describe_ours(target: Path) -> str | None:
-    """What is there now, in words; None for nothing. Raises where it is not ours to replace or remove."""
+    """A description of the installed pack; None if there is none. Raises InvalidValueError for files of others."""
     if target.is_symlink():
         if not target.exists():
             return f"a link to {target.readlink()}, which is gone"
@@ -73,13 +74,13 @@ def _describe_ours(target: Path) -> str | None:
         )
     if not target.exists():
         return None
-    if (target / _COPY_MARK).is_file():
+    if (target / _COPY_MARKER).is_file():
         return "a copy of the pack"
     what = "a checkout of its own" if is_pack(target) else "something else than this pack"
     raise InvalidValueError(f"{target} is {what}; it stays: move it away first")
 
 
-def _put(pack: Pack, target: Path, copy: bool) -> None:
+def _install_to(pack: Pack, target: Path, copy: bool) -> None:
     # ComfyUI passes over names that end so: a copy that is only half there is never loaded.
     partial = target.with_name(f".{PACK_NAME}-{os.getpid()}.disabled")
     try:
@@ -102,7 +103,7 @@ def _copy(pack: Pack, partial: Path) -> None:
             shutil.copytree(source, partial / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         else:
             shutil.copy2(source, partial / name)
-    (partial / _COPY_MARK).write_text(f"Made by `comfy-tpu install --copy` from {pack.directory}\n", encoding="utf-8")
+    (partial / _COPY_MARKER).write_text(f"Made by `comfy-tpu install --copy` from {pack.directory}\n", encoding="utf-8")
 
 
 def _delete(path: Path) -> None:
@@ -117,7 +118,7 @@ def _exists(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(target: Path) -> Iterator[None]:
+def _write_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

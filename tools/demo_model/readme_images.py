@@ -1,6 +1,6 @@
 """The README's images: eight prompts, five frames of each, with their words above them; by both demo models.
 
-python -m tools.demo_model.picture docs/images
+python -m tools.demo_model.readme_images docs/images
 
 Writes demo.png, demo-image.png, and first-frame.png, from which all of the second begin.
 """
@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw
 
 from comfy_tpu.pipeline.video import VideoPipeline
 from tools.demo_model.captions import Attributes
-from tools.demo_model.clips import clips_of, draw
-from tools.demo_model.sheet import SHOWN
+from tools.demo_model.clips import draw, make_clips
+from tools.demo_model.sheet import SHOWN_FRAMES
 
 PROMPTS = (
     "a red circle moving right on a black background",
@@ -47,7 +47,7 @@ def main(folder: str) -> None:
     strips = ((prompt, pipeline.generate(prompt, pipeline.settings(seed=7))) for prompt in PROMPTS)
     _write(directory / "demo.png", strips)
 
-    clip = draw(clips_of([THING], torch.Generator().manual_seed(1), centred=1.0))[0]
+    clip = draw(make_clips([THING], torch.Generator().manual_seed(1), centred=1.0))[0]
     first = Image.fromarray((clip[:, 0] * 255).round().byte().permute(1, 2, 0).numpy())
     first.save(directory / "first-frame.png")
     pipeline = VideoPipeline.open("demo-image")
@@ -58,18 +58,18 @@ def main(folder: str) -> None:
 
 def _write(path: Path, strips: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> None:
     """Two strips a row, each under its prompt."""
-    strip = len(SHOWN) * (CELL + GAP) + 3 * MARGIN
+    strip = len(SHOWN_FRAMES) * (CELL + GAP) + 3 * MARGIN
     row = CELL + CAPTION + 2 * MARGIN
-    picture = Image.new("RGB", (2 * strip, len(PROMPTS) // 2 * row), "white")
-    pen = ImageDraw.Draw(picture)
+    sheet = Image.new("RGB", (2 * strip, len(PROMPTS) // 2 * row), "white")
+    pen = ImageDraw.Draw(sheet)
     for number, (prompt, parts) in enumerate(strips):
         frames = torch.cat(list(parts), dim=1)[0]
         left, top = number % 2 * strip + MARGIN, number // 2 * row + MARGIN
         pen.text((left, top), prompt, fill="black")
-        for place, frame in enumerate(SHOWN):
+        for place, frame in enumerate(SHOWN_FRAMES):
             cell = Image.fromarray(frames[frame].mul(255).round().byte().numpy()).resize((CELL, CELL))
-            picture.paste(cell, (left + place * (CELL + GAP), top + CAPTION - GAP))
-    picture.save(path)
+            sheet.paste(cell, (left + place * (CELL + GAP), top + CAPTION - GAP))
+    sheet.save(path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What building a module from its configuration, and dividing it over a mesh, has in common."""
+"""Checks of the configurations that modules are built from."""
 
 from __future__ import annotations
 
@@ -9,36 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from comfy_tpu.errors import CheckpointError, UnsupportedError
-from comfy_tpu.parallel.rules import Rule, column, replicate, row
-
-VISION_RULES: tuple[Rule, ...] = (
-    column("encoder.layers.*.self_attn.[qkv]_proj.*"),
-    row("encoder.layers.*.self_attn.out_proj.weight"),
-    replicate("encoder.layers.*.self_attn.out_proj.bias"),
-    column("encoder.layers.*.mlp.fc1.*"),
-    row("encoder.layers.*.mlp.fc2.weight"),
-    replicate("encoder.layers.*.mlp.fc2.bias"),
-    replicate("encoder.layers.*.layer_norm[12].*"),
-    replicate("embeddings.*"),
-    replicate("post_layernorm.*"),
-)
-"""Of transformers' encoders of images: CLIP, SigLIP."""
 
 
 def refuse_unknown_keys(model_class: type, config: Mapping[str, Any]) -> None:
-    """diffusers would only log them, and build something other than what was trained.
+    """Raises UnsupportedError for unknown keys and CheckpointError for values of a wrong type.
 
-    Nor does it look at values: a text for a number is met in the middle of a run.
+    diffusers would only log unknown keys, and build another module than the trained one. It does not check values: a
+    string in place of a number would fail in the middle of a run.
     """
     if unknown := sorted(set(config) - set(inspect.signature(model_class).parameters)):
         raise UnsupportedError(
             f"the configuration of {model_class.__name__} has {', '.join(unknown)}, which this version of diffusers "
             "does not know: a newer model; try `pip install --upgrade diffusers`"
         )
-    _check_kinds(model_class, config)
+    _check_types(model_class, config)
 
 
-def _check_kinds(model_class: type, config: Mapping[str, Any]) -> None:
+def _check_types(model_class: type, config: Mapping[str, Any]) -> None:
     try:
         hints = typing.get_type_hints(inspect.unwrap(model_class.__init__))  # type: ignore[misc]
     except NameError:  # names that only type checkers import
@@ -47,34 +34,34 @@ def _check_kinds(model_class: type, config: Mapping[str, Any]) -> None:
     for name in set(hints) & set(config) & set(parameters):
         value, default = config[name], parameters[name].default
         # Some defaults are not of the kind that their annotation says: None where it says float.
-        usual = _is_of_kind(default, hints[name]) or _kind(default) != _kind(value)
-        if usual and not _is_of_kind(value, hints[name]):
+        usual = _matches_hint(default, hints[name]) or _json_kind(default) != _json_kind(value)
+        if usual and not _matches_hint(value, hints[name]):
             raise CheckpointError(
                 f"the configuration of {model_class.__name__} has {name}={repr(value)[:60]}, expected a value such as "
                 f"{repr(default)[:60]}; download the model again"
             )
 
 
-def _is_of_kind(value: Any, hint: Any) -> bool:
-    """Whether JSON's null, true, number, text, list or object is what an annotation means, all the way in.
+def _matches_hint(value: Any, hint: Any) -> bool:
+    """Whether a JSON value matches a type annotation, nested values included.
 
-    Not more: annotations are not exact about lengths, nor about 1 and 1.0.
+    Lengths of lists are not checked, and 1 matches float: annotations are not exact about them.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_is_of_kind(value, each) for each in arguments)
+        return any(_matches_hint(value, each) for each in arguments)
     if origin in (list, tuple):
         inner = [each for each in arguments if each is not Ellipsis]
         if not isinstance(value, (list, tuple)):
             return False
-        return not inner or all(any(_is_of_kind(each, kind) for kind in inner) for each in value)
+        return not inner or all(any(_matches_hint(each, kind) for kind in inner) for each in value)
     if origin is typing.Literal:
         return value in arguments
     kinds = {int: "number", float: "number", bool: "bool", str: "text", types.NoneType: "null", dict: "object"}
-    return hint not in kinds or kinds[hint] == _kind(value)
+    return hint not in kinds or kinds[hint] == _json_kind(value)
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else "bool"
     kinds = {int | float: "number", str: "text", list | tuple: "list", Mapping: "object"}
@@ -86,24 +73,19 @@ def check_sizes(config: Mapping[str, Any], published: Mapping[str, Any]) -> None
     for name, usual in published.items():
         given = config.get(name, usual)
         if _is_size(usual) and not _is_size(given):
-            raise _damaged(name, given, "a whole number")
+            raise _damaged_error(name, given, "a whole number")
         if isinstance(usual, tuple) and all(map(_is_size, usual)):
             fits = isinstance(given, (list, tuple)) and len(given) == len(usual) and all(map(_is_size, given))
             if not fits:
-                raise _damaged(name, given, f"{len(usual)} whole numbers")
+                raise _damaged_error(name, given, f"{len(usual)} whole numbers")
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _damaged(name: str, given: object, expected: str) -> CheckpointError:
+def _damaged_error(name: str, given: object, expected: str) -> CheckpointError:
     return CheckpointError(
         f"the config.json of the transformer has {name}={repr(given)[:60]}, expected {expected}; download the model "
         "again"
     )
-
-
-def without_vision_prefix(name: str) -> str:
-    """transformers before 5 put it before every name of such an encoder."""
-    return name.removeprefix("vision_model.")

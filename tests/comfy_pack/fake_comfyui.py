@@ -1,6 +1,6 @@
 """ComfyUI as far as importing the pack goes: modules that record what nodes declare, and do nothing.
 
-    python tests/comfy_pack/stand_in.py PACK_DIRECTORY MODELS_DIRECTORY [bare]
+    python tests/comfy_pack/fake_comfyui.py PACK_DIRECTORY MODELS_DIRECTORY [bare]
 
 loads the pack as ComfyUI does and prints one JSON object about it; `bare`: with no comfy_tpu installed. Options are
 those of ComfyUI 0.7.0's comfy_api.latest, so that one which it does not know is an error here, too.
@@ -80,7 +80,7 @@ class NodeOutput:
         self.result = results
 
 
-class _Permissive(types.ModuleType):
+class _AnyAttribute(types.ModuleType):
     """Whatever is imported from it is a class that nobody has a use for until a node runs."""
 
     def __getattr__(self, name):
@@ -101,7 +101,7 @@ def install(models: Path) -> _Routes:
     routes = _Routes()
 
     def add(name, **content):
-        module = _Permissive(name)
+        module = _AnyAttribute(name)
         module.__dict__.update(content)
         module.__path__ = []
         sys.modules[name] = module

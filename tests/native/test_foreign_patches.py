@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.native.architectures import SeenPicture, noise
+from tests.native.architectures import SeenImage, noise
 from tests.native.models import TOLERANCE, compile_model, models, some_architectures
 
 pytestmark = pytest.mark.comfyui
@@ -133,7 +133,7 @@ def test_another_noise_schedule(architecture, watch, cell):
 
 
 @some_architectures("Wan 2.1 T2V", "SDXL")
-def test_an_area_of_the_picture(architecture, watch, cell):
+def test_an_area_of_the_image(architecture, watch, cell):
     """A prompt for a part of the image has a latent of another size."""
     # Frames, height and width, and then where they begin.
     area = (2, 4, 6, 0, 2, 2) if len(architecture.latents[0]) == 4 else (8, 12, 4, 0)
@@ -187,7 +187,7 @@ def test_custom_samplers(architecture, watch, cell):
 
 
 @some_architectures("Flux.1", "Qwen-Image", "Flux.2")
-def test_reference_pictures(architecture, watch, cell):
+def test_reference_images(architecture, watch, cell):
     """Kontext and its like: images to work from, as further latents."""
     latents = [noise(8, 1, *architecture.latents[0]), noise(9, 1, *architecture.latents[1])]
     more = {"reference_latents": latents}
@@ -206,8 +206,8 @@ def test_a_mask_over_the_text(architecture, watch, cell):
 
 
 @some_architectures("HunyuanVideo-1.5")
-def test_a_picture_as_clip_vision_sees_it(architecture, watch, cell):
-    more = {"clip_vision_output": SeenPicture(), "concat_latent_image": noise(7, 1, *architecture.latents[0])}
+def test_an_image_as_clip_vision_sees_it(architecture, watch, cell):
+    more = {"clip_vision_output": SeenImage(), "concat_latent_image": noise(7, 1, *architecture.latents[0])}
     assert compare(architecture, lambda model: model, cell, "CLIP Vision", more=more, steps=2) > TOLERANCE
     watch.assert_on_devices()
 

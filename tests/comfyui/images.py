@@ -1,4 +1,4 @@
-"""Frames of what the server gives back: pictures, videos and kept tensors."""
+"""Frames of what the server returns: images, videos and kept tensors."""
 
 import io
 from pathlib import Path
@@ -12,12 +12,12 @@ from PIL import Image
 from tests.comfyui.client import ComfyClient
 
 
-def kept(base: Path, name: str) -> Any:
+def read_kept(base: Path, name: str) -> Any:
     """What a ProbeKeep wrote. weights_only: whatever is there must be plain tensors, dicts and lists."""
     return torch.load(base / "output" / f"{name}.pt", weights_only=True)
 
 
-def decoded_video(content: bytes) -> tuple[np.ndarray, float]:
+def decode_video(content: bytes) -> tuple[np.ndarray, float]:
     """[frames, height, width, 3] in 0..1, and frames per second."""
     with av.open(io.BytesIO(content)) as container:
         stream = container.streams.video[0]
@@ -26,6 +26,6 @@ def decoded_video(content: bytes) -> tuple[np.ndarray, float]:
     return np.stack(frames).astype(np.float64) / 255, rate
 
 
-def decoded_pictures(client: ComfyClient, entries: list[dict[str, str]]) -> np.ndarray:
+def decode_images(client: ComfyClient, entries: list[dict[str, str]]) -> np.ndarray:
     images = [Image.open(io.BytesIO(client.view(entry))).convert("RGB") for entry in entries]
     return np.stack([np.asarray(image) for image in images]).astype(np.float64) / 255

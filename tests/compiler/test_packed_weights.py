@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from comfy_tpu.compiler.arranging import ArrangedSource, Packed, pack_features, packed_columns, unpack_features
 from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.packed_weights import ConvertedSource, PackedWeight, pack_features, pack_weight, unpack_features
 
-PACKED = (Packed("blocks.*.out.weight", (4, 8)),)
+PACKED = (PackedWeight("blocks.*.out.weight", (4, 8)),)
 
 
 def test_each_device_has_its_share_of_every_part() -> None:
@@ -24,17 +24,17 @@ def test_a_packed_weight_computes_the_same_with_packed_features() -> None:
     one, other, weight = torch.randn(3, 4).double(), torch.randn(3, 8).double(), torch.randn(5, 12).double()
     plain = torch.cat((one, other), dim=-1) @ weight.T
     for tp in (1, 2, 4):
-        columns = packed_columns("blocks.0.out.weight", weight, PACKED, tp)
+        columns = pack_weight("blocks.0.out.weight", weight, PACKED, tp)
         torch.testing.assert_close(pack_features((one, other), tp) @ columns.T, plain)
-    assert packed_columns("blocks.0.in.weight", weight, PACKED, 4) is weight
+    assert pack_weight("blocks.0.in.weight", weight, PACKED, 4) is weight
 
 
 def test_a_weight_with_packed_rows_answers_packed_features() -> None:
     x, weight = torch.randn(3, 5).double(), torch.randn(20, 5).double()
-    rows = (Packed("blocks.*.in.weight", (4, 8, 8), dimension=0),)
+    rows = (PackedWeight("blocks.*.in.weight", (4, 8, 8), dimension=0),)
     plain = (x @ weight.T).split((4, 8, 8), dim=-1)
     for tp in (1, 2, 4):
-        answer = x @ packed_columns("blocks.0.in.weight", weight, rows, tp).T
+        answer = x @ pack_weight("blocks.0.in.weight", weight, rows, tp).T
         for actual, wanted in zip(unpack_features(answer, (4, 8, 8), tp), plain, strict=True):
             torch.testing.assert_close(actual, wanted)
         # The first device's rows are its share of every part.
@@ -44,7 +44,7 @@ def test_a_weight_with_packed_rows_answers_packed_features() -> None:
 def test_a_source_under_other_names(tmp_path: Path) -> None:
     weight, bias = torch.randn(5, 12), torch.randn(5)
     save_file({"model.blocks.0.out.weight": weight, "model.bias": bias}, tmp_path / "model.safetensors")
-    source = ArrangedSource(
+    source = ConvertedSource(
         Checkpoint.open(tmp_path), rename=lambda name: name.removeprefix("model."), packed=PACKED, tp=2
     )
     assert set(source.tensors) == {"blocks.0.out.weight", "bias"}
