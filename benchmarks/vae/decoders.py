@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from benchmarks.vae import whole_videos
 from benchmarks.vae.choices import CONFIGURATIONS
 from benchmarks.vae.inputs import Inputs
-from comfy_tpu.bench.candidates import StageClock, compiled, torch_candidate
-from comfy_tpu.bench.devices import Bench
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.modules import empty_module
-from comfy_tpu.bench.timing import Candidate
+from comfy_tpu.bench.machine import Bench
+from comfy_tpu.bench.random_modules import empty_module
+from comfy_tpu.bench.timing import Candidate, compiled, stage_clock, torch_candidate
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
@@ -84,7 +83,7 @@ def _by_programs(
     checkpoint = Checkpoint.open(inputs.weights)
     weights = _timed(facts, "load_s", lambda: jax.block_until_ready(component.load(checkpoint)))
     frames = "latent" in function.__annotations__
-    program = component.program(function, donate=("cache",) if frames else (), on_event=StageClock(facts))
+    program = component.program(function, donate=("cache",) if frames else (), on_event=stage_clock(facts))
     if not frames:
         latents = bench.array(inputs.latents.movedim(1, channels).contiguous())
         return Decoder(

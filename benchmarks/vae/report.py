@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from benchmarks.vae.choices import START, TURNS, VARIANTS
 from comfy_tpu.bench.plots import Bar, draw_bars
+from comfy_tpu.bench.report import write_texts
 from comfy_tpu.bench.results import Row, Run
 from comfy_tpu.bench.tables import render, seconds
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.atomic import check_place, explained, replacing
+from comfy_tpu.pipeline.atomic import check_place
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 Language = Literal["en", "zh-CN"]
@@ -104,17 +105,17 @@ def _machine(run: Run, language: Language) -> str:
 def plots(run: Run) -> dict[str, str]:
     """By the ending of their names."""
     cold = [
-        Bar(VARIANTS[row.peer], total, total, total, seconds(total), index)
+        Bar(VARIANTS[row.peer], total, total, total, index)
         for index, row in enumerate(_in_order(run, START, "cold"))
         if (total := row.facts.get("total_s")) is not None
     ]
     warm = [
-        Bar(f"{VARIANTS[row.peer]}, from the cache", total, total, total, seconds(total), index)
+        Bar(f"{VARIANTS[row.peer]}, from the cache", total, total, total, index)
         for index, row in enumerate(_in_order(run, START, "warm"))
         if (total := row.facts.get("total_s")) is not None
     ]
     decodes = [
-        Bar(VARIANTS[row.peer], row.median_s, *row.spread_s, seconds(row.median_s), index)
+        Bar(VARIANTS[row.peer], row.median_s, *row.spread_s, index)
         for index, row in enumerate(_in_order(run, TURNS, "decode"))
         if row.median_s is not None and row.spread_s is not None
     ]
@@ -146,9 +147,3 @@ def write_output(path: Path, run: Run) -> None:
     }
     texts |= {path.with_name(f"{path.stem}-{ending}.svg"): text for ending, text in drawn.items()}
     write_texts(texts)
-
-
-def write_texts(texts: Mapping[Path, str]) -> None:
-    for path, text in texts.items():
-        with replacing(path) as partial, explained(path):
-            partial.write_text(text, encoding="utf-8")

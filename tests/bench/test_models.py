@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from comfy_tpu.bench import devices
-from comfy_tpu.bench.devices import Bench, check_memory
+from comfy_tpu.bench import machine
 from comfy_tpu.bench.job import Job
+from comfy_tpu.bench.machine import Bench, check_memory
 from comfy_tpu.bench.models import find_bench_model, first_published, operations, with_few_layers
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import family_cards, model_cards
@@ -90,9 +90,9 @@ def test_few_layers():
 
 
 def test_a_model_that_does_not_fit_is_one_sentence(monkeypatch):
-    bench = Bench.open(Job("machine", cache_directory="build/test-programs"))
+    bench = Bench.open(Job(model="small", dtype="float32"))
     check_memory(bench, {"transformer": 2**20})
-    monkeypatch.setattr(devices, "_free_bytes", lambda bench: 2**30)
+    monkeypatch.setattr(machine, "_free_bytes", lambda bench: 2**30)
     message = (
         r"model=small:\w+ needs 6 GiB for the weights of its transformer, vae, once for diffusers and once for "
         r"comfy-tpu \(transformer: 2 GiB each\), and 1 GiB are free here; choose a smaller model, such as --model small"

@@ -1,22 +1,22 @@
-"""The command as a user runs it: in processes of its own, on the small model."""
+"""The command as a user runs it. Its processes are real ones where the test is slow: each imports torch, jax and
+diffusers, which is ten seconds of a core."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from comfy_tpu.bench import runner
-from comfy_tpu.bench.job import PARTS, Job
+from comfy_tpu.bench.job import DEVICES, PARTS, Job
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.worker import Messages, work
 from comfy_tpu.cli.bench import add_arguments
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import rename_field
+from tests.bench.test_results import make_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,25 +77,33 @@ def test_a_choice_that_the_model_or_the_machine_refuses_is_one_sentence(argument
     add_arguments(parser)
     given = parser.parse_args(arguments)
     model = "small" if given.model == "auto" else given.model
-    with tempfile.TemporaryFile("w+") as out:
-        job = Job("machine", model=model, mesh=given.mesh, sizes=tuple(given.size), parts=("compile",))
-        work(job, Messages(out))
-        out.seek(0)
-        answer = json.loads(out.read())
+    emitted = []
+    runner.work(
+        Job(model=model, dtype="float32", mesh=given.mesh, sizes=tuple(given.size), parts=("compile",)), emitted.append
+    )
+    (answer,) = emitted
     refusal = rename_field(answer["refused"], answer["field"], f"--{answer['field']}")
     assert message in refusal
     assert "\n" not in refusal
 
 
-def test_small_run(tmp_path):
+def receive_here(job, parts):
+    """In place of a process."""
+    emitted = []
+    runner.work(job, emitted.append, parts)
+    return emitted
+
+
+def test_small_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "_receive", receive_here)
     files = {name: tmp_path / f"x.{name}" for name in ("json", "md", "svg")}
-    done = bench(
-        *("--what", "transformer", "--repeats", 2, "--dtype", "bfloat16"),
-        *("--json", files["json"], "--markdown", files["md"], "--plot", files["svg"]),
-    )
+    chosen = ("--what", "transformer", "--model", "small:ltx_video", "--repeats", "2", "--dtype", "bfloat16")
+    outputs = ("--json", files["json"], "--markdown", files["md"], "--plot", files["svg"])
+    assert main(["bench", *chosen, *map(str, outputs)]) == 0
+    printed = capsys.readouterr().out
     (run,) = json.loads(files["json"].read_text())["runs"]
-    assert (run["model"], run["dtype"], run["hardware"]["platform"]) == ("small:wan", "bfloat16", "cpu")
-    assert {"torch", "jax", "diffusers", "python"} <= {name for name, version in run["versions"].items() if version}
+    assert (run["model"], run["dtype"], run["hardware"]["platform"]) == ("small:ltx_video", "bfloat16", "cpu")
+    assert run["command"] == f"comfy-tpu bench {' '.join(chosen[:4])} --dtype bfloat16 --repeats 2"
     rows = {(row["part"], row["peer"]): row for row in run["rows"]}
     assert not [row["failure"] for row in run["rows"] if row["failure"]]
     for peer in ("ours", "eager"):
@@ -105,12 +113,12 @@ def test_small_run(tmp_path):
     assert facts["compile_s"] > 0
     assert facts["from_cache"] is False, "the cache is a fresh one"
     assert {row["what"].split()[0] for row in run["rows"] if row["part"] == "ceilings"} == {"matmul", "attention"}
-    assert "### Transformer, one forward" in done.stdout
-    assert files["md"].read_text().strip() == done.stdout.strip()
+    assert "### Transformer, one forward" in printed
+    assert files["md"].read_text().strip() == printed.strip()
 
     page = tmp_path / "page.md"
-    done = bench("report", files["json"], "--output", page)
-    assert done.stdout.splitlines()[0] == str(page)
+    assert main(["bench", "report", str(files["json"]), "--output", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(page)
 
 
 @pytest.mark.slow
@@ -141,35 +149,55 @@ def test_every_part_of_a_small_run(tmp_path):
 
 
 def test_a_part_without_any_of_the_chosen_peers_says_so(monkeypatch):
-    from comfy_tpu.bench.job import Choices
-    from tests.bench.test_results import make_run
-
     monkeypatch.setattr(runner, "begin_run", lambda job, command, say: (make_run(), ["832x480x81"]))
-    monkeypatch.setattr(
-        runner, "measured_rows", lambda job, scratch, say: [Row(job.part, "forward", "fp8", samples=(1.0,))]
-    )
+    monkeypatch.setattr(runner, "measure_rows", lambda job, say: [Row(job.part, "forward", "fp8", samples=(1.0,))])
     said = []
-    run = runner.run_bench(Choices(parts=("accuracy", "text"), peers=("fp8",)), say=said.append, keep=lambda run: None)
+    run = runner.run_bench(Job(parts=("accuracy", "text"), peers=("fp8",)), say=said.append, keep=lambda run: None)
     assert {row.part for row in run.rows} == {"accuracy"}
     assert said[said.index("— text 832x480x81") + 1] == "  not measured: it has none of the chosen peers (fp8)"
 
 
-def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
-    package = tmp_path / "comfy_tpu"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit(1)")
-    monkeypatch.setattr(runner, "_environment", lambda job, scratch, worker: {"PYTHONPATH": str(tmp_path)})
-    (row,) = runner.measured_rows(Job("vae", size="96x64x9"), tmp_path, lambda text: None)
+def spawn(function, part="vae", **options):
+    said = []
+    job = Job(part, size="96x64x9", **options)
+    return [*runner.measure_rows(job, said.append, {part: ("tests.bench.spawned_part", function)})], said
+
+
+def test_a_part_has_a_process_and_an_environment_of_its_own(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it, where a test needs its compiler
+    cache = str(tmp_path / "vae")
+    (row,), said = spawn("measure", cache_directory=cache)
+    assert said == ["  a remark"]
+    assert row.facts["process"] != os.getpid()
+    assert row.facts["imported"] == [], "XLA reads its flags when jax is imported"
+    assert row.facts["environment"]["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert row.facts["environment"]["TORCHINDUCTOR_CACHE_DIR"] == f"{cache}-inductor"
+    assert capfd.readouterr().out == "", "only tables are printed there"
+    (row,), _ = spawn("measure", DEVICES)
+    assert row.facts["environment"]["XLA_FLAGS"].endswith("--xla_force_host_platform_device_count=8")
+
+
+def test_a_process_that_dies_is_a_row():
+    (row,), _ = spawn("end")
     assert row == Row(
-        "vae", "the part itself", "", size="96x64x9", failure="its process exited with status 1; its messages are above"
+        "vae",
+        "the part itself",
+        "",
+        size="96x64x9",
+        failure="its process was ended by SIGKILL; for SIGKILL look at the host's memory",
     )
 
 
+def test_a_machine_whose_devices_do_not_start(monkeypatch):
+    monkeypatch.setattr(runner, "_receive", lambda job, parts: [Row("machine", "the part itself", "", failure="why")])
+    with pytest.raises(runner.BenchError, match=r"could not be started \(why\); run `comfy-tpu doctor`"):
+        runner.begin_run(Job(), "x", print)
+
+
 def test_a_part_that_fails_as_a_whole_is_a_row(tmp_path):
-    with (tmp_path / "out").open("w+") as out:
-        work(Job("vae", model="unknown", size="96x64x9", cache_directory=str(tmp_path)), Messages(out))
-        out.seek(0)
-        row = json.loads(out.read())["row"]
-    assert row["failure"].startswith("InvalidValueError: model=unknown is unknown; choose small, small:FAMILY, demo")
-    assert row["part"] == "vae"
-    assert "Traceback" in row["traceback"]
+    emitted = []
+    runner.work(Job("vae", model="unknown", size="96x64x9", cache_directory=str(tmp_path)), emitted.append)
+    (row,) = emitted
+    assert row.failure.startswith("InvalidValueError: model=unknown is unknown; choose small, small:FAMILY, demo")
+    assert row.part == "vae"
+    assert "Traceback" in row.traceback
