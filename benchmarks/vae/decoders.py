@@ -18,7 +18,7 @@ from benchmarks.vae.inputs import Inputs
 from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.machine import Bench
 from comfy_tpu.bench.random_modules import empty_module
-from comfy_tpu.bench.timing import Candidate, compiled, stage_clock, torch_candidate
+from comfy_tpu.bench.timing import Candidate, compile_module, stage_clock, torch_candidate
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
@@ -125,7 +125,7 @@ def _by_torch(variant: str, job: Job, bench: Bench, inputs: Inputs, facts: dict[
         module.eval().requires_grad_(False)
 
     _timed(facts, "load_s", load)
-    model: Any = compiled(module, ("decoder",)) if variant == "compile" else module
+    model: Any = compile_module(module, ("decoder",)) if variant == "compile" else module
     latents = inputs.latents.to(bench.device, bench.dtype)
     candidate = torch_candidate(bench, lambda: model.decode(latents, return_dict=False)[0], facts=facts)
     return Decoder(candidate)

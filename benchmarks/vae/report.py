@@ -10,7 +10,7 @@ from benchmarks.vae.choices import START, TURNS, VARIANTS
 from comfy_tpu.bench.plots import Bar, draw_bars
 from comfy_tpu.bench.report import write_texts
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.bench.tables import render, seconds
+from comfy_tpu.bench.tables import format_seconds, render_table
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.atomic import check_place
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
@@ -19,16 +19,16 @@ Language = Literal["en", "zh-CN"]
 Cell = Callable[[Row], str]
 
 
-def _fact(name: str, write: Callable[[Any], str] = seconds) -> Cell:
+def _fact(name: str, write: Callable[[Any], str] = format_seconds) -> Cell:
     return lambda row: write(row.facts[name]) if row.facts.get(name) is not None else ""
 
 
 def _median(row: Row) -> str:
-    return seconds(row.median_s) if row.median_s is not None else row.failure or ""
+    return format_seconds(row.median_s) if row.median_s is not None else row.failure or ""
 
 
 def _spread(row: Row) -> str:
-    return f"{seconds(row.spread_s[0])} – {seconds(row.spread_s[1])}" if row.spread_s else ""
+    return f"{format_seconds(row.spread_s[0])} – {format_seconds(row.spread_s[1])}" if row.spread_s else ""
 
 
 _STAGES: Mapping[str, tuple[str, Cell]] = {
@@ -83,7 +83,7 @@ def _table(rows: Sequence[Row], columns: Mapping[str, tuple[str, Cell]], languag
     filled = {title: column for title, column in cells.items() if any(column)}
     names = [VARIANTS[row.peer] for row in rows]
     first = "variant" if language == "en" else "方式"
-    return render([first, *filled], [list(line) for line in zip(names, *filled.values(), strict=True)])
+    return render_table([first, *filled], [list(line) for line in zip(names, *filled.values(), strict=True)])
 
 
 def _machine(run: Run, language: Language) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.vae.choices import INPUTS, START, TURNS, UNLESS_ASKED_FOR, VARIANTS, VaeChoices
 from comfy_tpu.bench.job import SMALL_MODEL, Job
 from comfy_tpu.bench.results import Run
-from comfy_tpu.bench.runner import Keep, Parts, Say, begin_run, measure_rows, row_line
+from comfy_tpu.bench.runner import Keep, Parts, Say, begin_run, format_row, measure_rows
 
 PARTS: Parts = {
     INPUTS: ("benchmarks.vae.inputs", "make_inputs"),
@@ -36,7 +36,7 @@ def run_comparison(choices: VaeChoices, *, say: Say, keep: Keep) -> Run:
                 run = run.with_row(row)
                 keep(run)
                 if job.part == START or row.failure or len(row.samples) == job.repeats:
-                    say(f"  {row_line(row)}")
+                    say(f"  {format_row(row)}")
     return run
 
 

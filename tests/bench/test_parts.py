@@ -1,20 +1,22 @@
 """Every part of a run, in this process: everybody computes the same, and nothing fails."""
 
+import dataclasses
 import os
 
 import pytest
 import torch
 
-from comfy_tpu.bench import machine, runner
+from comfy_tpu.bench import compilation, machine, random_modules, runner
 from comfy_tpu.bench.job import DEVICES, PARTS, Job
 from comfy_tpu.bench.machine import Bench
 from comfy_tpu.bench.models import find_bench_model
-from comfy_tpu.bench.random_modules import in_float32, random_module
+from comfy_tpu.bench.random_modules import float32_copy, random_module
 from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import compiled, prefer_attention
-from comfy_tpu.bench.transformer import Forward
-from comfy_tpu.bench.vae import vae_inputs
+from comfy_tpu.bench.timing import compile_module, prefer_attention
+from comfy_tpu.bench.transformer import Forward, measure_ceilings
+from comfy_tpu.bench.vae import VaeStream, vae_inputs
 from comfy_tpu.bridge import to_host
+from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.compiler.weights import adopt
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.parallel.mesh import make_placement
@@ -22,13 +24,6 @@ from tests.covering import covering
 
 CPU = torch.device("cpu")
 MODELS = ("demo", "demo-image", *(f"small:{card.name}" for card in family_cards()))
-ONE_EACH = [
-    ("vae", "demo-image"),  # with a cache of the frames before, both ways
-    ("vae", "small:flux"),  # an image that denoising starts from
-    ("text", "small:flux"),  # two encoders
-    ("compile", "demo"),
-]
-"""Parts and models that run by default; a forward is in test_our_step_is_diffusers_forward."""
 
 
 def run(part, model, tmp_path, **options):
@@ -36,13 +31,15 @@ def run(part, model, tmp_path, **options):
     emitted = []
     chosen = {"size": find_bench_model(model).default_sizes[0], "dtype": "float32", "repeats": 1, "steps": 1}
     job = Job(part, model=model, peers=("ours", "eager"), cache_directory=str(tmp_path), **{**chosen, **options})
-    runner.work(job, emitted.append)
+    runner.run_part(job, emitted.append)
     rows = [message for message in emitted if isinstance(message, Row)]
     assert not [row.traceback for row in rows if row.failure]
     return {(row.what, row.peer): row for row in rows}
 
 
-@covering("part, model", [part for part in PARTS if part != "scaling"], MODELS, strength=0, always=ONE_EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "scaling"])
 def test_every_part_of_every_model(part, model, tmp_path):
     if (part, model) == ("end-to-end", "demo-image"):
         pytest.skip("a model that begins with an image")
@@ -63,13 +60,85 @@ def test_every_part_of_every_model(part, model, tmp_path):
         assert not any(row.facts["from_cache"] for row in rows.values())
 
 
-@covering("model, mesh", ["small:flux", "small:ltx_video"], ["single", "dp=2,sp=2,tp=2"], strength=1)
+@pytest.mark.slow  # tests/cli/test_bench.py has one by default
+@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=2,tp=2"])
+@pytest.mark.parametrize("model", ["small:flux", "small:ltx_video"])
 def test_our_step_is_diffusers_forward(model, mesh, tmp_path):
     rows = run("accuracy", model, tmp_path, mesh=mesh)
     assert rows["forward of 2 blocks", "eager"].error == 0
-    ours = rows["forward of 2 blocks", "ours"]
-    assert 0 < ours.error < 5e-5
-    assert (ours.facts.get("mesh"), ours.facts.get("batch")) == ((None, None) if mesh == "single" else (mesh, 2))
+    assert 0 < rows["forward of 2 blocks", "ours"].error < 5e-5
+
+
+def test_the_best_rates_of_the_device():
+    emitted = []
+    bench = Bench.open(
+        Job("transformer", model="small:flux", size="96x64x1", dtype="float32", repeats=1), emitted.append
+    )
+    assert measure_ceilings(bench) == "FLASH_ATTENTION"
+    assert not [row.traceback for row in emitted if row.failure]
+    assert [(row.what, row.peer) for row in emitted if row.peer != "torch"] == [
+        ("matmul 512×512×512", "jax"),
+        ("matmul 24×128×512", "jax"),
+        ("attention", "jax, as our program calls it"),
+        ("attention", "torch FLASH_ATTENTION"),
+    ]
+
+
+@pytest.fixture
+def tiny_vae(monkeypatch):
+    """The small Flux with two levels in its VAE, not four, which is the time of compiling it."""
+    model = find_bench_model("small:flux")
+    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = {**model.configs["vae"], **levels, "block_out_channels": (8, 8), "norm_num_groups": 2}
+    card = dataclasses.replace(model.family.card, spatial_scale=2)
+    family = dataclasses.replace(model.family, card=card)
+    model = dataclasses.replace(model, family=family, configs={**model.configs, "vae": vae})
+    monkeypatch.setattr(machine, "find_bench_model", lambda name: model)
+    # Two seconds of imports in torch; the slow tests count.
+    monkeypatch.setattr(random_modules, "count_operations", lambda module, call: 7.0)
+
+
+@pytest.mark.usefixtures("tiny_vae")
+def test_our_vae_is_diffusers_both_ways(tmp_path):
+    rows = run("vae", "small:flux", tmp_path, size="32x16x1")
+    assert list(rows) == [(what, peer) for what in ("decode", "encode") for peer in ("ours", "eager")]
+    for what in ("decode", "encode"):
+        assert 0 < rows[what, "ours"].error < 1e-4
+        assert rows[what, "eager"].error == 0
+        assert len(rows[what, "ours"].samples) == len(rows[what, "eager"].samples) == 1
+        assert rows[what, "ours"].flops == 7.0
+        assert rows[what, "ours"].facts["programs"] == 1
+
+
+def test_a_video_goes_through_the_vae_part_by_part():
+    bench = Bench.open(Job("vae", model="demo-image", dtype="float32"))
+    pixels, latents = torch.zeros(1, 3, 17, 64, 64), torch.zeros(1, 16, 5, 8, 8)
+    streams = {"pixels": VaeStream.encode(bench, pixels), "latent": VaeStream.decode(bench, latents)}
+    assert [part["pixels"].shape[2] for part in streams["pixels"].parts] == [1, 4, 4, 4, 4]
+    assert [part["latent"].shape[2] for part in streams["latent"].parts] == [1] * 5
+    for name, stream in streams.items():
+        assert stream.columns == 8
+        seen = []
+
+        def compute(cache, seen=seen, **part):
+            seen.append((set(part), cache))
+            return f"output {len(seen)}", f"cache {len(seen)}"
+
+        assert stream.run(compute, stream.parts) == [f"output {count}" for count in range(1, 6)]
+        assert seen == [({name}, None), *(({name}, f"cache {count}") for count in range(1, 5))]
+
+
+def test_compilation(tmp_path, monkeypatch):
+    for name in ("_compile_step", "compile_vae"):
+        monkeypatch.setattr(compilation, name, lambda *arguments: arguments[-1](ProgramEvent("x", "ready", 2.0)))
+    rows = run("compile", "small:ltx_video", tmp_path)
+    names = ("transformer", "vae decode", "vae encode", "text encoder")
+    assert list(rows) == [(f"{name}, cold", "ours") for name in names]
+    assert rows["vae encode, cold", "ours"].samples == (2.0,)
+    facts = rows["text encoder, cold", "ours"].facts
+    assert facts["from_cache"] is False
+    assert rows["text encoder, cold", "ours"].samples == (facts["trace_s"] + facts["lower_s"] + facts["compile_s"],)
+    assert min(facts["import_s"], facts["build_s"]) > 0
 
 
 def test_text_encoders_are_named_where_there_are_two(tmp_path, monkeypatch):
@@ -140,7 +209,7 @@ def test_modules_have_finite_weights_in_diffusers_dtypes(name):
             assert torch.isfinite(tensor).all(), name
         for name, parameter in module.named_parameters():
             assert parameter.dtype == (torch.float32 if kept & set(name.split(".")) else torch.bfloat16), name
-        reference = in_float32(module, spec, model.config(spec))
+        reference = float32_copy(module, spec, model.config(spec))
         for name, tensor in module.state_dict().items():  # tied weights under both of their names
             assert torch.equal(reference.state_dict()[name], tensor.float()), name
 
@@ -159,11 +228,11 @@ def test_compiled_parts_leave_the_module_as_it_was(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, dynamic: torch.nn.Sequential(module))
     module = torch.nn.Module()
     module.blocks, module.head = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()]), torch.nn.ReLU()
-    twin = compiled(module, ("blocks",))
+    twin = compile_module(module, ("blocks",))
     assert [type(block) for block in twin.blocks] == [torch.nn.Sequential] * 2
     assert twin.head is module.head
     assert type(module.blocks[0]) is torch.nn.Identity
-    assert type(compiled(module, ("head",)).head) is torch.nn.Sequential
+    assert type(compile_module(module, ("head",)).head) is torch.nn.Sequential
 
 
 def test_a_preferred_attention_leaves_torch_as_it_was():

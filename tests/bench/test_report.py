@@ -8,7 +8,7 @@ import pytest
 from comfy_tpu.bench import plots, report
 from comfy_tpu.bench.report import RunFiles, draw_run, format_tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
-from comfy_tpu.bench.tables import floor_seconds, seconds, speedup
+from comfy_tpu.bench.tables import floor_seconds, format_seconds, speedup
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from tests.bench.test_results import make_run
 from tests.pins import only_with_the_pinned
@@ -74,7 +74,7 @@ def test_the_floor_is_products_and_attention_each_at_their_best():
     [(154.7, "155 s"), (2.618, "2.62 s"), (0.5, "0.5 s"), (0.0123, "12.3 ms"), (3.2e-5, "32 µs")],
 )
 def test_seconds(value, text):
-    assert seconds(value) == text
+    assert format_seconds(value) == text
 
 
 def test_the_last_run_of_every_size_counts(tmp_path):
@@ -104,7 +104,7 @@ def test_what_the_last_run_left_out_is_taken_from_the_one_before(tmp_path):
         Row("vae", "decode", "eager", size=SIZE, samples=(6.0,)),
         date="2026-01-02T00:00:00+00:00",
     )
-    found = report.latest([earlier, later], "vae")
+    found = report.latest_rows([earlier, later], "vae")
     assert [(run.date[9], row.what, row.peer) for run, row in found] == [
         ("2", "decode", "ours"),
         ("2", "decode", "eager"),
@@ -120,8 +120,8 @@ def test_a_run_that_failed_does_not_hide_one_that_measured():
         (error, Row("accuracy", "forward of 2 blocks", "ours", size=SIZE, failure="OutOfMemoryError")),
     ):
         runs = [make_run(good, date=dates[0]), make_run(bad, date=dates[1])]
-        assert report.latest(runs, good.part) == [(runs[0], good)]
-        assert report.latest(runs[1:], good.part) == [(runs[1], bad)], "where nothing else is known"
+        assert report.latest_rows(runs, good.part) == [(runs[0], good)]
+        assert report.latest_rows(runs[1:], good.part) == [(runs[1], bad)], "where nothing else is known"
 
 
 def test_pages_that_cannot_be_made(tmp_path):
@@ -176,10 +176,10 @@ def test_a_forward_of_another_size_is_one_more_point():
 
 
 def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
-    def compiled(tokens, seconds_):
+    def compile_module(tokens, seconds_):
         return Row("transformer", "forward", "compile", size=f"{tokens}", samples=(seconds_,), facts={"tokens": tokens})
 
-    small, large, larger = compiled(8_000, 1.0), compiled(16_000, 2.0), compiled(32_000, 4.0)
+    small, large, larger = compile_module(8_000, 1.0), compile_module(16_000, 2.0), compile_module(32_000, 4.0)
     regional = "comfy-tpu bench --compile-regional"
     assert plots.exponent_table([*with_run(small), *with_run(large, command=regional)]) == ""
     assert "| diffusers + torch.compile | tokens | 8,000 – 16,000 | 1.00 |" in narrow(

@@ -78,7 +78,7 @@ def test_a_choice_that_the_model_or_the_machine_refuses_is_one_sentence(argument
     given = parser.parse_args(arguments)
     model = "small" if given.model == "auto" else given.model
     emitted = []
-    runner.work(
+    runner.run_part(
         Job(model=model, dtype="float32", mesh=given.mesh, sizes=tuple(given.size), parts=("compile",)), emitted.append
     )
     (answer,) = emitted
@@ -90,35 +90,49 @@ def test_a_choice_that_the_model_or_the_machine_refuses_is_one_sentence(argument
 def receive_here(job, parts):
     """In place of a process."""
     emitted = []
-    runner.work(job, emitted.append, parts)
+    runner.run_part(job, emitted.append, parts)
     return emitted
 
 
 def test_small_run(tmp_path, monkeypatch, capsys):
+    """On a mesh, with errors: ours computes what diffusers does."""
     monkeypatch.setattr(runner, "_receive", receive_here)
     files = {name: tmp_path / f"x.{name}" for name in ("json", "md", "svg")}
-    chosen = ("--what", "transformer", "--model", "small:ltx_video", "--repeats", "2", "--dtype", "bfloat16")
+    chosen = "--what accuracy --model small:flux --mesh dp=2,sp=2,tp=2 --repeats 2"
     outputs = ("--json", files["json"], "--markdown", files["md"], "--plot", files["svg"])
-    assert main(["bench", *chosen, *map(str, outputs)]) == 0
+    assert main(["bench", *chosen.split(), *map(str, outputs)]) == 0
     printed = capsys.readouterr().out
     (run,) = json.loads(files["json"].read_text())["runs"]
-    assert (run["model"], run["dtype"], run["hardware"]["platform"]) == ("small:ltx_video", "bfloat16", "cpu")
-    assert run["command"] == f"comfy-tpu bench {' '.join(chosen[:4])} --dtype bfloat16 --repeats 2"
-    rows = {(row["part"], row["peer"]): row for row in run["rows"]}
+    assert (run["model"], run["dtype"], run["hardware"]["platform"]) == ("small:flux", "float32", "cpu")
+    assert (run["mesh"], run["command"]) == ("dp=2,sp=2,tp=2", f"comfy-tpu bench {chosen}")
     assert not [row["failure"] for row in run["rows"] if row["failure"]]
-    for peer in ("ours", "eager"):
-        assert len(rows["transformer", peer]["samples"]) == 2
-    facts = rows["transformer", "ours"]["facts"]
+    rows = {row["peer"]: row for row in run["rows"]}
+    assert rows["eager"]["error"] == 0
+    assert 0 < rows["ours"]["error"] < 5e-5
+    facts = rows["ours"]["facts"]
+    assert (facts["mesh"], facts["batch"]) == ("dp=2,sp=2,tp=2", 2)
     assert facts["trace_s"] > 0
     assert facts["compile_s"] > 0
     assert facts["from_cache"] is False, "the cache is a fresh one"
-    assert {row["what"].split()[0] for row in run["rows"] if row["part"] == "ceilings"} == {"matmul", "attention"}
-    assert "### Transformer, one forward" in printed
+    assert "### Error of two blocks of the transformer against float32" in printed
     assert files["md"].read_text().strip() == printed.strip()
 
     page = tmp_path / "page.md"
     assert main(["bench", "report", str(files["json"]), "--output", str(page)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == str(page)
+
+
+@pytest.mark.slow
+def test_times_of_a_small_run(tmp_path):
+    results = tmp_path / "x.json"
+    done = bench("--what", "transformer", "--repeats", 2, "--dtype", "bfloat16", "--json", results)
+    (run,) = json.loads(results.read_text())["runs"]
+    assert (run["model"], run["dtype"]) == ("small:wan", "bfloat16")
+    rows = {(row["part"], row["peer"]): row for row in run["rows"]}
+    for peer in ("ours", "eager"):
+        assert len(rows["transformer", peer]["samples"]) == 2
+    assert {row["what"].split()[0] for row in run["rows"] if row["part"] == "ceilings"} == {"matmul", "attention"}
+    assert "### Transformer, one forward" in done.stdout
 
 
 @pytest.mark.slow
@@ -196,7 +210,7 @@ def test_a_machine_whose_devices_do_not_start(monkeypatch):
 
 def test_a_part_that_fails_as_a_whole_is_a_row(tmp_path):
     emitted = []
-    runner.work(Job("vae", model="unknown", size="96x64x9", cache_directory=str(tmp_path)), emitted.append)
+    runner.run_part(Job("vae", model="unknown", size="96x64x9", cache_directory=str(tmp_path)), emitted.append)
     (row,) = emitted
     assert row.failure.startswith("InvalidValueError: model=unknown is unknown; choose small, small:FAMILY, demo")
     assert row.part == "vae"

@@ -36,8 +36,8 @@ def measure_compilation(job: Job, emit: Emit) -> None:
         ("transformer", family.transformer, functools.partial(_compile_step, bench, job.size))
     ]
     for direction in vae_inputs(bench, job.size):
-        compile_ = functools.partial(compile_vae, bench, direction, job.size)
-        programs.append((f"vae {direction}", family.vae.component, compile_))
+        compile_parts = functools.partial(compile_vae, bench, direction, job.size)
+        programs.append((f"vae {direction}", family.vae.component, compile_parts))
     for encoder in family.text.encoders:
         name = encoder.component.name.replace("_", " ")
         programs.append((name, encoder.component, functools.partial(_compile_text, bench, encoder)))

@@ -13,10 +13,10 @@ import torch
 
 from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.machine import Bench
-from comfy_tpu.bench.models import operations
+from comfy_tpu.bench.models import count_step_operations
 from comfy_tpu.bench.random_modules import PROMPT, RandomFiles
 from comfy_tpu.bench.results import Emit, Row
-from comfy_tpu.bench.timing import Candidate, compiled, measure_peers
+from comfy_tpu.bench.timing import Candidate, compile_module, measure_peers
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import UnsupportedError
@@ -43,7 +43,7 @@ def measure_end_to_end(job: Job, emit: Emit) -> None:
         f"{job.steps} steps{' with guidance' if is_guided(model.family, settings) else ''}",
         "",
         size=job.size,
-        flops=job.steps * sum(operations(work)),  # of the transformer alone
+        flops=job.steps * sum(count_step_operations(work)),  # of the transformer alone
         facts={"steps": job.steps, "tokens": work.tokens, **bench.mesh_facts},
     )
     transformer: Any = files.module(model.family.transformer)
@@ -55,7 +55,7 @@ def measure_end_to_end(job: Job, emit: Emit) -> None:
         ours={"ours": lambda: _ours(bench, files, settings, row.facts)},
         by_torch={
             "eager": lambda: _diffusers_call(files, transformer, settings),
-            "compile": lambda: _diffusers_call(files, compiled(transformer, parts), settings),
+            "compile": lambda: _diffusers_call(files, compile_module(transformer, parts), settings),
         },
         sdpa=bench.default_attention,
         repeats=min(job.repeats, _REPEATS),

@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 import comfy_tpu
 from comfy_tpu.bench.job import SMALL_MODEL, Job
-from comfy_tpu.bench.models import BenchModel, find_bench_model, first_published
+from comfy_tpu.bench.models import BenchModel, default_hub_id, find_bench_model
 from comfy_tpu.bench.results import Emit
 from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.compiler.component import Component, ComponentSpec
@@ -65,7 +65,7 @@ def plan_run(request: Job) -> dict[str, Any]:
     does not fit the devices or the model, weights that do not fit the memory."""
     facts = describe_machine()
     accelerated = facts["hardware"]["platform"] != "cpu"
-    name = (first_published() if accelerated else SMALL_MODEL) if request.model == "auto" else request.model
+    name = (default_hub_id() if accelerated else SMALL_MODEL) if request.model == "auto" else request.model
     dtype = ("bfloat16" if accelerated else "float32") if request.dtype == "auto" else request.dtype
     model = find_bench_model(name)
     sizes = [model.settings(size) for size in request.sizes or model.default_sizes]
@@ -205,7 +205,7 @@ def free_device_memory() -> None:
 
 
 @contextlib.contextmanager
-def exact_float32() -> Iterator[None]:
+def disable_tf32() -> Iterator[None]:
     """A float32 reference in float32: torch lets cuDNN convolve it in TF32 otherwise."""
     matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

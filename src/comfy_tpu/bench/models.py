@@ -89,7 +89,7 @@ class BenchModel:
         return tuple(dict.fromkeys(f"{width}x{height}x{settings.num_frames}" for width, height in sides))
 
 
-def with_few_layers(config: Config) -> dict[str, Any]:
+def reduce_layers(config: Config) -> dict[str, Any]:
     """The configuration of the same transformer with two blocks of each kind."""
     return {
         name: min(value, _FEW_LAYERS) if isinstance(value, int) and _LAYER_COUNT.match(name) else value
@@ -97,7 +97,7 @@ def with_few_layers(config: Config) -> dict[str, Any]:
     }
 
 
-def operations(work: Workload) -> tuple[float, float]:
+def count_step_operations(work: Workload) -> tuple[float, float]:
     """Of a step's products and of its attention: a multiplication and an addition are two."""
     rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens, "samples": 1}
     linear = sum(
@@ -107,7 +107,7 @@ def operations(work: Workload) -> tuple[float, float]:
     return work.batch * linear, work.batch * 4.0 * work.layers * work.hidden * keys
 
 
-def first_published() -> str:
+def default_hub_id() -> str:
     """The hub id that "auto" stands for on an accelerator."""
     return family_cards()[0].node_sets[0].hub_models[0]
 
@@ -148,7 +148,7 @@ def _small_model(family: FamilyCard) -> BenchModel:
     transformer = model.family.transformer.name
     configs = {name: {**config, **changed.get(name, {})} for name, config in model.configs.items()}
     if transformer not in changed:
-        configs[transformer] = with_few_layers(configs[transformer])
+        configs[transformer] = reduce_layers(configs[transformer])
     limits, scale = model.family.card.limits, model.family.card.temporal_scale
     step = max(limits.size_multiple, limits.size_min)
     # Three latent frames: every program of a VAE that decodes frame by frame.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.bench.tables import peer_name, render, seconds
+from comfy_tpu.bench.tables import format_seconds, peer_name, render_table
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> str:
         axes.hlines(places, [bar.low for bar in bars], [bar.high for bar in bars], color="#202124")
         for place, bar in enumerate(bars):
             end = (max(bar.value, bar.high), place)
-            axes.annotate(seconds(bar.value), end, (5, 0), textcoords="offset points", va="center")
+            axes.annotate(format_seconds(bar.value), end, (5, 0), textcoords="offset points", va="center")
         axes.set_yticks(places, [bar.label for bar in bars])
         axes.invert_yaxis()
         axes.margins(x=0.12)
@@ -161,4 +161,4 @@ def exponent_table(rows: Sequence[tuple[Run, Row]]) -> str:
         for against, series in make_series(rows).items()
         for one in series
     ]
-    return render(["what", "against", "from – to", "exponent"], lines) if lines else ""
+    return render_table(["what", "against", "from – to", "exponent"], lines) if lines else ""

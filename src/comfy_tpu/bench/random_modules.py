@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.bench.machine import Bench, exact_float32, free_device_memory, relative_error
+from comfy_tpu.bench.machine import Bench, disable_tf32, free_device_memory, relative_error
 from comfy_tpu.bench.results import Row
 from comfy_tpu.bench.timing import MeasureError, Prepare, measure_peers
 from comfy_tpu.bridge import build_skeleton
@@ -107,7 +107,7 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     return module
 
 
-def in_float32(
+def float32_copy(
     module: torch.nn.Module, spec: ComponentSpec, config: Config, build: Build = build_published
 ) -> torch.nn.Module:
     """The same numbers in float32: every output is compared with this module's."""
@@ -155,9 +155,9 @@ def measure_module(
     flops = count_operations(empty_module(spec, config, build), lambda empty: call(empty, **meta))
     measure_error: MeasureError | None = None
     try:
-        with torch.no_grad(), exact_float32():
+        with torch.no_grad(), disable_tf32():
             floats = {name: each.float() if each.is_floating_point() else each for name, each in inputs.items()}
-            expected = comparable(call(in_float32(module, spec, config, build), **floats))
+            expected = comparable(call(float32_copy(module, spec, config, build), **floats))
         measure_error = lambda output: relative_error(comparable(output), expected)  # noqa: E731
     except (torch.OutOfMemoryError, UnsupportedError) as error:
         bench.emit(f"no error is measured: there is no float32 reference ({str(error).splitlines()[0]})")

@@ -11,7 +11,7 @@ from pathlib import Path
 from comfy_tpu.bench.job import SMALL_MODEL
 from comfy_tpu.bench.plots import Bar, check_libraries, draw_bars, draw_scaling, exponent_table
 from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
-from comfy_tpu.bench.tables import PEER_NAMES, TITLES, make_table, peer_name, render
+from comfy_tpu.bench.tables import PEER_NAMES, TITLES, make_table, peer_name, render_table
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.pipeline.atomic import check_place, explained, replacing
@@ -133,7 +133,7 @@ class Chapter:
     def format(self, runs: Sequence[Run], stem: str) -> tuple[str, dict[str, str]]:
         """The text, and its plots by file name. `stem`: of the page's name."""
         lines, plots = [f"## {self.title}", "", _machine_line(runs[-1]), ""], {}
-        found = {part: latest(runs, part) for part in TITLES}
+        found = {part: latest_rows(runs, part) for part in TITLES}
         if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
             name = f"{stem}-{self.slug}.svg"
             plots[name] = draw_peers(self.title, [one for rows in found.values() for one in rows])
@@ -174,7 +174,7 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
     return list(texts)
 
 
-def latest(runs: Sequence[Run], part: str) -> Rows:
+def latest_rows(runs: Sequence[Run], part: str) -> Rows:
     """Everything at every size by the last run that measured it, or that failed to where none did. `runs` are in the
     order of their dates."""
     things = dict.fromkeys((row.what, row.size) for run in runs for row in run.find(part))
@@ -206,4 +206,4 @@ def _runs_table(runs: Sequence[Run]) -> str:
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
         lines.append([run.date.replace("T", " ").replace("+00:00", " UTC"), f"`{run.command}`", versions])
-    return render(["date", "command", "versions"], lines)
+    return render_table(["date", "command", "versions"], lines)

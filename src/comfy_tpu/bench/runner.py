@@ -59,11 +59,11 @@ def run_bench(request: Job, *, say: Say, keep: Keep) -> Run:
                 run = run.with_row(row)
                 keep(run)
                 if row.key not in seen or row.failure:
-                    say(f"  {row_line(row)}")
+                    say(f"  {format_row(row)}")
                 seen[row.key] = row
             for row in seen.values():  # after all rounds
                 if len(row.samples) > 1 and row.part != "ceilings":
-                    say(f"  {row_line(row)}")
+                    say(f"  {format_row(row)}")
     return run
 
 
@@ -111,7 +111,7 @@ def _receive(job: Job, parts: Parts) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     job = dataclasses.replace(job, started=time.time())
-    process = context.Process(target=_work_apart, args=(job, parts, sender, _environment(job)))
+    process = context.Process(target=_run_process, args=(job, parts, sender, _environment(job)))
     process.start()
     sender.close()
     try:
@@ -127,16 +127,16 @@ def _receive(job: Job, parts: Parts) -> Iterator[Any]:
         process.join()
 
 
-def _work_apart(job: Job, parts: Parts, sender: Any, environment: Mapping[str, str]) -> None:
+def _run_process(job: Job, parts: Parts, sender: Any, environment: Mapping[str, str]) -> None:
     """All that the process of a part does."""
     os.environ.update(environment)  # before jax and torch are imported
     os.dup2(2, 1)  # libraries print to the standard output, where the tables go
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("comfy_tpu.parallel.mesh").setLevel(logging.ERROR)  # the run says itself, once, what it runs on
-    work(job, sender.send, parts)
+    run_part(job, sender.send, parts)
 
 
-def work(job: Job, emit: Callable[[Any], None], parts: Parts = PARTS) -> None:
+def run_part(job: Job, emit: Callable[[Any], None], parts: Parts = PARTS) -> None:
     """Measures a part. Of the first process of a run, emits its facts, or why it is refused."""
     try:
         if job.part == MACHINE:
@@ -175,7 +175,7 @@ def _describe_exit(status: int) -> str:
     return f"exited with status {status}; its messages are above"
 
 
-def row_line(row: Row) -> str:
+def format_row(row: Row) -> str:
     label = " ".join(filter(None, (row.what, row.size, row.peer)))
     if row.failure:
         return f"{label}: failed: {row.failure}"

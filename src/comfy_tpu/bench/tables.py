@@ -34,10 +34,10 @@ def make_table(rows: Sequence[tuple[Run, Row]]) -> str:
         values = [value(run, row) for run, row in rows]
         if any(each not in (None, "") for each in values):
             columns[title] = ["" if each is None else write(each) for each in values]
-    return render([*columns], [list(line) for line in zip(*columns.values(), strict=True)])
+    return render_table([*columns], [list(line) for line in zip(*columns.values(), strict=True)])
 
 
-def render(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def render_table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, numbers on the right from the fourth column."""
     from tabulate import tabulate
 
@@ -45,7 +45,7 @@ def render(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return tabulate(lines, titles, tablefmt="pipe", colalign=align, disable_numparse=True)
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Three or four digits that matter, in a unit that suits."""
     if value >= 100:
         return f"{value:.0f} s"
@@ -100,10 +100,10 @@ _COLUMNS: dict[str, tuple[Callable[[Run, Row], Any], Callable[[Any], str]]] = {
     "mesh": (_fact("mesh"), str),
     "batch": (_fact("batch"), str),
     "devices": (_fact("devices"), str),
-    "median": (lambda run, row: row.median_s, seconds),
+    "median": (lambda run, row: row.median_s, format_seconds),
     "min – max": (
         lambda run, row: row.spread_s if len(row.samples) > 1 else None,
-        lambda spread: f"{seconds(spread[0])} – {seconds(spread[1])}",
+        lambda spread: f"{format_seconds(spread[0])} – {format_seconds(spread[1])}",
     ),
     "n": (lambda run, row: len(row.samples) or None, str),
     "TFLOP/s": (lambda run, row: row.tflops, lambda value: f"{value:.0f}" if value >= 10 else f"{value:.2g}"),
@@ -111,12 +111,12 @@ _COLUMNS: dict[str, tuple[Callable[[Run, Row], Any], Callable[[Any], str]]] = {
     "ours is faster": (lambda run, row: speedup(run, row) if row.peer != "fp8" else None, "{:.2f}×".format),
     "fp8 is faster": (lambda run, row: speedup(run, row) if row.peer == "fp8" else None, "{:.2f}×".format),
     "error": (lambda run, row: row.error, "{:.2e}".format),
-    "first call": (lambda run, row: row.first_s, seconds),
-    "import": (_fact("import_s"), seconds),
-    "build": (_fact("build_s"), seconds),
-    "trace": (_fact("trace_s"), seconds),
-    "lower": (_fact("lower_s"), seconds),
-    "compile": (_fact("compile_s"), seconds),
+    "first call": (lambda run, row: row.first_s, format_seconds),
+    "import": (_fact("import_s"), format_seconds),
+    "build": (_fact("build_s"), format_seconds),
+    "trace": (_fact("trace_s"), format_seconds),
+    "lower": (_fact("lower_s"), format_seconds),
+    "compile": (_fact("compile_s"), format_seconds),
     "programs": (_fact("programs"), str),
     "from the cache": (_fact("from_cache"), lambda value: "yes" if value else "no"),
     "FLOPs a device": (_fact("flops_per_device"), "{:.3g}".format),

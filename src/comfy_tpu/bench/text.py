@@ -11,7 +11,7 @@ from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.machine import Bench
 from comfy_tpu.bench.random_modules import PROMPT, RandomFiles, build_ours, measure_module, random_module
 from comfy_tpu.bench.results import Emit, Row
-from comfy_tpu.bench.timing import Candidate, compiled, stage_clock
+from comfy_tpu.bench.timing import Candidate, compile_module, stage_clock
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.pipeline.text import tokenize
@@ -67,6 +67,6 @@ def _measure(bench: Bench, encoder: TextEncoder) -> None:
         inputs=inputs,
         ours=ours,
         # The whole function: it calls the module's layers itself.
-        compile_call=lambda: compiled(lambda **inputs: encode(module, **inputs)),
+        compile_call=lambda: compile_module(lambda **inputs: encode(module, **inputs)),
         build=build_ours,
     )

@@ -167,7 +167,7 @@ def torch_candidate(
     return Candidate(run, lambda output: output, {"sdpa": sdpa or "torch's choice", **facts})
 
 
-def compiled(module: Any, parts: Sequence[str] = ()) -> Any:
+def compile_module(module: Any, parts: Sequence[str] = ()) -> Any:
     """The module under torch.compile, with the same weights; with `parts`, only these submodules, each by itself."""
     torch._dynamo.reset()
     if not parts:

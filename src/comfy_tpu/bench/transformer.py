@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from comfy_tpu.bench.job import VIRTUAL_DEVICES, Job
-from comfy_tpu.bench.machine import Bench, exact_float32, free_device_memory, relative_error
-from comfy_tpu.bench.models import operations, with_few_layers
-from comfy_tpu.bench.random_modules import in_float32, random_module
+from comfy_tpu.bench.machine import Bench, disable_tf32, free_device_memory, relative_error
+from comfy_tpu.bench.models import count_step_operations, reduce_layers
+from comfy_tpu.bench.random_modules import float32_copy, random_module
 from comfy_tpu.bench.results import Emit, Row
 from comfy_tpu.bench.timing import (
     Candidate,
-    compiled,
+    compile_module,
     measure_peers,
     stage_clock,
     time_interleaved,
@@ -64,10 +64,10 @@ def measure_transformer(job: Job, emit: Emit) -> None:
 def measure_accuracy(job: Job, emit: Emit) -> None:
     bench = Bench.open(job, emit)
     spec = bench.model.family.transformer
-    config = with_few_layers(bench.model.config(spec))
+    config = reduce_layers(bench.model.config(spec))
     forward = Forward(bench, job.size, config)
-    with torch.no_grad(), exact_float32():
-        expected = forward.run(in_float32(forward.module, spec, config)).float()
+    with torch.no_grad(), disable_tf32():
+        expected = forward.run(float32_copy(forward.module, spec, config)).float()
     free_device_memory()
     row = forward.make_row("accuracy")
     facts = {name: value for name, value in row.facts.items() if name != "attention_flops"}
@@ -121,12 +121,12 @@ class Forward:
         """`other`: a forward whose weights this one shares."""
         family = bench.model.family
         self.bench, self.size, self.settings = bench, size, bench.forward_settings(size)
-        self.module = (
+        self.module: torch.nn.Module = (
             random_module(family.transformer, config, device=bench.device, dtype=bench.dtype)
             if other is None
             else other.module
         )
-        self.load = _load_once(bench, config, self.module) if other is None else other.load
+        self.load: Load = _load_once(bench, config, self.module) if other is None else other.load
         shape = latent_shape(family, bench.model.latent_channels, self.settings)
         self.latents = bench.random(*shape, seed=6, dtype=torch.float32)
         self.timestep = torch.full((1,), _TIMESTEP, device=bench.device)
@@ -143,7 +143,7 @@ class Forward:
 
     def make_row(self, part: str) -> Row:
         work = self.bench.model.workload(self.settings)
-        linear, attention_flops = operations(work)
+        linear, attention_flops = count_step_operations(work)
         facts = {"tokens": work.tokens, "attention_flops": attention_flops, **self.bench.mesh_facts}
         if self.bench.mesh_facts:
             facts["batch"] = self.settings.num_videos
@@ -162,7 +162,7 @@ class Forward:
             },
             by_torch={
                 "eager": lambda: functools.partial(self.run, self.module),
-                "compile": lambda: functools.partial(self.run, compiled(self.module, parts)),
+                "compile": lambda: functools.partial(self.run, compile_module(self.module, parts)),
             },
             sdpa=self.bench.default_attention if sdpa is None else sdpa,
             **options,

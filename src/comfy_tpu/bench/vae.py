@@ -19,7 +19,7 @@ from comfy_tpu.bench.job import Job
 from comfy_tpu.bench.machine import Bench
 from comfy_tpu.bench.random_modules import measure_module, random_module
 from comfy_tpu.bench.results import Emit, Row
-from comfy_tpu.bench.timing import Candidate, OnEvent, compiled, stage_clock
+from comfy_tpu.bench.timing import Candidate, OnEvent, compile_module, stage_clock
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.compiler.program import DeviceProgram
@@ -36,7 +36,8 @@ def measure_vae(job: Job, emit: Emit) -> None:
     spec = bench.model.family.vae.component
     module: Any = random_module(spec, bench.model.config(spec), device=bench.device, dtype=bench.dtype)
     for direction, shape in vae_inputs(bench, job.size).items():
-        _measure(bench, direction, module, bench.random(*shape, seed=8))
+        given = bench.random(*shape, seed=8)
+        _measure(bench, direction, module, given if direction == "decode" else given.clamp(-1, 1))
 
 
 def vae_inputs(bench: Bench, size: str) -> dict[Direction, tuple[int, ...]]:
@@ -66,7 +67,7 @@ def _measure(bench: Bench, direction: Direction, module: Any, given: torch.Tenso
         call=call,
         inputs={"given": given},
         ours=lambda: _ours(bench, direction, module, given),
-        compile_call=lambda: functools.partial(call, compiled(module, (part,))),
+        compile_call=lambda: functools.partial(call, compile_module(module, (part,))),
         comparable=lambda output: output.clamp(-1, 1) if decodes else output,
     )
 
