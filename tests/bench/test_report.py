@@ -176,10 +176,10 @@ def test_a_forward_of_another_size_is_one_more_point():
 
 
 def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
-    def compile_module(tokens, seconds_):
+    def compiled(tokens, seconds_):
         return Row("transformer", "forward", "compile", size=f"{tokens}", samples=(seconds_,), facts={"tokens": tokens})
 
-    small, large, larger = compile_module(8_000, 1.0), compile_module(16_000, 2.0), compile_module(32_000, 4.0)
+    small, large, larger = compiled(8_000, 1.0), compiled(16_000, 2.0), compiled(32_000, 4.0)
     regional = "comfy-tpu bench --compile-regional"
     assert plots.exponent_table([*with_run(small), *with_run(large, command=regional)]) == ""
     assert "| diffusers + torch.compile | tokens | 8,000 – 16,000 | 1.00 |" in narrow(
