@@ -15,6 +15,8 @@ from comfy_tpu.bench.job import DEVICES, PARTS, Job
 from comfy_tpu.bench.results import Row
 from comfy_tpu.cli.bench import add_arguments
 from comfy_tpu.cli.main import main
+from comfy_tpu.compiler.cache import enable_cache
+from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import rename_field
 from tests.bench.test_results import make_run
 
@@ -91,6 +93,7 @@ def receive_here(job, parts):
     """In place of a process."""
     emitted = []
     runner.run_part(job, emitted.append, parts)
+    enable_cache(CacheConfig())  # the part's own directory is removed after it
     return emitted
 
 
