@@ -51,6 +51,7 @@ def test_every_part_of_every_model(part, model, tmp_path):
         assert len(row.samples) == (0 if part == "accuracy" else 1)
         if part in ("vae", "text") and peer == "ours":
             assert row.error > 0
+        if part == "vae":
             assert row.flops > 0
     if part == "vae":
         assert whats == ({"decode", "encode"} if takes_images else {"decode"})
