@@ -22,7 +22,8 @@ FLAGS = (
     # the time of this one, and its code takes three times as long to run.
     "--xla_backend_optimization_level=1",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",  # or a small transformer over eight devices compiles in 6.6 s instead of 3.5 s
+    # A small transformer over eight devices compiles in 3.5 s instead of 6.6 s.
+    "--xla_cpu_use_fusion_emitters=false",
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 # torch's threads wait for each other by spinning. Where two workers share two cores, that is most of their time:

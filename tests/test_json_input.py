@@ -181,8 +181,6 @@ def test_json_on_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_else_parses_json_that_others_wrote() -> None:
     # What a process of ours wrote for another one of ours.
     own = {
-        "bench/runner.py",
-        "bench/worker.py",
         "cli/session.py",
         "diagnosis/facts.py",
         "json_input.py",

@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.vae import report, runner
 from benchmarks.vae.choices import VARIANTS, VaeChoices
-from comfy_tpu.bench import outputs
+from comfy_tpu.bench.report import RunFiles
 from comfy_tpu.cli.options import number_parser, parse_names, path_parser
 from comfy_tpu.cli.terminal import print_error, print_message, print_text
 from comfy_tpu.errors import ComfyTpuError, rename_field
@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> None:
         else (),
         full_size=arguments.full_size,
     )
-    places = outputs.Places.check(json=arguments.json, markdown=None, plot=None)
+    files = RunFiles.check(json=arguments.json)
     if arguments.output is not None:
         report.check_output(arguments.output, arguments.json)
-    measured = runner.run_comparison(choices, say=print_message, keep=places.keep)
+    measured = runner.run_comparison(choices, say=print_message, keep=files.keep)
     if arguments.output is not None:
         report.write_output(arguments.output, measured)
     print_text(report.tables(measured))

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.wan.card import WAN21
 
-WORKER = "benchmarks.vae.worker"
 _SIDE = WAN21.limits.size_multiple
 
 

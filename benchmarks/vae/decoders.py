@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from benchmarks.vae import whole_videos
 from benchmarks.vae.choices import CONFIGURATIONS
 from benchmarks.vae.inputs import Inputs
-from comfy_tpu.bench.candidates import StageClock, compiled, torch_candidate
-from comfy_tpu.bench.devices import Bench
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.modules import empty_module
-from comfy_tpu.bench.timing import Candidate
+from comfy_tpu.bench.machine import Bench
+from comfy_tpu.bench.random_modules import empty_module
+from comfy_tpu.bench.timing import Candidate, compile_module, stage_clock, torch_candidate
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
@@ -84,7 +83,7 @@ def _by_programs(
     checkpoint = Checkpoint.open(inputs.weights)
     weights = _timed(facts, "load_s", lambda: jax.block_until_ready(component.load(checkpoint)))
     frames = "latent" in function.__annotations__
-    program = component.program(function, donate=("cache",) if frames else (), on_event=StageClock(facts))
+    program = component.program(function, donate=("cache",) if frames else (), on_event=stage_clock(facts))
     if not frames:
         latents = bench.array(inputs.latents.movedim(1, channels).contiguous())
         return Decoder(
@@ -126,7 +125,7 @@ def _by_torch(variant: str, job: Job, bench: Bench, inputs: Inputs, facts: dict[
         module.eval().requires_grad_(False)
 
     _timed(facts, "load_s", load)
-    model: Any = compiled(module, ("decoder",)) if variant == "compile" else module
+    model: Any = compile_module(module, ("decoder",)) if variant == "compile" else module
     latents = inputs.latents.to(bench.device, bench.dtype)
     candidate = torch_candidate(bench, lambda: model.decode(latents, return_dict=False)[0], facts=facts)
     return Decoder(candidate)

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.vae.choices import CONFIGURATIONS, VideoSize
-from comfy_tpu.bench.devices import Bench, exact_float32
 from comfy_tpu.bench.job import SMALL_MODEL, Job
-from comfy_tpu.bench.modules import in_float32, random_module
-from comfy_tpu.bench.timing import ProgressCallback
+from comfy_tpu.bench.machine import Bench, disable_tf32
+from comfy_tpu.bench.random_modules import float32_copy, random_module
+from comfy_tpu.bench.results import Emit
 from comfy_tpu.families.wan.vae import VAE
 
 _WEIGHTS, _VIDEO = "vae", "video.safetensors"
@@ -39,13 +39,13 @@ def open_bench(job: Job) -> Bench:
     return Bench.open(dataclasses.replace(job, model=SMALL_MODEL, size=""))
 
 
-def make_inputs(job: Job, on_progress: ProgressCallback) -> None:
+def make_inputs(job: Job, emit: Emit) -> None:
     bench = open_bench(job)
     config = CONFIGURATIONS[job.model]
     module = random_module(VAE, config, device=bench.device, dtype=bench.dtype)
-    reference: Any = in_float32(module, VAE, config)
+    reference: Any = float32_copy(module, VAE, config)
     latents = bench.random(1, reference.config.z_dim, *VideoSize.parse(job.size).latent, seed=8).float()
-    with torch.no_grad(), exact_float32():
+    with torch.no_grad(), disable_tf32():
         expected = reference.decode(latents, return_dict=False)[0]
     directory = Path(job.inputs)
     (directory / _WEIGHTS).mkdir(parents=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.vae.report import Language, plots, tables, write_texts
+from benchmarks.vae.report import Language, plots, tables
+from comfy_tpu.bench.report import write_texts
 from comfy_tpu.bench.results import read_runs
 
 ROOT = Path(__file__).parents[2]

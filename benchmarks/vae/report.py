@@ -8,26 +8,27 @@ from typing import Any, Literal
 
 from benchmarks.vae.choices import START, TURNS, VARIANTS
 from comfy_tpu.bench.plots import Bar, draw_bars
+from comfy_tpu.bench.report import write_texts
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.bench.tables import render, seconds
+from comfy_tpu.bench.tables import format_seconds, render_table
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
+from comfy_tpu.pipeline.atomic import check_place
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 Language = Literal["en", "zh-CN"]
 Cell = Callable[[Row], str]
 
 
-def _fact(name: str, write: Callable[[Any], str] = seconds) -> Cell:
+def _fact(name: str, write: Callable[[Any], str] = format_seconds) -> Cell:
     return lambda row: write(row.facts[name]) if row.facts.get(name) is not None else ""
 
 
 def _median(row: Row) -> str:
-    return seconds(row.median_s) if row.median_s is not None else row.failure or ""
+    return format_seconds(row.median_s) if row.median_s is not None else row.failure or ""
 
 
 def _spread(row: Row) -> str:
-    return f"{seconds(row.spread_s[0])} – {seconds(row.spread_s[1])}" if row.spread_s else ""
+    return f"{format_seconds(row.spread_s[0])} – {format_seconds(row.spread_s[1])}" if row.spread_s else ""
 
 
 _STAGES: Mapping[str, tuple[str, Cell]] = {
@@ -82,7 +83,7 @@ def _table(rows: Sequence[Row], columns: Mapping[str, tuple[str, Cell]], languag
     filled = {title: column for title, column in cells.items() if any(column)}
     names = [VARIANTS[row.peer] for row in rows]
     first = "variant" if language == "en" else "方式"
-    return render([first, *filled], [list(line) for line in zip(names, *filled.values(), strict=True)])
+    return render_table([first, *filled], [list(line) for line in zip(names, *filled.values(), strict=True)])
 
 
 def _machine(run: Run, language: Language) -> str:
@@ -104,17 +105,17 @@ def _machine(run: Run, language: Language) -> str:
 def plots(run: Run) -> dict[str, str]:
     """By the ending of their names."""
     cold = [
-        Bar(VARIANTS[row.peer], total, total, total, seconds(total), index)
+        Bar(VARIANTS[row.peer], total, total, total, index)
         for index, row in enumerate(_in_order(run, START, "cold"))
         if (total := row.facts.get("total_s")) is not None
     ]
     warm = [
-        Bar(f"{VARIANTS[row.peer]}, from the cache", total, total, total, seconds(total), index)
+        Bar(f"{VARIANTS[row.peer]}, from the cache", total, total, total, index)
         for index, row in enumerate(_in_order(run, START, "warm"))
         if (total := row.facts.get("total_s")) is not None
     ]
     decodes = [
-        Bar(VARIANTS[row.peer], row.median_s, *row.spread_s, seconds(row.median_s), index)
+        Bar(VARIANTS[row.peer], row.median_s, *row.spread_s, index)
         for index, row in enumerate(_in_order(run, TURNS, "decode"))
         if row.median_s is not None and row.spread_s is not None
     ]
@@ -146,9 +147,3 @@ def write_output(path: Path, run: Run) -> None:
     }
     texts |= {path.with_name(f"{path.stem}-{ending}.svg"): text for ending, text in drawn.items()}
     write_texts(texts)
-
-
-def write_texts(texts: Mapping[Path, str]) -> None:
-    for path, text in texts.items():
-        with replacing(path) as partial, write_errors(path):
-            partial.write_text(text, encoding="utf-8")

@@ -8,17 +8,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.vae.choices import INPUTS, START, TURNS, UNLESS_ASKED_FOR, VARIANTS, WORKER, VaeChoices
-from comfy_tpu.bench.job import MACHINE, SMALL_MODEL, Job
+from benchmarks.vae.choices import INPUTS, START, TURNS, UNLESS_ASKED_FOR, VARIANTS, VaeChoices
+from comfy_tpu.bench.job import SMALL_MODEL, Job
 from comfy_tpu.bench.results import Run
-from comfy_tpu.bench.runner import Keep, Say, begin_run, measured_rows, row_line
+from comfy_tpu.bench.runner import Keep, Parts, Say, begin_run, format_row, measure_rows
+
+PARTS: Parts = {
+    INPUTS: ("benchmarks.vae.inputs", "make_inputs"),
+    START: ("benchmarks.vae.start", "measure_start"),
+    TURNS: ("benchmarks.vae.start", "measure_turns"),
+}
 
 _LATER = 2
 """Decodes behind the first in a process of its own. They are compared by turns."""
 
 
 def run_comparison(choices: VaeChoices, *, say: Say, keep: Keep) -> Run:
-    run, _ = begin_run(Job(MACHINE, model=SMALL_MODEL, dtype=choices.dtype), choices.command, say)
+    run, _ = begin_run(Job(model=SMALL_MODEL, dtype=choices.dtype, parts=()), choices.command, say)
     run = dataclasses.replace(run, model=choices.model)
     variants = choices.variants or tuple(
         name for name in VARIANTS if run.hardware["platform"] != "cpu" or name not in UNLESS_ASKED_FOR
@@ -26,11 +32,11 @@ def run_comparison(choices: VaeChoices, *, say: Say, keep: Keep) -> Run:
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-bench-") as scratch:
         for job in _jobs(choices, run, variants, Path(scratch)):
             say(f"— {job.part} {' '.join(job.peers) if job.part == START else ''} {job.state}")
-            for row in measured_rows(job, Path(scratch), say, WORKER):
+            for row in measure_rows(job, say, PARTS):
                 run = run.with_row(row)
                 keep(run)
                 if job.part == START or row.failure or len(row.samples) == job.repeats:
-                    say(f"  {row_line(row)}")
+                    say(f"  {format_row(row)}")
     return run
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from benchmarks.vae.choices import START, TURNS
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.results import Row
+from comfy_tpu.bench.results import Emit, Row
 
 
-def measure_start(job: Job, on_progress: Any) -> None:
+def measure_start(job: Job, emit: Emit) -> None:
     from benchmarks.vae import decoders
     from benchmarks.vae.inputs import Inputs, open_bench
-    from comfy_tpu.bench.devices import relative_error
+    from comfy_tpu.bench.machine import relative_error
     from comfy_tpu.bench.timing import time_interleaved
 
     (variant,) = job.peers
@@ -36,10 +36,9 @@ def measure_start(job: Job, on_progress: Any) -> None:
         made.append(decoders.prepare(variant, job, bench, inputs))
         return made[0].candidate
 
-    quiet = _Rows()
     measure_error = functools.partial(_measure_error, relative_error, inputs)
     done = time_interleaved(
-        row, {variant: prepare}, repeats=job.repeats, on_progress=quiet, measure_error=measure_error
+        row, {variant: prepare}, repeats=job.repeats, emit=lambda message: None, measure_error=measure_error
     )[variant]
     facts = {"import_s": imported, **done.facts, "load_average": load, "peak_bytes": peak_bytes()}
     if done.first_s is not None:
@@ -49,10 +48,10 @@ def measure_start(job: Job, on_progress: Any) -> None:
     if job.state == "cold" and made and made[0].program is not None:
         texts = made[0].program.compiled_texts()
         facts |= {"hlo_bytes": sum(map(len, texts)), "hlo_instructions": sum(map(instructions, texts))}
-    on_progress.row(dataclasses.replace(done, facts=facts))
+    emit(dataclasses.replace(done, facts=facts))
 
 
-def measure_turns(job: Job, on_progress: Any) -> None:
+def measure_turns(job: Job, emit: Emit) -> None:
     from benchmarks.vae import decoders
     from benchmarks.vae.inputs import Inputs, open_bench
     from comfy_tpu.bench.timing import time_interleaved
@@ -63,12 +62,10 @@ def measure_turns(job: Job, on_progress: Any) -> None:
         return lambda: decoders.prepare(variant, job, bench, inputs).candidate
 
     row = Row(TURNS, "decode", "", size=job.size)
-    rows = time_interleaved(
-        row, {name: preparing(name) for name in job.peers}, repeats=job.repeats, on_progress=on_progress
-    )
+    rows = time_interleaved(row, {name: preparing(name) for name in job.peers}, repeats=job.repeats, emit=emit)
     load = os.getloadavg()[0]
     for done in rows.values():
-        on_progress.row(dataclasses.replace(done, facts={"load_average": load}))
+        emit(dataclasses.replace(done, facts={"load_average": load}))
 
 
 def peak_bytes() -> int | None:
@@ -83,14 +80,6 @@ def peak_bytes() -> int | None:
 
 def instructions(text: str) -> int:
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.MULTILINE))
-
-
-class _Rows:
-    """Of a process that says what it found when all of it is there."""
-
-    def row(self, row: Row) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def _measure_error(relative_error: Any, inputs: Any, output: Any) -> float:

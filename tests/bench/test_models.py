@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from comfy_tpu.bench import devices
-from comfy_tpu.bench.devices import Bench, check_memory
+from comfy_tpu.bench import machine
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.models import find_bench_model, first_published, operations, with_few_layers
+from comfy_tpu.bench.machine import Bench, check_memory
+from comfy_tpu.bench.models import count_step_operations, default_hub_id, find_bench_model, reduce_layers
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import family_cards, model_cards
 
@@ -41,7 +41,7 @@ def test_every_published_model_is_known_whole(hub_id):
 
 def test_names_of_models():
     assert find_bench_model("small").name == f"small:{FAMILIES[0]}"
-    assert find_bench_model(first_published().rpartition("/")[2].lower()).name == first_published()
+    assert find_bench_model(default_hub_id().rpartition("/")[2].lower()).name == default_hub_id()
     demo = find_bench_model("demo")
     assert demo.default_sizes == (f"{demo.defaults.width}x{demo.defaults.height}x{demo.defaults.num_frames}",)
 
@@ -78,7 +78,7 @@ def test_a_configuration_that_is_not_known_is_named():
 def test_operations_are_those_of_the_literature():
     """Wan 2.1 14B: N · (4 L² d + 4 L T d) and N · (8 L d² + 4 L d² + 4 L d f), keys and values of the text apart."""
     model = find_bench_model("Wan2.1-T2V-14B-Diffusers")
-    linear, attention = operations(model.workload(model.forward_settings("832x480x81", 1)))
+    linear, attention = count_step_operations(model.workload(model.forward_settings("832x480x81", 1)))
     tokens, text, width, blocks, ffn = 32_760, 512, 5120, 40, 13_824
     assert attention == blocks * 4 * width * (tokens**2 + tokens * text)
     assert linear == pytest.approx(blocks * (12 * tokens * width**2 + 4 * tokens * width * ffn), rel=2e-3)
@@ -86,13 +86,13 @@ def test_operations_are_those_of_the_literature():
 
 def test_few_layers():
     config = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "num_refiner_layers": 1}
-    assert with_few_layers(config) == {**config, "num_layers": 2, "num_single_layers": 2}
+    assert reduce_layers(config) == {**config, "num_layers": 2, "num_single_layers": 2}
 
 
 def test_a_model_that_does_not_fit_is_one_sentence(monkeypatch):
-    bench = Bench.open(Job("machine", cache_directory="build/test-programs"))
+    bench = Bench.open(Job(model="small", dtype="float32"))
     check_memory(bench, {"transformer": 2**20})
-    monkeypatch.setattr(devices, "_free_bytes", lambda bench: 2**30)
+    monkeypatch.setattr(machine, "_free_bytes", lambda bench: 2**30)
     message = (
         r"model=small:\w+ needs 6 GiB for the weights of its transformer, vae, once for diffusers and once for "
         r"comfy-tpu \(transformer: 2 GiB each\), and 1 GiB are free here; choose a smaller model, such as --model small"

@@ -1,89 +1,207 @@
-"""Parts of a run on small models of two families, in this process: everybody computes the same."""
+"""Every part of a run, in this process: everybody computes the same, and nothing fails."""
+
+import dataclasses
+import os
 
 import pytest
 import torch
 
-from comfy_tpu.bench import compilation, text, transformer, vae
-from comfy_tpu.bench.candidates import compiled, prefer_attention
-from comfy_tpu.bench.devices import Bench
-from comfy_tpu.bench.job import Job
+from comfy_tpu.bench import compilation, machine, random_modules, runner
+from comfy_tpu.bench.job import DEVICES, PARTS, Job
+from comfy_tpu.bench.machine import Bench
 from comfy_tpu.bench.models import find_bench_model
-from comfy_tpu.bench.modules import in_float32, random_module
+from comfy_tpu.bench.random_modules import float32_copy, random_module
+from comfy_tpu.bench.results import Row
+from comfy_tpu.bench.timing import compile_module, prefer_attention
+from comfy_tpu.bench.transformer import Forward, measure_ceilings
+from comfy_tpu.bench.vae import VaeStream, vae_inputs
 from comfy_tpu.bridge import to_host
+from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.compiler.weights import alias_torch_tensor
+from comfy_tpu.families.registry import family_cards
 from comfy_tpu.parallel.mesh import make_placement
+from tests.covering import covering
 
 CPU = torch.device("cpu")
-FAMILIES = ("flux", "ltx_video")
+MODELS = ("demo", "demo-image", *(f"small:{card.name}" for card in family_cards()))
 
 
-class Progress:
-    def __init__(self):
-        self.rows, self.notes = {}, []
-
-    def row(self, row):
-        assert row.failure is None, row.traceback
-        self.rows[row.what, row.peer] = row
-
-    def note(self, text):
-        self.notes.append(text)
-
-
-def run(measure, part, family, tmp_path, **options):
-    model = f"small:{family}"
-    size = find_bench_model(model).default_sizes[0]
-    progress = Progress()
-    measure(Job(part, model=model, size=size, repeats=1, cache_directory=str(tmp_path), **options), progress)
-    return progress.rows
+def run(part, model, tmp_path, **options):
+    """Rows by what and peer."""
+    emitted = []
+    chosen = {"size": find_bench_model(model).default_sizes[0], "dtype": "float32", "repeats": 1, "steps": 1}
+    job = Job(part, model=model, peers=("ours", "eager"), cache_directory=str(tmp_path), **{**chosen, **options})
+    runner.run_part(job, emitted.append)
+    rows = [message for message in emitted if isinstance(message, Row)]
+    assert not [row.traceback for row in rows if row.failure]
+    return {(row.what, row.peer): row for row in rows}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "scaling"])
+def test_every_part_of_every_model(part, model, tmp_path):
+    if (part, model) == ("end-to-end", "demo-image"):
+        pytest.skip("a model that begins with an image")
+    rows = run(part, model, tmp_path)
+    takes_images = find_bench_model(model).family.card.image is not None
+    whats = {what for what, _ in rows}
+    for (_, peer), row in rows.items():
+        assert (row.error or 0) < 1e-4
+        assert len(row.samples) == (0 if part == "accuracy" else 1)
+        if part in ("vae", "text") and peer == "ours":
+            assert row.error > 0
+        if part == "vae":
+            assert row.flops > 0
+    if part == "vae":
+        assert whats == ({"decode", "encode"} if takes_images else {"decode"})
+    if part == "compile":
+        directions = ["vae decode", "vae encode"] if takes_images else ["vae decode"]
+        assert {f"{what}, cold" for what in ["transformer", *directions, "text encoder"]} <= whats
+        assert not any(row.facts["from_cache"] for row in rows.values())
+
+
+@pytest.mark.slow  # tests/cli/test_bench.py has one by default
 @pytest.mark.parametrize("mesh", ["single", "dp=2,sp=2,tp=2"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_our_step_is_diffusers_forward(family, mesh, tmp_path):
-    rows = run(transformer.measure_accuracy, "accuracy", family, tmp_path, mesh=mesh)
+@pytest.mark.parametrize("model", ["small:flux", "small:ltx_video"])
+def test_our_step_is_diffusers_forward(model, mesh, tmp_path):
+    rows = run("accuracy", model, tmp_path, mesh=mesh)
     assert rows["forward of 2 blocks", "eager"].error == 0
     assert 0 < rows["forward of 2 blocks", "ours"].error < 5e-5
-    assert rows["forward of 2 blocks", "ours"].facts.get("mesh") == (None if mesh == "single" else mesh)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_our_decoder_is_diffusers(family, tmp_path):
-    rows = run(vae.measure_vae, "vae", family, tmp_path)
-    assert 0 < rows["decode", "ours"].error < 1e-4
-    assert len(rows["decode", "ours"].samples) == len(rows["decode", "eager"].samples) == 1
-    assert rows["decode", "ours"].flops > 0
+def test_the_best_rates_of_the_device():
+    emitted = []
+    bench = Bench.open(
+        Job("transformer", model="small:flux", size="96x64x1", dtype="float32", repeats=1), emitted.append
+    )
+    assert measure_ceilings(bench) == "FLASH_ATTENTION"
+    assert not [row.traceback for row in emitted if row.failure]
+    assert [(row.what, row.peer) for row in emitted if row.peer != "torch"] == [
+        ("matmul 512×512×512", "jax"),
+        ("matmul 24×128×512", "jax"),
+        ("attention", "jax, as our program calls it"),
+        ("attention", "torch FLASH_ATTENTION"),
+    ]
 
 
-def test_text_encoders(tmp_path):
-    rows = run(text.measure_text, "text", "flux", tmp_path)
-    whats = {what for what, _ in rows}
-    assert whats == {"text_encoder encode 77 tokens", "text_encoder_2 encode 64 tokens"}
-    assert all(row.error < 1e-4 for row in rows.values())
-    assert all(rows[what, "ours"].error > 0 for what in whats)
+@pytest.fixture
+def tiny_vae(monkeypatch):
+    """The small Flux with two levels in its VAE, not four, which is the time of compiling it."""
+    model = find_bench_model("small:flux")
+    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = {**model.configs["vae"], **levels, "block_out_channels": (8, 8), "norm_num_groups": 2}
+    card = dataclasses.replace(model.family.card, spatial_scale=2)
+    family = dataclasses.replace(model.family, card=card)
+    model = dataclasses.replace(model, family=family, configs={**model.configs, "vae": vae})
+    monkeypatch.setattr(machine, "find_bench_model", lambda name: model)
+    # Two seconds of imports in torch; the slow tests count.
+    monkeypatch.setattr(random_modules, "count_operations", lambda module, call: 7.0)
 
 
-def test_compilation(tmp_path):
-    rows = run(compilation.measure_compilation, "compile", "flux", tmp_path)
-    assert {what for what, _ in rows} == {
-        f"{what}, cold" for what in ("transformer", "vae decode", "text encoder", "text encoder 2")
+@pytest.mark.usefixtures("tiny_vae")
+def test_our_vae_is_diffusers_both_ways(tmp_path):
+    rows = run("vae", "small:flux", tmp_path, size="32x16x1")
+    assert list(rows) == [(what, peer) for what in ("decode", "encode") for peer in ("ours", "eager")]
+    for what in ("decode", "encode"):
+        assert 0 < rows[what, "ours"].error < 1e-4
+        assert rows[what, "eager"].error == 0
+        assert len(rows[what, "ours"].samples) == len(rows[what, "eager"].samples) == 1
+        assert rows[what, "ours"].flops == 7.0
+        assert rows[what, "ours"].facts["programs"] == 1
+
+
+def test_a_video_goes_through_the_vae_part_by_part():
+    bench = Bench.open(Job("vae", model="demo-image", dtype="float32"))
+    pixels, latents = torch.zeros(1, 3, 17, 64, 64), torch.zeros(1, 16, 5, 8, 8)
+    streams = {"pixels": VaeStream.encode(bench, pixels), "latent": VaeStream.decode(bench, latents)}
+    assert [part["pixels"].shape[2] for part in streams["pixels"].parts] == [1, 4, 4, 4, 4]
+    assert [part["latent"].shape[2] for part in streams["latent"].parts] == [1] * 5
+    for name, stream in streams.items():
+        assert stream.columns == 8
+        seen = []
+
+        def compute(cache, seen=seen, **part):
+            seen.append((set(part), cache))
+            return f"output {len(seen)}", f"cache {len(seen)}"
+
+        assert stream.run(compute, stream.parts) == [f"output {count}" for count in range(1, 6)]
+        assert seen == [({name}, None), *(({name}, f"cache {count}") for count in range(1, 5))]
+
+
+def test_compilation(tmp_path, monkeypatch):
+    for name in ("_compile_step", "compile_vae"):
+        monkeypatch.setattr(compilation, name, lambda *arguments: arguments[-1](ProgramEvent("x", "ready", 2.0)))
+    rows = run("compile", "small:ltx_video", tmp_path)
+    names = ("transformer", "vae decode", "vae encode", "text encoder")
+    assert list(rows) == [(f"{name}, cold", "ours") for name in names]
+    assert rows["vae encode, cold", "ours"].samples == (2.0,)
+    facts = rows["text encoder, cold", "ours"].facts
+    assert facts["from_cache"] is False
+    assert rows["text encoder, cold", "ours"].samples == (facts["trace_s"] + facts["lower_s"] + facts["compile_s"],)
+    assert min(facts["import_s"], facts["build_s"]) > 0
+
+
+def test_text_encoders_are_named_where_there_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr("comfy_tpu.bench.text.measure_module", lambda bench, row, **more: bench.emit(row))
+    assert {what for what, _ in run("text", "small:flux", tmp_path)} == {
+        "text_encoder encode 77 tokens",
+        "text_encoder_2 encode 64 tokens",
     }
-    assert all(row.facts["from_cache"] is False for row in rows.values())
+    assert {what for what, _ in run("text", "demo", tmp_path)} == {"encode 512 tokens"}
+
+
+@pytest.mark.parametrize(
+    ("model", "frames"),
+    [
+        ("Wan2.1-T2V-14B-Diffusers", None),
+        ("Wan2.1-I2V-14B-480P-Diffusers", 81),
+        ("LTX-Video", 1),  # reads the first frame alone
+        ("FLUX.1-dev", 1),
+        ("FLUX.2-dev", 1),
+    ],
+)
+def test_pixels_are_encoded_where_the_card_says_that_a_model_takes_images(model, frames):
+    size = find_bench_model(model).default_sizes[0]
+    shapes = vae_inputs(Bench.open(Job("vae", model=model, size=size, dtype="float32")), size)
+    settings = find_bench_model(model).settings(size)
+    assert shapes.get("encode") == (None if frames is None else (1, 3, frames, settings.height, settings.width))
+
+
+def test_a_demo_grows_and_is_timed_as_a_small_model():
+    demo = find_bench_model("demo")
+    assert demo.is_small
+    assert demo.scaling_sizes() == ("64x64x17", "128x128x17", "192x192x17", "256x256x17")
 
 
 def test_a_family_without_a_reference_is_measured_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("comfy_tpu.bench.models.load_references", lambda family: ({}, {}))
     model = find_bench_model("small:ltx_video")
-    assert model.reference is None
     assert model.configs["transformer"]["num_layers"] == 2
-    bench = Bench.open(Job("transformer", model="small:ltx_video", cache_directory=str(tmp_path)))
-    forward = transformer.Forward(torch.nn.Identity(), None, *[None] * 4)
     with pytest.raises(NotImplementedError, match=r"small:ltx_video: its family has no reference\.py"):
-        forward.run(bench, None)
+        model.find_reference()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_modules_have_finite_weights_in_diffusers_dtypes(family):
-    model = find_bench_model(f"small:{family}")
+@pytest.mark.slow
+def test_operations_are_divided_by_virtual_devices(tmp_path):
+    rows = run(DEVICES, "small", tmp_path)
+    counted = [row.facts["flops_per_device"] for row in rows.values()]
+    assert counted[0] > 1.8 * counted[1] > 3.2 * counted[2] > 5.6 * counted[3]
+
+
+def test_a_forward_of_another_size_shares_the_weights():
+    bench = Bench.open(Job("scaling", model="small:flux", dtype="float32"))
+    config = bench.model.config(bench.model.family.transformer)
+    first = Forward(bench, "96x64x1", config)
+    second = Forward(bench, "192x128x1", config, first)
+    assert second.module is first.module
+    assert second.load is first.load
+    assert second.latents.numel() == 4 * first.latents.numel()
+
+
+@covering("name", ["small:flux", "small:ltx_video"], strength=0, always=[("small:flux",)])
+def test_modules_have_finite_weights_in_diffusers_dtypes(name):
+    model = find_bench_model(name)
     for spec in model.family.components:
         module = random_module(spec, model.config(spec), device=CPU, dtype=torch.bfloat16)
         kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
@@ -92,7 +210,7 @@ def test_modules_have_finite_weights_in_diffusers_dtypes(family):
             assert torch.isfinite(tensor).all(), name
         for name, parameter in module.named_parameters():
             assert parameter.dtype == (torch.float32 if kept & set(name.split(".")) else torch.bfloat16), name
-        reference = in_float32(module, spec, model.config(spec))
+        reference = float32_copy(module, spec, model.config(spec))
         for name, tensor in module.state_dict().items():  # tied weights under both of their names
             assert torch.equal(reference.state_dict()[name], tensor.float()), name
 
@@ -107,16 +225,15 @@ def test_a_tensor_of_torch_is_adopted_by_jax(dtype):
     assert torch.equal(to_host(array), tensor)
 
 
-# torch's own, when it imports the compiler.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_compiled_parts_leave_the_module_as_it_was():
-    model = find_bench_model("small:flux")
-    spec = model.family.transformer
-    module = random_module(spec, model.config(spec), device=CPU, dtype=torch.float32)
-    twin = compiled(module, ("transformer_blocks",))
-    assert [type(block).__name__ for block in twin.transformer_blocks] == ["OptimizedModule"] * 2
-    assert twin.x_embedder is module.x_embedder
-    assert type(module.transformer_blocks[0]).__name__ == "FluxTransformerBlock"
+def test_compiled_parts_leave_the_module_as_it_was(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, dynamic: torch.nn.Sequential(module))
+    module = torch.nn.Module()
+    module.blocks, module.head = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()]), torch.nn.ReLU()
+    twin = compile_module(module, ("blocks",))
+    assert [type(block) for block in twin.blocks] == [torch.nn.Sequential] * 2
+    assert twin.head is module.head
+    assert type(module.blocks[0]) is torch.nn.Identity
+    assert type(compile_module(module, ("head",)).head) is torch.nn.Sequential
 
 
 def test_a_preferred_attention_leaves_torch_as_it_was():
@@ -127,3 +244,10 @@ def test_a_preferred_attention_leaves_torch_as_it_was():
     with prefer_attention(""):
         pass
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
+
+
+def test_versions_and_processor():
+    facts = machine.describe_machine()
+    assert {"torch", "jax", "diffusers", "python"} <= {name for name, version in facts["versions"].items() if version}
+    assert facts["hardware"]["platform"] == "cpu"
+    assert 1 <= facts["hardware"]["processor_cores"] <= (os.cpu_count() or 1)

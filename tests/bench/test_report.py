@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from comfy_tpu.bench import plots, report, slopes
-from comfy_tpu.bench.outputs import Places, plot, tables
+from comfy_tpu.bench import plots, report
+from comfy_tpu.bench.report import RunFiles, draw_run, format_tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
-from comfy_tpu.bench.tables import floor_seconds, seconds, speedup
+from comfy_tpu.bench.tables import floor_seconds, format_seconds, speedup
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from tests.bench.test_results import make_run
 from tests.pins import only_with_the_pinned
@@ -37,7 +37,7 @@ CEILINGS = (
 
 
 def test_tables_compare_within_the_run():
-    text = narrow(tables(make_run(*PEERS, *CEILINGS)))
+    text = narrow(format_tables(make_run(*PEERS, *CEILINGS)))
     lines = {line.split("|")[3].strip(): line for line in text.splitlines() if line.startswith(" | forward")}
     assert "2.50 s | 2.40 s – 2.60 s | 3 | 800 | 120% |" in lines["**comfy-tpu**"]
     assert "1.20×" in lines["diffusers eager"]
@@ -46,16 +46,15 @@ def test_tables_compare_within_the_run():
 
 def test_blocks_compiled_one_by_one_are_named_so():
     rows = (forward("ours", 2.5), forward("compile", 2.8))
-    assert "torch.compile of each block |" in narrow(
-        tables(make_run(*rows, command="comfy-tpu bench --compile-regional"))
-    )
-    assert "torch.compile |" in narrow(tables(make_run(*rows)))
-    assert "torch.compile of each block<" in plot(make_run(*rows, command="comfy-tpu bench --compile-regional"))
+    regional = make_run(*rows, command="comfy-tpu bench --compile-regional")
+    assert "torch.compile of each block |" in narrow(format_tables(regional))
+    assert "torch.compile |" in narrow(format_tables(make_run(*rows)))
+    assert "torch.compile of each block<" in draw_run(regional)
 
 
 def test_8_bits_are_compared_with_ours_alone():
     run = make_run(*PEERS, forward("fp8", 2.0), *CEILINGS)
-    lines = tables(run).splitlines()
+    lines = format_tables(run).splitlines()
     (line,) = (line for line in lines if "fp8 (lossy)" in line)
     cells = dict(zip(*([cell.strip() for cell in each.split("|")] for each in (lines[2], line)), strict=True))
     assert cells["fp8 is faster"] == "1.25×"
@@ -75,7 +74,7 @@ def test_the_floor_is_products_and_attention_each_at_their_best():
     [(154.7, "155 s"), (2.618, "2.62 s"), (0.5, "0.5 s"), (0.0123, "12.3 ms"), (3.2e-5, "32 µs")],
 )
 def test_seconds(value, text):
-    assert seconds(value) == text
+    assert format_seconds(value) == text
 
 
 def test_the_last_run_of_every_size_counts(tmp_path):
@@ -105,7 +104,7 @@ def test_what_the_last_run_left_out_is_taken_from_the_one_before(tmp_path):
         Row("vae", "decode", "eager", size=SIZE, samples=(6.0,)),
         date="2026-01-02T00:00:00+00:00",
     )
-    found = report.latest([earlier, later], "vae")
+    found = report.latest_rows([earlier, later], "vae")
     assert [(run.date[9], row.what, row.peer) for run, row in found] == [
         ("2", "decode", "ours"),
         ("2", "decode", "eager"),
@@ -121,8 +120,8 @@ def test_a_run_that_failed_does_not_hide_one_that_measured():
         (error, Row("accuracy", "forward of 2 blocks", "ours", size=SIZE, failure="OutOfMemoryError")),
     ):
         runs = [make_run(good, date=dates[0]), make_run(bad, date=dates[1])]
-        assert report.latest(runs, good.part) == [(runs[0], good)]
-        assert report.latest(runs[1:], good.part) == [(runs[1], bad)], "where nothing else is known"
+        assert report.latest_rows(runs, good.part) == [(runs[0], good)]
+        assert report.latest_rows(runs[1:], good.part) == [(runs[1], bad)], "where nothing else is known"
 
 
 def test_pages_that_cannot_be_made(tmp_path):
@@ -151,8 +150,8 @@ def test_exponents_are_those_of_the_points():
     rows = [scaling(tokens, 1e-6 * tokens**1.5) for tokens in (8_000, 16_000, 76_000)]
     rows += [scaling(8_000, 1.0, "eager"), *(over_devices(count) for count in (1, 2, 4, 8))]
     found = with_run(*rows)
-    series = slopes.make_series(found)
-    exponents = {one.name: one.exponent for one in (*series["tokens"], *series["devices"])}
+    series = plots.make_series(found)
+    exponents = {one.name: one.fit[1] for one in (*series["tokens"], *series["devices"])}
     assert exponents == pytest.approx(
         {
             "comfy-tpu": 1.5,
@@ -162,8 +161,8 @@ def test_exponents_are_those_of_the_points():
         },
         abs=1e-9,
     )
-    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in narrow(slopes.exponents(found))
-    for text in slopes.plots(found).values():
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.50 |" in narrow(plots.exponent_table(found))
+    for text in plots.draw_scaling(found).values():
         ET.fromstring(text)
 
 
@@ -171,7 +170,9 @@ def test_a_forward_of_another_size_is_one_more_point():
     rows = [scaling(tokens, 1e-3 * tokens) for tokens in (8_000, 16_000)]
     again = Row("transformer", "forward", "ours", size="16000", samples=(99.0,), flops=1.0, facts={"tokens": 16_000})
     other = Row("transformer", "forward", "ours", size="76000", samples=(76.0,), flops=1.0, facts={"tokens": 76_000})
-    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in narrow(slopes.exponents(with_run(*rows, again, other)))
+    assert "| comfy-tpu | tokens | 8,000 – 76,000 | 1.00 |" in narrow(
+        plots.exponent_table(with_run(*rows, again, other))
+    )
 
 
 def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
@@ -180,20 +181,20 @@ def test_blocks_compiled_one_by_one_are_no_point_of_the_whole():
 
     small, large, larger = compiled(8_000, 1.0), compiled(16_000, 2.0), compiled(32_000, 4.0)
     regional = "comfy-tpu bench --compile-regional"
-    assert slopes.exponents([*with_run(small), *with_run(large, command=regional)]) == ""
+    assert plots.exponent_table([*with_run(small), *with_run(large, command=regional)]) == ""
     assert "| diffusers + torch.compile | tokens | 8,000 – 16,000 | 1.00 |" in narrow(
-        slopes.exponents(with_run(small, large))
+        plots.exponent_table(with_run(small, large))
     )
     found = [*with_run(small, large), *with_run(large, larger, command=regional)]
-    assert [one.name for one in slopes.make_series(found)["tokens"]] == [
+    assert [one.name for one in plots.make_series(found)["tokens"]] == [
         "diffusers + torch.compile",
         "diffusers + torch.compile of each block",
     ]
 
 
 def test_nothing_to_fit():
-    assert slopes.plots([]) == {}
-    assert slopes.exponents(with_run(scaling(8_000, 1.0))) == ""
+    assert plots.draw_scaling([]) == {}
+    assert plots.exponent_table(with_run(scaling(8_000, 1.0))) == ""
 
 
 def texts(drawing):
@@ -201,15 +202,14 @@ def texts(drawing):
 
 
 def test_drawings_are_well_formed_and_escape_their_words():
-    drawing = plots.draw_bars("a < b", [plots.Bar("x & y", 1.0, 0.5, 2.0, "1 s")])
-    assert {"a < b", "x & y", "1 s"} <= set(texts(drawing))
+    drawing = plots.draw_bars("a < b", [plots.Bar("x & y", 1.0, 0.5, 2.0)])
+    assert {"a < b", "x & y", "1.00 s"} <= set(texts(drawing))
     ET.fromstring(plots.draw_bars("nothing", []))
-    ET.fromstring(plots.draw_curves("nothing", "x", "y", []))
-    assert "forward 832x480x81 comfy-tpu" in texts(plot(make_run(*PEERS)))
+    assert "forward 832x480x81 comfy-tpu" in texts(draw_run(make_run(*PEERS)))
 
 
 def test_the_same_figures_make_the_same_drawing():
-    first, second = (plot(make_run(*PEERS)) for _ in range(2))
+    first, second = (draw_run(make_run(*PEERS)) for _ in range(2))
     assert first == second
     assert "<dc:date>" not in first
 
@@ -218,7 +218,7 @@ def test_missing_libraries_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = r"need matplotlib and tabulate for their tables and plots; pip install 'comfy-tpu\[bench\]'"
     with pytest.raises(UnsupportedError, match=message):
-        Places.check(json=None, markdown=None, plot=None)
+        RunFiles.check()
 
 
 def test_runs_on_a_mesh_have_a_chapter_of_their_own(tmp_path):
@@ -232,24 +232,23 @@ def test_runs_on_a_mesh_have_a_chapter_of_their_own(tmp_path):
 
 def test_places_are_checked_before_anything_is_measured(tmp_path):
     with pytest.raises(InvalidValueError, match=r"plot=.*x\.png is written as SVG; give it a name in \.svg"):
-        Places.check(json=None, markdown=None, plot=tmp_path / "x.png")
+        RunFiles.check(plot=tmp_path / "x.png")
     with pytest.raises(InvalidValueError, match="is a directory"):
-        Places.check(json=tmp_path, markdown=None, plot=None)
+        RunFiles.check(json=tmp_path)
     for field, path in (("json", "x.json"), ("markdown", "x.md"), ("plot", "x.svg")):
-        chosen = {"json": None, "markdown": None, "plot": None, field: tmp_path / "no" / "such" / path}
         with pytest.raises(InvalidValueError, match=f"^{field}=.*{path} is in .*such, and there is no .*; create it"):
-            Places.check(**chosen)
+            RunFiles.check(**{field: tmp_path / "no" / "such" / path})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_results_gets_one_more_run(tmp_path):
     path = tmp_path / "results.json"
     write_runs(path, [make_run(*CEILINGS)])
-    places = Places.check(json=path, markdown=tmp_path / "x.md", plot=tmp_path / "x.svg")
+    files = RunFiles.check(json=path, markdown=tmp_path / "x.md", plot=tmp_path / "x.svg")
     run = make_run(*PEERS)
-    places.keep(make_run())
-    places.keep(run)
-    places.finish(run)
+    files.keep(make_run())
+    files.keep(run)
+    files.finish(run)
     assert read_runs(path) == [make_run(*CEILINGS), run]
     assert "comfy-tpu" in (tmp_path / "x.md").read_text()
     ET.parse(tmp_path / "x.svg")

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from benchmarks.vae import report as vae_report
-from comfy_tpu.bench import outputs, report
+from comfy_tpu.bench import report
 from comfy_tpu.cli import main as cli
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import video
@@ -158,7 +158,7 @@ def test_plan_does_not_replace_the_model(
 def test_files_of_benchmarks(place: Path) -> None:
     page, samples = Path("page.md"), Path("samples.json")
     with pytest.raises(InvalidValueError, match=r"^markdown=page.md is the same file as page.md, which is written too"):
-        outputs.Places.check(json=page, markdown=page, plot=None)
+        report.RunFiles.check(json=page, markdown=page)
     with pytest.raises(InvalidValueError, match=r"^output=page.md is the same file as page.md, which is written too"):
         vae_report.check_output(page, page)
     vae_report.check_output(page, samples)

@@ -6,19 +6,17 @@ torch.compile is given the transformer, as its users do; text encoders and VAE a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from comfy_tpu.bench.candidates import choose, compiled, torch_candidate
-from comfy_tpu.bench.devices import Bench
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.models import operations
-from comfy_tpu.bench.random_files import PROMPT, RandomFiles
-from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Candidate, Prepare, ProgressCallback, time_interleaved
-from comfy_tpu.bench.transformer import default_attention, mesh_facts
+from comfy_tpu.bench.machine import Bench
+from comfy_tpu.bench.models import count_step_operations
+from comfy_tpu.bench.random_modules import PROMPT, RandomFiles
+from comfy_tpu.bench.results import Emit, Row
+from comfy_tpu.bench.timing import Candidate, compile_module, measure_peers
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import UnsupportedError
@@ -31,8 +29,8 @@ _REPEATS = 2
 """At most: a sample is a whole video."""
 
 
-def measure_end_to_end(job: Job, on_progress: ProgressCallback) -> None:
-    bench = Bench.open(job)
+def measure_end_to_end(job: Job, emit: Emit) -> None:
+    bench = Bench.open(job, emit)
     model = bench.model
     image = model.family.card.image
     if image is not None and image.required:
@@ -45,19 +43,23 @@ def measure_end_to_end(job: Job, on_progress: ProgressCallback) -> None:
         f"{job.steps} steps{' with guidance' if is_guided(model.family, settings) else ''}",
         "",
         size=job.size,
-        flops=job.steps * sum(operations(work)),  # of the transformer alone
-        facts={"steps": job.steps, "tokens": work.tokens, **mesh_facts(bench)},
+        flops=job.steps * sum(count_step_operations(work)),  # of the transformer alone
+        facts={"steps": job.steps, "tokens": work.tokens, **bench.mesh_facts},
     )
     transformer: Any = files.module(model.family.transformer)
     stacks = [stack.path for stack in model.family.transformer.stacks if "." not in stack.path]
-    peers: dict[str, Prepare] = {
-        "ours": lambda: _ours(bench, files, settings, row.facts),
-        "eager": lambda: _by_torch(bench, files, transformer, settings, row.facts),
-        "compile": lambda: _by_torch(
-            bench, files, compiled(transformer, stacks if job.regional else ()), settings, row.facts
-        ),
-    }
-    time_interleaved(row, choose(job, peers), repeats=min(job.repeats, _REPEATS), on_progress=on_progress)
+    parts = stacks if job.regional else ()
+    measure_peers(
+        bench,
+        row,
+        ours={"ours": lambda: _ours(bench, files, settings, row.facts)},
+        by_torch={
+            "eager": lambda: _diffusers_call(files, transformer, settings),
+            "compile": lambda: _diffusers_call(files, compile_module(transformer, parts), settings),
+        },
+        sdpa=bench.default_attention,
+        repeats=min(job.repeats, _REPEATS),
+    )
 
 
 def _ours(bench: Bench, files: RandomFiles, settings: GenerationSettings, facts: Mapping[str, Any]) -> Candidate:
@@ -67,9 +69,7 @@ def _ours(bench: Bench, files: RandomFiles, settings: GenerationSettings, facts:
     return Candidate(lambda: torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1), facts=dict(facts))
 
 
-def _by_torch(
-    bench: Bench, files: RandomFiles, transformer: Any, settings: GenerationSettings, facts: Mapping[str, Any]
-) -> Candidate:
+def _diffusers_call(files: RandomFiles, transformer: Any, settings: GenerationSettings) -> Callable[[], torch.Tensor]:
     pipeline = _diffusers_pipeline(files, transformer, settings)
     wanted = {
         "prompt": PROMPT,
@@ -91,7 +91,7 @@ def _by_torch(
         frames: torch.Tensor = made.images if files.family.card.makes_images else made.frames
         return frames.float().cpu()
 
-    return torch_candidate(bench, call, attention=default_attention(bench), facts=facts)
+    return call
 
 
 def _diffusers_pipeline(files: RandomFiles, transformer: Any, settings: GenerationSettings) -> Any:

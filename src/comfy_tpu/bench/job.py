@@ -1,10 +1,10 @@
-"""What is to be measured: the user's choices, and one part of a run as a message to its process."""
+"""What is to be measured: a whole run as a user asks for it, or one part of it as a message to its process."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from comfy_tpu.errors import InvalidValueError
 
@@ -13,7 +13,6 @@ Peer = Literal["ours", "fp8", "eager", "compile"]
 PEERS: tuple[Peer, ...] = ("ours", "fp8", "eager", "compile")
 SMALL_PEERS: tuple[Peer, ...] = ("ours", "eager")
 """The default on a CPU and for small models: torch.compile would take longer than the rest, and fp8 is emulated."""
-
 _UNQUANTIZED: tuple[Peer, ...] = ("ours", "eager", "compile")
 
 PART_PEERS: Mapping[str, tuple[Peer, ...]] = {
@@ -31,7 +30,7 @@ SIZED_PARTS = ("transformer", "accuracy", "vae", "compile", "end-to-end")
 """Parts that are measured once for every size."""
 
 MACHINE = "machine"
-"""The first process of a run: looks at the machine, and checks the choices."""
+"""The first process of a run: looks at the machine, and checks what is asked for."""
 DEVICES = "scaling over devices"
 """The second process of the part "scaling": the small model of the family, ours, on virtual devices of the host."""
 VIRTUAL_DEVICES = (1, 2, 4, 8)
@@ -41,20 +40,32 @@ SMALL_MODEL = "small"
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
-    """What a user may choose. "auto" and empty: by the machine and the model."""
+class Job:
+    """A run as a user asks for it, where "auto" and empty are "by the machine and the model"; or one part of it at one
+    size, with all of that decided."""
 
-    parts: tuple[str, ...] = PARTS
-    sizes: tuple[str, ...] = ()
-    peers: tuple[Peer, ...] = ()
+    part: str = MACHINE
     model: str = "auto"
     mesh: str = "single"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: str = "auto"
+    parts: tuple[str, ...] = PARTS
+    sizes: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     repeats: int = 5
     steps: int = 10
     """Of the end-to-end part."""
     regional: bool = False
     """torch.compile of each block instead of the whole forward."""
+    size: str = ""
+    """Of one part."""
+    cache_directory: str = ""
+    """A fresh one for the part: programs in it are compiled from nothing."""
+    state: Literal["cold", "warm"] = "cold"
+    """Whether the cache directory holds the programs of an earlier process."""
+    inputs: str = ""
+    """A directory with weights and inputs that an earlier process made, for parts that need one."""
+    started: float = 0.0
+    """time.time() when the process was started."""
 
     def __post_init__(self) -> None:
         for name in ("repeats", "steps"):
@@ -62,7 +73,7 @@ class Choices:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidValueError(f"{name}={value!r} is not allowed; give a whole number from 1", field=name)
         possible = [peer for peer in PEERS if any(peer in PART_PEERS[part] for part in self.parts)]
-        if self.peers and not set(self.peers) & set(possible):
+        if self.part == MACHINE and self.peers and not set(self.peers) & set(possible):
             raise InvalidValueError(
                 f"peers={','.join(self.peers)}: nothing would be measured in {', '.join(self.parts)}; "
                 f"choose from {', '.join(possible)}",
@@ -77,48 +88,13 @@ class Choices:
         words += ["--peers", ",".join(self.peers)] if self.peers else []
         for flag in ("model", "mesh", "dtype", "repeats"):
             value = getattr(self, flag)
-            words += [f"--{flag}", str(value)] if value != getattr(Choices, flag) else []
+            words += [f"--{flag}", str(value)] if value != getattr(Job, flag) else []
         words += ["--steps", str(self.steps)] if "end-to-end" in self.parts else []
         words += ["--compile-regional"] if self.regional else []
         return " ".join(words)
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One part at one size, for one process. Travels as JSON."""
-
-    part: str
-    model: str = SMALL_MODEL
-    mesh: str = "single"
-    dtype: str = "float32"
-    size: str = ""
-    sizes: tuple[str, ...] = ()
-    """With part "machine": the chosen sizes, which are checked."""
-    parts: tuple[str, ...] = ()
-    """With part "machine": the parts that will follow, whose memory is checked."""
-    peers: tuple[str, ...] = SMALL_PEERS
-    repeats: int = 5
-    steps: int = 10
-    regional: bool = False
-    cache_directory: str = ""
-    """A fresh one for the part: programs in it are compiled from nothing."""
-    state: Literal["cold", "warm"] = "cold"
-    """Whether the cache directory holds the programs of an earlier process."""
-    inputs: str = ""
-    """A directory with weights and inputs that an earlier process made, for parts that need one."""
-    started: float = 0.0
-    """time.time() when the process was started."""
 
     @property
     def candidates(self) -> tuple[str, ...]:
         """Those of the chosen peers that this part has."""
         known = ("ours",) if self.part == DEVICES else PART_PEERS[self.part]
         return tuple(peer for peer in self.peers if peer in known)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Job:
-        lists = ("peers", "sizes", "parts")
-        return cls(**{**entry, **{name: tuple(entry[name]) for name in lists}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +12,10 @@ from comfy_tpu.bench.job import SMALL_MODEL
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
-from comfy_tpu.families.card import Config, FamilyCard
+from comfy_tpu.families.card import Config, FamilyCard, ModelCard
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import Reference, load_references
-from comfy_tpu.families.registry import (
-    family_cards,
-    find_family_card,
-    find_published,
-    load_family,
-    model_cards,
-)
+from comfy_tpu.families.registry import family_cards, find_family_card, find_published, load_family, model_cards
 from comfy_tpu.families.settings import parse_size
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
@@ -49,7 +42,8 @@ class BenchModel:
 
     @property
     def is_small(self) -> bool:
-        return self.name.startswith(SMALL_MODEL)
+        """A random model of a family, or a demo: its times are those of starting, and its sizes may grow."""
+        return self.name.partition(":")[0] in (SMALL_MODEL, *DEMO_DIRECTORIES)
 
     @property
     def latent_channels(self) -> int:
@@ -66,6 +60,13 @@ class BenchModel:
             )
         return self.configs[name]
 
+    def find_reference(self) -> Reference:
+        if self.reference is None:
+            raise UnsupportedError(
+                f"model={self.name}: its family has no reference.py, which says how diffusers runs it"
+            )
+        return self.reference
+
     def settings(self, size: str, **chosen: Any) -> GenerationSettings:
         return parse_size(size, self.family.card, self.defaults, chosen)
 
@@ -75,15 +76,7 @@ class BenchModel:
         return dataclasses.replace(settings, guidance_scale=1.0) if is_guided(self.family, settings) else settings
 
     def workload(self, settings: GenerationSettings) -> Workload:
-        if settings not in self._workloads:  # 15 s for a 14B: its skeleton is built
-            config = self.config(self.family.transformer)
-            self._workloads[settings] = count_step(self.family, config, settings, self.latent_channels)
-        return self._workloads[settings]
-
-    @functools.cached_property
-    def _workloads(self) -> dict[GenerationSettings, Workload]:
-        """Those that were counted."""
-        return {}
+        return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
 
     def scaling_sizes(self) -> tuple[str, ...]:
         """About half to twice the tokens of the default size; of a small model, up to sixteen times."""
@@ -96,7 +89,7 @@ class BenchModel:
         return tuple(dict.fromkeys(f"{width}x{height}x{settings.num_frames}" for width, height in sides))
 
 
-def with_few_layers(config: Config) -> dict[str, Any]:
+def reduce_layers(config: Config) -> dict[str, Any]:
     """The configuration of the same transformer with two blocks of each kind."""
     return {
         name: min(value, _FEW_LAYERS) if isinstance(value, int) and _LAYER_COUNT.match(name) else value
@@ -104,7 +97,7 @@ def with_few_layers(config: Config) -> dict[str, Any]:
     }
 
 
-def operations(work: Workload) -> tuple[float, float]:
+def count_step_operations(work: Workload) -> tuple[float, float]:
     """Of a step's products and of its attention: a multiplication and an addition are two."""
     rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens, "samples": 1}
     linear = sum(
@@ -114,20 +107,23 @@ def operations(work: Workload) -> tuple[float, float]:
     return work.batch * linear, work.batch * 4.0 * work.layers * work.hidden * keys
 
 
-def first_published() -> str:
+def default_hub_id() -> str:
     """The hub id that "auto" stands for on an accelerator."""
     return family_cards()[0].node_sets[0].hub_models[0]
 
 
 def find_bench_model(model: str) -> BenchModel:
     """Nothing is downloaded; of a directory only the JSON files are read."""
-    kind, _, family = model.partition(":")
+    kind, colon, name = model.partition(":")
     if kind == SMALL_MODEL:
-        return _small_model(_find_family(family) if ":" in model else family_cards()[0])
+        families = {card.name: card for card in family_cards()}
+        if colon and name not in families:
+            raise InvalidValueError(f"model={model} names no family; choose from {', '.join(families)}", field="model")
+        return _small_model(families[name] if colon else family_cards()[0])
     if model in DEMO_DIRECTORIES or Path(model).is_dir():
         return _model_directory(model)
     if published := find_published(model):
-        return _published_model(published[0])
+        return _published_model(*published)
     known = ", ".join(hub_id for card in model_cards() for hub_id in card.published)
     raise InvalidValueError(
         f"model={model} is unknown; choose {SMALL_MODEL}, {SMALL_MODEL}:FAMILY, {DEMO_MODEL}, a model directory, or "
@@ -136,16 +132,7 @@ def find_bench_model(model: str) -> BenchModel:
     )
 
 
-def _find_family(name: str) -> FamilyCard:
-    for card in family_cards():
-        if card.name == name:
-            return card
-    names = ", ".join(card.name for card in family_cards())
-    raise InvalidValueError(f"model={SMALL_MODEL}:{name} names no family; choose from {names}", field="model")
-
-
-def _published_model(hub_id: str) -> BenchModel:
-    card = next(card for card in model_cards() if hub_id in card.published)
+def _published_model(hub_id: str, card: ModelCard) -> BenchModel:
     family, reference = load_family(card.name), load_references(find_family_card(card))[0].get(hub_id)
     configs = {**(reference.configs if reference else {}), family.transformer.name: card.published[hub_id]}
     sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.presets]
@@ -156,11 +143,12 @@ def _published_model(hub_id: str) -> BenchModel:
 
 def _small_model(family: FamilyCard) -> BenchModel:
     """The family's first published model with the values of its `SMALL`; without one, with few layers."""
-    model, changed = _published_model(family.node_sets[0].hub_models[0]), load_references(family)[1]
+    first = next((hub_id, card) for card in family.models for hub_id in card.published)
+    model, changed = _published_model(*first), load_references(family)[1]
     transformer = model.family.transformer.name
     configs = {name: {**config, **changed.get(name, {})} for name, config in model.configs.items()}
     if transformer not in changed:
-        configs[transformer] = with_few_layers(configs[transformer])
+        configs[transformer] = reduce_layers(configs[transformer])
     limits, scale = model.family.card.limits, model.family.card.temporal_scale
     step = max(limits.size_multiple, limits.size_min)
     # Three latent frames: every program of a VAE that decodes frame by frame.

@@ -1,4 +1,4 @@
-"""Two plots as SVG text: bars with their spread, and points on logarithmic axes with a fitted line.
+"""Plots as SVG text: bars with their spread, and the cost of a forward against tokens and devices with fitted lines.
 
 The same figures make the same text, so that a page can be compared with its results.
 """
@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from comfy_tpu.bench.results import Row, Run
+from comfy_tpu.bench.tables import format_seconds, peer_name, render_table
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
 _COLOURS = ("#1a73e8", "#9aa0a6", "#f29900", "#188038", "#d93025", "#9334e6")
 _STYLE = {"svg.hashsalt": "comfy-tpu", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
 """Text stays text, and ids do not depend on the time."""
+_CURVES = {
+    "tokens": ("A forward against its tokens", "tokens", "seconds"),
+    "devices": ("A forward of the small model on virtual CPU devices", "devices", "seconds, on the same cores"),
+}
+"""Title and axes, by the fact that is plotted against."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,29 +35,23 @@ class Bar:
     value: float
     low: float
     high: float
-    text: str
     colour: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
     name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    points: dict[float, float]
+    """At least two."""
 
     @property
-    def fit(self) -> tuple[float, float] | None:
-        """a and b of the line a·x^b through the points, by least squares on logarithms; None for fewer than two."""
-        if len(set(self.x)) < 2:
-            return None
-        a, b = [math.log(value) for value in self.x], [math.log(value) for value in self.y]
-        mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
-        slope = sum((p - mean_a) * (q - mean_b) for p, q in zip(a, b, strict=True)) / sum((p - mean_a) ** 2 for p in a)
-        return math.exp(mean_b - slope * mean_a), slope
-
-    @property
-    def exponent(self) -> float | None:
-        return None if self.fit is None else self.fit[1]
+    def fit(self) -> tuple[float, float]:
+        """a and b of the line a·x^b through the points, by least squares on logarithms."""
+        x, y = ([math.log(value) for value in values] for values in (self.points, self.points.values()))
+        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+        # Not statistics.linear_regression, whose last digit is another in Python 3.12, and so would be the plots'.
+        slope = sum((p - mean_x) * (q - mean_y) for p, q in zip(x, y, strict=True)) / sum((p - mean_x) ** 2 for p in x)
+        return math.exp(mean_y - slope * mean_x), slope
 
 
 def check_libraries() -> None:
@@ -63,7 +64,7 @@ def check_libraries() -> None:
 
 
 def draw_bars(title: str, bars: Sequence[Bar]) -> str:
-    """Horizontal, from zero, each with its smallest and largest sample."""
+    """Seconds, horizontal, from zero, each with its smallest and largest sample."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -73,8 +74,9 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> str:
         places = range(len(bars))
         axes.barh(places, [bar.value for bar in bars], color=[_colour(bar.colour) for bar in bars])
         axes.hlines(places, [bar.low for bar in bars], [bar.high for bar in bars], color="#202124")
-        for place, bar in zip(places, bars, strict=True):
-            axes.annotate(bar.text, (max(bar.value, bar.high), place), (5, 0), textcoords="offset points", va="center")
+        for place, bar in enumerate(bars):
+            end = (max(bar.value, bar.high), place)
+            axes.annotate(format_seconds(bar.value), end, (5, 0), textcoords="offset points", va="center")
         axes.set_yticks(places, [bar.label for bar in bars])
         axes.invert_yaxis()
         axes.margins(x=0.12)
@@ -93,21 +95,20 @@ def draw_curves(title: str, x_title: str, y_title: str, series: Sequence[Series]
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=x_title, ylabel=y_title)
         for index, one in enumerate(series):
-            label = one.name if one.fit is None else f"{one.name}: slope {one.fit[1]:.2f}"
-            axes.scatter(one.x, one.y, color=_colour(index), s=20, label=label)
-            if one.fit is not None:
-                ends = [min(one.x), max(one.x)]
-                axes.plot(ends, [one.fit[0] * x ** one.fit[1] for x in ends], color=_colour(index), linewidth=1)
+            (factor, slope), x = one.fit, list(one.points)
+            label = f"{one.name}: slope {slope:.2f}"
+            axes.scatter(x, list(one.points.values()), color=_colour(index), s=20, label=label)
+            ends = [min(x), max(x)]
+            axes.plot(ends, [factor * end**slope for end in ends], color=_colour(index), linewidth=1)
         number = FuncFormatter(lambda value, place: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
-        axes.set_xticks(sorted({x for one in series for x in one.x}))
+        axes.set_xticks(sorted({x for one in series for x in one.points}))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(number)
         axes.yaxis.set_major_formatter(number)
         axes.grid(color="#e8eaed")
         axes.set_axisbelow(True)
         axes.set_title(title, loc="left", fontweight="bold")
-        if series:
-            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         return _svg(figure)
 
 
@@ -119,3 +120,45 @@ def _svg(figure: Figure) -> str:
 
 def _colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
+
+
+def make_series(rows: Sequence[tuple[Run, Row]]) -> dict[str, list[Series]]:
+    """Cost by what it is plotted against. A forward that was measured twice counts as the first of the two says: rows
+    of "scaling" were measured in one process. Counted operations are drawn through the first measured point of ours."""
+    first: dict[tuple[str, str, str], Row] = {}
+    for run, row in rows:
+        if row.median_s is not None:
+            first.setdefault((row.what, peer_name(run, row).strip("*"), row.size), row)
+    measured: dict[str, dict[str, dict[float, float]]] = {against: {} for against in _CURVES}
+    counted: dict[str, dict[float, float]] = {against: {} for against in _CURVES}
+    for (_, name, _), row in first.items():
+        against = "devices" if "devices" in row.facts else "tokens"
+        x, label = row.facts[against], "wall time" if against == "devices" else name
+        measured[against].setdefault(label, {})[x] = row.median_s or 0.0
+        if row.peer == "ours":
+            counted[against][x] = row.facts.get("flops_per_device", row.flops) or 0.0
+    for against, label in (("tokens", "operations, counted"), ("devices", "operations a device, by XLA")):
+        operations = counted[against]
+        if operations and all(operations.values()):
+            x = min(operations)
+            seconds_there = next(points[x] for points in measured[against].values() if x in points)
+            measured[against][label] = {at: count / operations[x] * seconds_there for at, count in operations.items()}
+    return {
+        against: [Series(name, dict(sorted(points.items()))) for name, points in series.items() if len(points) > 1]
+        for against, series in measured.items()
+    }
+
+
+def draw_scaling(rows: Sequence[tuple[Run, Row]]) -> dict[str, str]:
+    """SVG by what it is plotted against."""
+    return {against: draw_curves(*_CURVES[against], series) for against, series in make_series(rows).items() if series}
+
+
+def exponent_table(rows: Sequence[tuple[Run, Row]]) -> str:
+    """Empty if there is nothing to fit."""
+    lines = [
+        [one.name, against, f"{min(one.points):,.0f} – {max(one.points):,.0f}", f"{one.fit[1]:.2f}"]
+        for against, series in make_series(rows).items()
+        for one in series
+    ]
+    return render_table(["what", "against", "from – to", "exponent"], lines) if lines else ""

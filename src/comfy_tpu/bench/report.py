@@ -1,24 +1,27 @@
-"""docs/performance.md, made from the JSON of runs alone."""
+"""The files of a run (JSON while it goes on, tables and a plot at its end), and docs/performance.md, which is made from
+the JSON of runs alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from comfy_tpu.bench import slopes
 from comfy_tpu.bench.job import SMALL_MODEL
-from comfy_tpu.bench.outputs import draw_peers
-from comfy_tpu.bench.plots import check_libraries
-from comfy_tpu.bench.results import Row, Run, read_runs
-from comfy_tpu.bench.tables import TITLES, make_table, render
+from comfy_tpu.bench.plots import Bar, check_libraries, draw_bars, draw_scaling, exponent_table
+from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
+from comfy_tpu.bench.tables import PEER_NAMES, TITLES, make_table, peer_name, render_table
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
-Found = list[tuple[Run, Row]]
+Rows = list[tuple[Run, Row]]
+"""Rows, each with the run that it is compared within."""
+
+_COMPARED = ("transformer", "vae", "text", "end-to-end")
+"""Parts whose peers compute the same."""
 
 _HEAD = """# Performance
 
@@ -35,8 +38,73 @@ because a float32 copy of a large model does not fit beside the others.
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """Runs of one kind of device with one model and mesh: the figures of one chapter."""
+class RunFiles:
+    json: Path | None
+    markdown: Path | None
+    plot: Path | None
+    earlier: tuple[Run, ...] = ()
+    """What the JSON file held before."""
+
+    @classmethod
+    def check(cls, *, json: Path | None = None, markdown: Path | None = None, plot: Path | None = None) -> RunFiles:
+        """Before anything is measured: a place that cannot be written would cost the whole run."""
+        check_libraries()
+        given = {"json": json, "markdown": markdown, "plot": plot}
+        places = [(field, path) for field, path in given.items() if path is not None]
+        for field, path in places:
+            check_place(path, field=field)
+        check_conflicts(places)
+        if plot is not None and plot.suffix != ".svg":
+            raise InvalidValueError(f"plot={plot} is written as SVG; give it a name in .svg", field="plot")
+        return cls(json, markdown, plot, tuple(read_runs(json)) if json is not None and json.exists() else ())
+
+    def keep(self, run: Run) -> None:
+        if self.json is not None:
+            write_runs(self.json, [*self.earlier, run], field="json")
+
+    def finish(self, run: Run) -> None:
+        if self.markdown is not None:
+            write_texts({self.markdown: format_tables(run)}, field="markdown")
+        if self.plot is not None:
+            write_texts({self.plot: draw_run(run)}, field="plot")
+
+
+def write_texts(texts: Mapping[Path, str], *, field: str = "output") -> None:
+    """`field`: as in `check_place`."""
+    for path, text in texts.items():
+        with replacing(path, field=field) as partial, write_errors(path, field=field):
+            partial.write_text(text, encoding="utf-8")
+
+
+def format_tables(run: Run) -> str:
+    """Every part of the run, a heading and a table each."""
+    rows = {title: [(run, row) for row in run.find(part)] for part, title in TITLES.items()}
+    return "\n".join(f"### {title}\n\n{make_table(rows[title])}\n" for title in rows if rows[title])
+
+
+def draw_run(run: Run) -> str:
+    return draw_peers(f"{run.hardware['device']}, {run.model}, {run.dtype}", [(run, row) for row in run.rows])
+
+
+def draw_peers(title: str, rows: Iterable[tuple[Run, Row]]) -> str:
+    """A bar for every measured peer of the parts that have peers."""
+    peers = list(PEER_NAMES)
+    bars = [
+        Bar(
+            f"{row.what} {row.size} {peer_name(run, row).strip('*')}",
+            row.median_s,
+            *row.spread_s,
+            peers.index(row.peer),
+        )
+        for run, row in rows
+        if row.part in _COMPARED and row.peer in peers and row.median_s is not None and row.spread_s is not None
+    ]
+    return draw_bars(f"{title}: seconds, less is better", bars)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chapter:
+    """Runs of one kind of device with one model and mesh."""
 
     device: str
     model: str
@@ -44,23 +112,45 @@ class Machine:
     mesh: str
 
     @classmethod
-    def of(cls, run: Run) -> Machine:
+    def find(cls, run: Run) -> Chapter:
         first = family_cards()[0]
         renamed = {"full": first.node_sets[0].hub_models[0], SMALL_MODEL: f"{SMALL_MODEL}:{first.name}"}
-        return cls(str(run.hardware["device"]), renamed.get(run.model, run.model), run.dtype, run.mesh)
+        mesh = "" if run.mesh == Run.mesh else run.mesh
+        return cls(str(run.hardware["device"]), renamed.get(run.model, run.model), run.dtype, mesh)
 
     @property
     def title(self) -> str:
         kind, _, family = self.model.partition(":")
         titles = {card.name: card.title for card in family_cards()}
         model = f"a small {titles.get(family, family)}" if kind == SMALL_MODEL else self.model.rpartition("/")[2]
-        return ", ".join([self.device, model, self.dtype, *([] if self.mesh == Run.mesh else [f"mesh {self.mesh}"])])
+        return ", ".join(filter(None, [self.device, model, self.dtype, self.mesh and f"mesh {self.mesh}"]))
 
     @property
     def slug(self) -> str:
-        mesh = "" if self.mesh == Run.mesh else self.mesh
-        words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {mesh}"
+        words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {self.mesh}"
         return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+    def format(self, runs: Sequence[Run], stem: str) -> tuple[str, dict[str, str]]:
+        """The text, and its plots by file name. `stem`: of the page's name."""
+        lines, plots = [f"## {self.title}", "", _machine_line(runs[-1]), ""], {}
+        found = {part: latest_rows(runs, part) for part in TITLES}
+        if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
+            name = f"{stem}-{self.slug}.svg"
+            plots[name] = draw_peers(self.title, [one for rows in found.values() for one in rows])
+            lines += [f"![seconds by peer]({name})", ""]
+        for part, title in TITLES.items():
+            if found[part]:
+                lines += [f"### {title}", "", make_table(found[part]), ""]
+        forwards = [*found["scaling"], *found["transformer"]]
+        for against, text in draw_scaling(forwards).items():
+            name = f"{stem}-{self.slug}-{against}.svg"
+            plots[name] = text
+            lines += [f"![cost against {against}]({name})", ""]
+        if table := exponent_table(forwards):
+            lines += [table, ""]
+        used = [run for run in runs if any(run is one for rows in found.values() for one, _ in rows)]
+        lines += ["### Runs", "", _runs_table(used), ""]
+        return "\n".join(lines), plots
 
 
 def write_page(files: Sequence[Path], output: Path) -> list[Path]:
@@ -74,58 +164,26 @@ def write_page(files: Sequence[Path], output: Path) -> list[Path]:
     runs = sorted((run for file in files for run in read_runs(file)), key=lambda run: run.date)
     if not runs:
         raise InvalidValueError(f"{', '.join(map(str, files))}: no run is in there; measure with `comfy-tpu bench`")
-    texts = {output: ""}
-    chapters = [_HEAD]
-    for machine in dict.fromkeys(map(Machine.of, sorted(runs, key=_is_small))):
-        own = [run for run in runs if Machine.of(run) == machine]
-        chapter, plots = _chapter(machine, own, output.stem)
-        chapters.append(chapter)
-        texts |= {output.with_name(name): text for name, text in plots.items()}
-    texts[output] = "\n".join(chapters)
-    for path, text in texts.items():
-        with replacing(path) as partial, write_errors(path):
-            partial.write_text(text, encoding="utf-8")
+    texts, text = {output: ""}, [_HEAD]
+    for chapter in dict.fromkeys(map(Chapter.find, sorted(runs, key=lambda run: run.model.startswith(SMALL_MODEL)))):
+        written, plots = chapter.format([run for run in runs if Chapter.find(run) == chapter], output.stem)
+        text.append(written)
+        texts |= {output.with_name(name): plot for name, plot in plots.items()}
+    texts[output] = "\n".join(text)
+    write_texts(texts)
     return list(texts)
 
 
-def _is_small(run: Run) -> bool:
-    return run.model.startswith(SMALL_MODEL)
-
-
-def latest(runs: Sequence[Run], part: str) -> Found:
+def latest_rows(runs: Sequence[Run], part: str) -> Rows:
     """Everything at every size by the last run that measured it, or that failed to where none did. `runs` are in the
     order of their dates."""
     things = dict.fromkeys((row.what, row.size) for run in runs for row in run.find(part))
-    found: Found = []
+    found: Rows = []
     for what, size in things:
-        tried = [run for run in runs if run.find(part, what=what, size=size)]
-        measured = [run for run in tried if any(row.measured for row in run.find(part, what=what, size=size))]
-        last = (measured or tried)[-1]
-        found += [(last, row) for row in last.find(part, what=what, size=size)]
+        tried = [(run, rows) for run in runs if (rows := run.find(part, what, size))]
+        last, rows = ([one for one in tried if any(row.measured for row in one[1])] or tried)[-1]
+        found += [(last, row) for row in rows]
     return found
-
-
-def _chapter(machine: Machine, runs: Sequence[Run], stem: str) -> tuple[str, dict[str, str]]:
-    lines = [f"## {machine.title}", "", _machine_line(runs[-1]), ""]
-    plots = {}
-    found = {part: latest(runs, part) for part in TITLES}
-    if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
-        name = f"{stem}-{machine.slug}.svg"
-        plots[name] = draw_peers(machine.title, [one for rows in found.values() for one in rows])
-        lines += [f"![seconds by peer]({name})", ""]
-    for part, title in TITLES.items():
-        if found[part]:
-            lines += [f"### {title}", "", make_table(found[part]), ""]
-    grown = [*found["scaling"], *found["transformer"]]
-    for against, text in slopes.plots(grown).items():
-        name = f"{stem}-{machine.slug}-{against}.svg"
-        plots[name] = text
-        lines += [f"![cost against {against}]({name})", ""]
-    if table := slopes.exponents(grown):
-        lines += [table, ""]
-    used = [run for run in runs if any(run is one for rows in found.values() for one, _ in rows)]
-    lines += ["### Runs", "", _runs(used), ""]
-    return "\n".join(lines), plots
 
 
 def _machine_line(run: Run) -> str:
@@ -143,9 +201,9 @@ def _machine_line(run: Run) -> str:
     return line
 
 
-def _runs(runs: Sequence[Run]) -> str:
+def _runs_table(runs: Sequence[Run]) -> str:
     lines = []
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
         lines.append([run.date.replace("T", " ").replace("+00:00", " UTC"), f"`{run.command}`", versions])
-    return render(["date", "command", "versions"], lines)
+    return render_table(["date", "command", "versions"], lines)

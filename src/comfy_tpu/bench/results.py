@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline.atomic import replacing, write_errors
 
 SCHEMA = 1
+
+Emit = Callable[["Row | str"], None]
+"""Receives the rows of a part as they are measured, and remarks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +63,23 @@ class Row:
         """TFLOP/s at the median."""
         return self.flops / self.median_s / 1e12 if self.flops and self.median_s else None
 
+    def with_failure(self, error: BaseException) -> Row:
+        """This row with the first line of the error as its reason, and no samples."""
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return dataclasses.replace(
+            self,
+            samples=(),
+            failure=f"{type(error).__name__}: {first_line}"[:500],
+            traceback="".join(traceback.format_exception(error))[-8000:],
+        )
+
     def to_json(self) -> dict[str, Any]:
         """With the median and the spread beside the samples they come from, for whoever reads the file."""
         return {**dataclasses.asdict(self), "median_s": self.median_s, "spread_s": self.spread_s, "tflops": self.tflops}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Row:
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: value for name, value in entry.items() if name in known}
+        values = {field.name: entry[field.name] for field in dataclasses.fields(cls) if field.name in entry}
         return cls(**{**values, "samples": tuple(values.get("samples", ()))})
 
 
@@ -91,22 +104,17 @@ class Run:
         kept = [old for old in self.rows if old.key != row.key]
         return dataclasses.replace(self, rows=(*kept, row))
 
-    def find(self, part: str, *, what: str | None = None, size: str | None = None) -> list[Row]:
-        return [
-            row
-            for row in self.rows
-            if row.part == part and (what is None or row.what == what) and (size is None or row.size == size)
-        ]
+    def find(self, part: str, what: str | None = None, size: str | None = None) -> list[Row]:
+        rows = (row for row in self.rows if row.part == part)
+        return [row for row in rows if what in (None, row.what) and size in (None, row.size)]
 
     def to_json(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rows"}
-        return {**own, "rows": [row.to_json() for row in self.rows]}
+        return {**vars(self), "rows": [row.to_json() for row in self.rows]}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Run:
-        names = [field.name for field in dataclasses.fields(cls) if field.name != "mesh"]
-        rows = tuple(Row.from_json(row) for row in entry["rows"])
-        return cls(**{**{name: entry[name] for name in names}, "mesh": entry.get("mesh", cls.mesh), "rows": rows})
+        values = {field.name: entry[field.name] for field in dataclasses.fields(cls) if field.name in entry}
+        return cls(**{**values, "rows": tuple(Row.from_json(row) for row in entry["rows"])})
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -1,4 +1,4 @@
-"""A run as Markdown tables, made from its rows alone."""
+"""Rows as Markdown tables."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ PEER_NAMES = {
 _REGIONAL = ("transformer", "accuracy", "end-to-end")
 """Parts in which `--compile-regional` means something."""
 
-Cell = Callable[[Run, Row], str]
 
-
-def make_table(found: Sequence[tuple[Run, Row]]) -> str:
+def make_table(rows: Sequence[tuple[Run, Row]]) -> str:
     """Rows, each with the run that it is compared within; columns that nothing fills are left out."""
-    cells = {title: [cell(run, row) for run, row in found] for title, cell in _COLUMNS.items()}
-    shown = {title: column for title, column in cells.items() if any(column)}
-    return render([*shown], [list(line) for line in zip(*shown.values(), strict=True)])
+    columns = {}
+    for title, (value, write) in _COLUMNS.items():
+        values = [value(run, row) for run, row in rows]
+        if any(each not in (None, "") for each in values):
+            columns[title] = ["" if each is None else write(each) for each in values]
+    return render_table([*columns], [list(line) for line in zip(*columns.values(), strict=True)])
 
 
-def render(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def render_table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, numbers on the right from the fourth column."""
     from tabulate import tabulate
 
@@ -44,45 +45,13 @@ def render(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return tabulate(lines, titles, tablefmt="pipe", colalign=align, disable_numparse=True)
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Three or four digits that matter, in a unit that suits."""
     if value >= 100:
         return f"{value:.0f} s"
     if value >= 0.1:
         return f"{value:.3g} s" if value < 1 else f"{value:.2f} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-4 else f"{value * 1e6:.3g} µs"
-
-
-def floor_seconds(run: Run, row: Row) -> float | None:
-    """A forward whose products and whose attention each run at the best that was measured beside it, which is not in
-    8 bits."""
-    if row.peer == "fp8":
-        return None
-    best: dict[str, float] = {}
-    for ceiling in run.find("ceilings", size=row.size):
-        kind = ceiling.what.split()[0]
-        best[kind] = max(best.get(kind, 0.0), ceiling.tflops or 0.0)
-    attention = row.facts.get("attention_flops")
-    if row.flops is None or attention is None or not best.get("matmul") or not best.get("attention"):
-        return None
-    return ((row.flops - attention) / best["matmul"] + attention / best["attention"]) / 1e12
-
-
-def speedup(run: Run, row: Row) -> float | None:
-    """Seconds of this peer over seconds of ours, in this run."""
-    ours = _ours_s(run, row)
-    return None if ours is None or row.median_s is None or row.peer in ("ours", "fp8") else row.median_s / ours
-
-
-def quantized_speedup(run: Run, row: Row) -> float | None:
-    """Seconds of ours without quantization over seconds of fp8, in this run."""
-    ours = _ours_s(run, row)
-    return None if ours is None or row.median_s is None or row.peer != "fp8" else ours / row.median_s
-
-
-def _ours_s(run: Run, row: Row) -> float | None:
-    rows = run.find(row.part, what=row.what, size=row.size)
-    return next((other.median_s for other in rows if other.peer == "ours"), None)
 
 
 def peer_name(run: Run, row: Row) -> str:
@@ -92,57 +61,67 @@ def peer_name(run: Run, row: Row) -> str:
     return f"{name} of each block" if by_block else name
 
 
-def _spread(run: Run, row: Row) -> str:
-    return f"{seconds(row.spread_s[0])} – {seconds(row.spread_s[1])}" if row.spread_s and len(row.samples) > 1 else ""
+def floor_seconds(run: Run, row: Row) -> float | None:
+    """A forward whose products and whose attention each run at the best that was measured beside it, which is not in
+    8 bits."""
+    best: dict[str, float] = {}
+    for ceiling in run.find("ceilings", size=row.size):
+        kind = ceiling.what.split()[0]
+        best[kind] = max(best.get(kind, 0.0), ceiling.tflops or 0.0)
+    attention = row.facts.get("attention_flops")
+    if row.peer == "fp8" or row.flops is None or attention is None or not all(map(best.get, ("matmul", "attention"))):
+        return None
+    return ((row.flops - attention) / best["matmul"] + attention / best["attention"]) / 1e12
 
 
-def _floor(run: Run, row: Row) -> str:
+def speedup(run: Run, row: Row) -> float | None:
+    """Seconds of this peer over seconds of ours, in this run; of fp8 the other way round, which is how much faster it
+    is than ours without quantization."""
+    ours = next((other.median_s for other in run.find(row.part, row.what, row.size) if other.peer == "ours"), None)
+    if row.peer == "ours" or ours is None or row.median_s is None:
+        return None
+    return ours / row.median_s if row.peer == "fp8" else row.median_s / ours
+
+
+def _floor_share(run: Run, row: Row) -> float | None:
     floor = floor_seconds(run, row)
-    return f"{floor / row.median_s:.0%}" if floor and row.median_s else ""
+    return floor / row.median_s if floor and row.median_s else None
 
 
-def _fact(name: str, write: Callable[[Any], str]) -> Cell:
-    def cell(run: Run, row: Row) -> str:
-        value = row.facts.get(name)
-        return "" if value is None else write(value)
-
-    return cell
+def _fact(name: str) -> Callable[[Run, Row], Any]:
+    return lambda run, row: row.facts.get(name)
 
 
-def _tflops(run: Run, row: Row) -> str:
-    return f"{row.tflops:.0f}" if row.tflops and row.tflops >= 10 else f"{row.tflops:.2g}" if row.tflops else ""
-
-
-def _optional(value: float | None, write: Callable[[float], str]) -> str:
-    return "" if value is None else write(value)
-
-
-_COLUMNS: dict[str, Cell] = {
-    "what": lambda run, row: row.what,
-    "size": lambda run, row: row.size,
-    "by": peer_name,
-    "tokens": _fact("tokens", lambda value: f"{value:,}"),
-    "mesh": _fact("mesh", str),
-    "batch": _fact("batch", str),
-    "devices": _fact("devices", str),
-    "median": lambda run, row: _optional(row.median_s, seconds),
-    "min – max": _spread,
-    "n": lambda run, row: str(len(row.samples)) if row.samples else "",
-    "TFLOP/s": _tflops,
-    "of the floor": _floor,
-    "ours is faster": lambda run, row: _optional(speedup(run, row), lambda value: f"{value:.2f}×"),
-    "fp8 is faster": lambda run, row: _optional(quantized_speedup(run, row), lambda value: f"{value:.2f}×"),
-    "error": lambda run, row: _optional(row.error, lambda value: f"{value:.2e}"),
-    "first call": lambda run, row: _optional(row.first_s, seconds),
-    "import": _fact("import_s", seconds),
-    "build": _fact("build_s", seconds),
-    "trace": _fact("trace_s", seconds),
-    "lower": _fact("lower_s", seconds),
-    "compile": _fact("compile_s", seconds),
-    "programs": _fact("programs", str),
-    "from the cache": _fact("from_cache", lambda value: "yes" if value else "no"),
-    "FLOPs a device": _fact("flops_per_device", lambda value: f"{value:.3g}"),
-    "steps": _fact("steps", str),
-    "attention by": _fact("sdpa", lambda value: value.lower().removesuffix("_attention")),
-    "not measured": lambda run, row: (row.failure or "").replace("|", "\\|")[:160],
+_COLUMNS: dict[str, tuple[Callable[[Run, Row], Any], Callable[[Any], str]]] = {
+    "what": (lambda run, row: row.what, str),
+    "size": (lambda run, row: row.size, str),
+    "by": (peer_name, str),
+    "tokens": (_fact("tokens"), "{:,}".format),
+    "mesh": (_fact("mesh"), str),
+    "batch": (_fact("batch"), str),
+    "devices": (_fact("devices"), str),
+    "median": (lambda run, row: row.median_s, format_seconds),
+    "min – max": (
+        lambda run, row: row.spread_s if len(row.samples) > 1 else None,
+        lambda spread: f"{format_seconds(spread[0])} – {format_seconds(spread[1])}",
+    ),
+    "n": (lambda run, row: len(row.samples) or None, str),
+    "TFLOP/s": (lambda run, row: row.tflops, lambda value: f"{value:.0f}" if value >= 10 else f"{value:.2g}"),
+    "of the floor": (_floor_share, "{:.0%}".format),
+    "ours is faster": (lambda run, row: speedup(run, row) if row.peer != "fp8" else None, "{:.2f}×".format),
+    "fp8 is faster": (lambda run, row: speedup(run, row) if row.peer == "fp8" else None, "{:.2f}×".format),
+    "error": (lambda run, row: row.error, "{:.2e}".format),
+    "first call": (lambda run, row: row.first_s, format_seconds),
+    "import": (_fact("import_s"), format_seconds),
+    "build": (_fact("build_s"), format_seconds),
+    "trace": (_fact("trace_s"), format_seconds),
+    "lower": (_fact("lower_s"), format_seconds),
+    "compile": (_fact("compile_s"), format_seconds),
+    "programs": (_fact("programs"), str),
+    "from the cache": (_fact("from_cache"), lambda value: "yes" if value else "no"),
+    "FLOPs a device": (_fact("flops_per_device"), "{:.3g}".format),
+    "steps": (_fact("steps"), str),
+    "attention by": (_fact("sdpa"), lambda value: value.lower().removesuffix("_attention")),
+    "not measured": (lambda run, row: row.failure, lambda value: value.replace("|", "\\|")[:160]),
 }
+"""Titles -> the value of a row, and how it is written."""

@@ -7,23 +7,20 @@ from typing import Any
 import jax
 import torch
 
-from comfy_tpu.bench.candidates import StageClock, choose, torch_candidate
-from comfy_tpu.bench.devices import Bench, exact_float32, free_torch_memory, relative_error
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.modules import build_ours, counted_operations, empty_module, in_float32, random_module
-from comfy_tpu.bench.random_files import PROMPT, RandomFiles
-from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Candidate, MeasureError, Prepare, ProgressCallback, time_interleaved
+from comfy_tpu.bench.machine import Bench
+from comfy_tpu.bench.random_modules import PROMPT, RandomFiles, build_ours, measure_module, random_module
+from comfy_tpu.bench.results import Emit, Row
+from comfy_tpu.bench.timing import Candidate, compile_module, stage_clock
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.pipeline.text import tokenize
 
 
-def measure_text(job: Job, on_progress: ProgressCallback) -> None:
-    bench = Bench.open(job)
+def measure_text(job: Job, emit: Emit) -> None:
+    bench = Bench.open(job, emit)
     for encoder in bench.model.family.text.encoders:
-        _measure(bench, job, encoder, on_progress)
-        free_torch_memory()
+        _measure(bench, encoder)
 
 
 def prompt_inputs(bench: Bench, encoder: TextEncoder) -> dict[str, torch.Tensor]:
@@ -40,19 +37,20 @@ def prompt_inputs(bench: Bench, encoder: TextEncoder) -> dict[str, torch.Tensor]
     return {**inputs, "input_ids": ids * mask, "attention_mask": mask}
 
 
-def _measure(bench: Bench, job: Job, encoder: TextEncoder, on_progress: ProgressCallback) -> None:
+def _measure(bench: Bench, encoder: TextEncoder) -> None:
     spec, config = encoder.component, bench.model.config(encoder.component)
     module = random_module(spec, config, device=bench.device, dtype=bench.dtype, build=build_ours)
     inputs = {name: tensor.to(bench.device) for name, tensor in prompt_inputs(bench, encoder).items()}
+    name = f"{spec.name} " if len(bench.model.family.text.encoders) > 1 else ""
 
-    def encode(encoder_module: Any) -> torch.Tensor:
-        return next(iter(encoder.encode(encoder_module, **inputs).values()))
+    def encode(module: Any, **inputs: torch.Tensor) -> torch.Tensor:
+        return next(iter(encoder.encode(module, **inputs).values()))
 
     def ours() -> Candidate:
-        facts: dict[str, Any] = {}
+        facts = dict(bench.mesh_facts)
         component = bench.component(spec, config)
         weights = component.load(HostWeights(module))
-        program = component.program(encoder.encode, on_event=StageClock(facts))
+        program = component.program(encoder.encode, on_event=stage_clock(facts))
         arrays = {name: bench.array(tensor) for name, tensor in inputs.items()}
 
         def call() -> jax.Array:
@@ -60,32 +58,15 @@ def _measure(bench: Bench, job: Job, encoder: TextEncoder, on_progress: Progress
 
         return Candidate(call, bench.tensor, facts)
 
-    def measure_error() -> MeasureError | None:
-        try:
-            with torch.no_grad(), exact_float32():
-                expected = encode(in_float32(module, spec, config, build_ours))
-        except torch.OutOfMemoryError as error:
-            on_progress.note(f"no error is measured: the float32 reference did not fit ({str(error).splitlines()[0]})")
-            return None
-        finally:
-            free_torch_memory()
-        return lambda output: relative_error(output, expected)
-
-    peers: dict[str, Prepare] = {
-        "ours": ours,
-        "eager": lambda: torch_candidate(bench, lambda: encode(module)),
-        "compile": lambda: torch_candidate(bench, _compiled_call(module, encode)),
-    }
-    meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
-    flops = counted_operations(empty_module(spec, config, build_ours), lambda empty: encoder.encode(empty, **meta))
-    name = spec.name if len(bench.model.family.text.encoders) > 1 else ""
-    row = Row("text", " ".join(filter(None, (name, f"encode {inputs['input_ids'].shape[1]} tokens"))), "", flops=flops)
-    time_interleaved(
-        row, choose(job, peers), repeats=job.repeats, on_progress=on_progress, measure_error=measure_error()
+    measure_module(
+        bench,
+        Row("text", f"{name}encode {inputs['input_ids'].shape[1]} tokens", ""),
+        spec=spec,
+        module=module,
+        call=encode,
+        inputs=inputs,
+        ours=ours,
+        # The whole function: it calls the module's layers itself.
+        compile_call=lambda: compile_module(lambda **inputs: encode(module, **inputs)),
+        build=build_ours,
     )
-
-
-def _compiled_call(module: torch.nn.Module, encode: Any) -> Any:
-    """The whole function: it calls the module's layers itself."""
-    torch._dynamo.reset()
-    return torch.compile(lambda: encode(module), dynamic=False)

@@ -1,26 +1,26 @@
-"""Peers timed in turn, so that a clock that drifts drifts for all of them. A failure becomes a row with its reason."""
+"""Peers (our program, diffusers as it is, diffusers under torch.compile), and the time each takes.
+
+They are timed in turn, so that a clock that drifts drifts for all of them. A failure becomes a row with its reason.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
-import gc
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from comfy_tpu.bench.devices import free_torch_memory
-from comfy_tpu.bench.results import Row
+from comfy_tpu.bench.machine import Bench, free_device_memory
+from comfy_tpu.bench.results import Emit, Row
+from comfy_tpu.compiler.program import ProgramEvent
+from comfy_tpu.errors import UnsupportedError
 
-
-class ProgressCallback(Protocol):
-    """Receives the rows and remarks of a part."""
-
-    def row(self, row: Row) -> None: ...
-
-    def note(self, text: str) -> None: ...
+_STAGES = {"lowering": "trace_s", "compiling": "lower_s", "ready": "compile_s"}
+"""An event carries the seconds of the stage before it."""
 
 
 @dataclasses.dataclass
@@ -35,7 +35,34 @@ class Candidate:
 
 
 Prepare = Callable[[], Candidate]
+OnEvent = Callable[[ProgramEvent], None]
 MeasureError = Callable[[torch.Tensor], float]
+
+
+def measure_peers(
+    bench: Bench,
+    row: Row,
+    *,
+    ours: Mapping[str, Prepare],
+    by_torch: Mapping[str, Callable[[], Callable[[], torch.Tensor]]],
+    sdpa: str = "",
+    repeats: int | None = None,
+    measure_error: MeasureError | None = None,
+) -> None:
+    """Emits rows of those of the peers that the job asks for. `by_torch` makes the calls of torch's peers, whose
+    attention is by the backend `sdpa`."""
+
+    def prepare(make_call: Callable[[], Callable[[], torch.Tensor]]) -> Prepare:
+        return lambda: torch_candidate(bench, make_call(), sdpa=sdpa, facts=row.facts)
+
+    peers = {**ours, **{peer: prepare(make_call) for peer, make_call in by_torch.items()}}
+    time_interleaved(
+        row,
+        {peer: peers[peer] for peer in bench.job.candidates},
+        repeats=bench.job.repeats if repeats is None else repeats,
+        emit=bench.emit,
+        measure_error=measure_error,
+    )
 
 
 def time_interleaved(
@@ -43,7 +70,7 @@ def time_interleaved(
     peers: Mapping[str, Prepare],
     *,
     repeats: int,
-    on_progress: ProgressCallback,
+    emit: Emit,
     measure_error: MeasureError | None = None,
 ) -> dict[str, Row]:
     """Every peer's row, made from `row`. The first call of each is its warm-up, and is where its error is measured.
@@ -54,7 +81,7 @@ def time_interleaved(
     rows: dict[str, Row] = {}
     for peer, prepare in peers.items():
         own = dataclasses.replace(row, peer=peer)
-        on_progress.note(f"{_label(own)}: first call")
+        emit(" ".join(filter(None, (own.what, own.size, own.peer))) + ": first call")
         try:
             candidate = prepare()
             seconds, output = _timed(candidate.call)
@@ -66,10 +93,10 @@ def time_interleaved(
                 own = dataclasses.replace(own, samples=(_timed(candidate.call)[0],))
                 ready[peer] = candidate
         except Exception as error:  # noqa: BLE001 - a peer that cannot run is a result, not the end of the run
-            own = failed(own, error)
+            own = own.with_failure(error)
         rows[peer] = own
-        on_progress.row(own)
-        _free_memory()
+        emit(own)
+        free_device_memory()
     samples: dict[str, list[float]] = {peer: [] for peer in ready}
     for _ in range(repeats):
         for peer, candidate in list(ready.items()):
@@ -77,20 +104,14 @@ def time_interleaved(
                 samples[peer].append(_timed(candidate.call)[0])
                 rows[peer] = dataclasses.replace(rows[peer], samples=tuple(samples[peer]))
             except Exception as error:  # noqa: BLE001 - as above
-                rows[peer] = failed(rows[peer], error)
+                rows[peer] = rows[peer].with_failure(error)
                 del ready[peer]
-            on_progress.row(rows[peer])
+            emit(rows[peer])
     return rows
 
 
-def measure(
-    row: Row,
-    call: Callable[[], Any],
-    wait: Callable[[Any], None],
-    *,
-    repeats: int,
-    least_s: float,
-    on_progress: ProgressCallback,
+def time_repeated(
+    row: Row, call: Callable[[], Any], wait: Callable[[Any], None], *, repeats: int, least_s: float, emit: Emit
 ) -> Row:
     """A short call, repeated within each sample for `least_s`; only the last is waited for, as in a model."""
 
@@ -104,21 +125,12 @@ def measure(
         first, _ = _timed(lambda: many(1))
         once = min(_timed(lambda: many(1))[0] for _ in range(2))
         count = max(1, round(least_s / max(once, 1e-6)))
-
         samples = tuple(_timed(lambda: many(count))[0] / count for _ in range(repeats))
         row = dataclasses.replace(row, first_s=first, samples=samples)
     except Exception as error:  # noqa: BLE001 - as above
-        row = failed(row, error)
-    on_progress.row(row)
+        row = row.with_failure(error)
+    emit(row)
     return row
-
-
-def failed(row: Row, error: BaseException) -> Row:
-    said = str(error).strip().splitlines() or [""]
-    reason = f"{type(error).__name__}: {said[0]}"
-    return dataclasses.replace(
-        row, samples=(), failure=reason[:500], traceback="".join(traceback.format_exception(error))[-8000:]
-    )
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -127,10 +139,60 @@ def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, output
 
 
-def _label(row: Row) -> str:
-    return " ".join(filter(None, (row.what, row.size, row.peer)))
+def stage_clock(facts: dict[str, Any]) -> OnEvent:
+    """Adds up the seconds of each stage of making programs, in `facts`."""
+
+    def on_event(event: ProgramEvent) -> None:
+        if name := _STAGES.get(event.stage):
+            facts[name] = facts.get(name, 0.0) + event.seconds
+        if event.stage == "ready":
+            facts["programs"] = facts.get("programs", 0) + 1
+            facts["from_cache"] = facts.get("from_cache", True) and event.from_cache
+
+    return on_event
 
 
-def _free_memory() -> None:
-    gc.collect()
-    free_torch_memory()
+def torch_candidate(
+    bench: Bench, call: Callable[[], torch.Tensor], *, sdpa: str = "", facts: Mapping[str, Any]
+) -> Candidate:
+    if refusal := bench.torch_refusal:
+        raise UnsupportedError(refusal)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad(), prefer_attention(sdpa):
+            output = call()
+        bench.synchronize()
+        return output
+
+    return Candidate(run, lambda output: output, {"sdpa": sdpa or "torch's choice", **facts})
+
+
+def compile_module(module: Any, parts: Sequence[str] = ()) -> Any:
+    """The module under torch.compile, with the same weights; with `parts`, only these submodules, each by itself."""
+    torch._dynamo.reset()
+    if not parts:
+        return torch.compile(module, dynamic=False)
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    for name in parts:
+        part = twin._modules[name]
+        if isinstance(part, torch.nn.ModuleList):
+            blocks: list[Any] = [torch.compile(block, dynamic=False) for block in part]
+            twin._modules[name] = torch.nn.ModuleList(blocks)
+        else:
+            twin._modules[name] = torch.compile(part, dynamic=False)
+    return twin
+
+
+@contextlib.contextmanager
+def prefer_attention(name: str) -> Iterator[None]:
+    """torch's attention by the named backend where it takes the call, else by whichever of the others does."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if not name:
+        yield
+        return
+    others = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    order = [getattr(SDPBackend, other) for other in (name, *(other for other in others if other != name))]
+    with sdpa_kernel(order, set_priority=True):
+        yield

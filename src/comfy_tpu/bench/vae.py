@@ -1,127 +1,174 @@
-"""The VAE: a whole video or image decoded by every peer, frames left on the device.
+"""The VAE: a video or image decoded by every peer, and encoded where the model takes images; left on the device.
 
-torch.compile is given the decoder, which may see a few frames at a time, not the loop around it: unrolled 21 times it
-would be one program of 21 decoders.
+torch.compile is given the decoder or the encoder, which may see a few frames at a time, not the loop around it:
+unrolled 21 times it would be one program of 21 decoders.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from comfy_tpu.bench.candidates import StageClock, choose, compiled, torch_candidate
-from comfy_tpu.bench.devices import Bench, exact_float32, free_torch_memory, relative_error
 from comfy_tpu.bench.job import Job
-from comfy_tpu.bench.modules import counted_operations, empty_module, in_float32, random_module
-from comfy_tpu.bench.results import Row
-from comfy_tpu.bench.timing import Candidate, MeasureError, Prepare, ProgressCallback, time_interleaved
-from comfy_tpu.bench.transformer import mesh_facts
+from comfy_tpu.bench.machine import Bench
+from comfy_tpu.bench.random_modules import measure_module, random_module
+from comfy_tpu.bench.results import Emit, Row
+from comfy_tpu.bench.timing import Candidate, OnEvent, compile_module, stage_clock
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.compiler.program import DeviceProgram
-from comfy_tpu.config import VAE_BACKEND
-from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.config import MESH_AXES, VAE_BACKEND
+from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.pipeline.step import latent_shape
-from comfy_tpu.pipeline.vae_backend import vae_functions
+from comfy_tpu.pipeline.vae_backend import split_columns, vae_functions
+
+Direction = Literal["decode", "encode"]
 
 
-def measure_vae(job: Job, on_progress: ProgressCallback) -> None:
-    bench = Bench.open(job)
-    model, vae = bench.model, bench.model.family.vae
-    config = model.config(vae.component)
-    module: Any = random_module(vae.component, config, device=bench.device, dtype=bench.dtype)
-    shape = latent_shape(model.family, model.latent_channels, model.settings(job.size))
-    latents = bench.random(*shape, seed=8)
+def measure_vae(job: Job, emit: Emit) -> None:
+    bench = Bench.open(job, emit)
+    spec = bench.model.family.vae.component
+    module: Any = random_module(spec, bench.model.config(spec), device=bench.device, dtype=bench.dtype)
+    for direction, shape in vae_inputs(bench, job.size).items():
+        given = bench.random(*shape, seed=8)
+        _measure(bench, direction, module, given if direction == "decode" else given.clamp(-1, 1))
 
-    def decode(decoder: Any, given: torch.Tensor) -> torch.Tensor:
-        if model.reference is None:
-            raise UnsupportedError(
-                f"model={model.name}: its family has no reference.py, which says how diffusers runs it"
-            )
-        return model.reference.decode(decoder, given)
 
-    def measure_error() -> MeasureError | None:
-        try:
-            with torch.no_grad(), exact_float32():
-                expected = decode(in_float32(module, vae.component, config), latents.float()).clamp(-1, 1)
-        except (torch.OutOfMemoryError, UnsupportedError) as error:
-            on_progress.note(f"no error is measured: there is no float32 reference ({str(error).splitlines()[0]})")
-            return None
-        finally:
-            free_torch_memory()
-        return lambda output: relative_error(output.clamp(-1, 1), expected)
+def vae_inputs(bench: Bench, size: str) -> dict[Direction, tuple[int, ...]]:
+    """Shapes of what diffusers' VAE is given: latents; and pixels, where the model's card says that it takes images."""
+    family, settings = bench.model.family, bench.model.settings(size)
+    shapes: dict[Direction, tuple[int, ...]] = {"decode": latent_shape(family, bench.model.latent_channels, settings)}
+    if family.card.image is not None:
+        first_frame_only = family.image is not None and family.image.first_frame_only
+        frames = 1 if first_frame_only else settings.num_frames
+        shapes["encode"] = (1, 3, frames, settings.height, settings.width)
+    return shapes
 
-    def by_torch(decoder: Any) -> Candidate:
-        return torch_candidate(bench, lambda: decode(decoder, latents), facts=mesh_facts(bench))
 
-    peers: dict[str, Prepare] = {
-        "ours": lambda: _ours(bench, module, latents),
-        "eager": lambda: by_torch(module),
-        "compile": lambda: by_torch(compiled(module, ("decoder",))),
-    }
-    meta = torch.empty(shape, device="meta")
-    flops = (
-        counted_operations(empty_module(vae.component, config), lambda empty: decode(empty, meta))
-        if model.reference
-        else None
-    )
-    row = Row("vae", "decode", "", size=job.size, flops=flops)
-    time_interleaved(
-        row, choose(job, peers), repeats=job.repeats, on_progress=on_progress, measure_error=measure_error()
+def _measure(bench: Bench, direction: Direction, module: Any, given: torch.Tensor) -> None:
+    decodes = direction == "decode"
+    part = "decoder" if decodes else "encoder"
+
+    def call(module: Any, given: torch.Tensor) -> torch.Tensor:
+        reference = bench.model.find_reference()
+        return reference.decode(module, given) if decodes else reference.encode(module, given)
+
+    measure_module(
+        bench,
+        Row("vae", direction, "", size=bench.job.size),
+        spec=bench.model.family.vae.component,
+        module=module,
+        call=call,
+        inputs={"given": given},
+        ours=lambda: _ours(bench, direction, module, given),
+        compile_call=lambda: functools.partial(call, compile_module(module, (part,))),
+        comparable=lambda output: output.clamp(-1, 1) if decodes else output,
     )
 
 
-def decode_program(bench: Bench, component: Component, **options: Any) -> DeviceProgram:
-    """The pipeline's program for one part of a video."""
-    functions = vae_functions(VAE_BACKEND, bench.model.family)
-    return component.program(functions.decode_frame, input_axes=functions.decode_axes, donate=("cache",), **options)
+@dataclasses.dataclass(frozen=True)
+class VaeStream:
+    """What our VAE is given of one video, part by part, as the pipeline does."""
+
+    function: Callable[..., Any]
+    axes: Mapping[str, Axes]
+    columns: int
+    """Of the latents."""
+    parts: Sequence[Mapping[str, torch.Tensor]]
+    """Inputs besides the cache."""
+    first_cache: Callable[[], Any] = lambda: None
+    has_cache: bool = True
+
+    @classmethod
+    def decode(cls, bench: Bench, latents: torch.Tensor) -> VaeStream:
+        """`latents`: of the transformer."""
+        vae, functions = bench.model.family.vae, vae_functions(VAE_BACKEND, bench.model.family)
+        parts = [{"latent": part} for part in ([latents] if vae.decodes_all_frames else latents.split(1, dim=2))]
+        first_cache = functools.partial(vae.first_cache, latents.shape[2])
+        return cls(functions.decode_frame, functions.decode_axes, latents.shape[-1], parts, first_cache)
+
+    @classmethod
+    def encode(cls, bench: Bench, pixels: torch.Tensor) -> VaeStream:
+        """`pixels`: [1, 3, frames, height, width] in -1..1."""
+        family, card = bench.model.family, bench.model.family.card
+        rows, columns = (side // card.spatial_scale for side in pixels.shape[3:])
+        if family.vae.encode_image is not None:
+            image = pixels[:, :, 0].permute(0, 2, 3, 1).add(1).div(2)
+            # Without noise the latents are the middle of what the VAE sees, as the peers' are.
+            part = {"image": image, "noise": pixels.new_zeros(1, bench.model.latent_channels, 1, rows, columns)}
+            axes = {"image": (None, None, MESH_AXES)}
+            return cls(family.vae.encode_image, axes, columns, [part], has_cache=False)
+        functions = vae_functions(VAE_BACKEND, family)
+        assert functions.encode_frames is not None
+        frames = [1, *[card.temporal_scale] * ((pixels.shape[2] - 1) // card.temporal_scale)]
+        parts = [{"pixels": part} for part in pixels.split(frames, dim=2)]
+        return cls(functions.encode_frames, functions.encode_axes, columns, parts)
+
+    def program(self, component: Component, clock: OnEvent) -> DeviceProgram:
+        axes = split_columns(self.axes, self.columns, component.placement)
+        donate = ("cache",) if self.has_cache else ()
+        return component.program(self.function, input_axes=axes, donate=donate, on_event=clock)
+
+    def run(self, compute: Callable[..., Any], parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The outputs of `compute` for every part, each with the cache of the one before."""
+        cache, outputs = self.first_cache(), []
+        for part in parts:
+            if self.has_cache:
+                output, cache = compute(**part, cache=cache)
+            else:
+                output = compute(**part)
+            outputs.append(output)
+        return outputs
 
 
-def _ours(bench: Bench, module: Any, latents: torch.Tensor) -> Candidate:
-    """Our program over the frames, as the pipeline runs it, without the copies to the host."""
-    facts: dict[str, Any] = dict(mesh_facts(bench))
-    model, vae = bench.model, bench.model.family.vae
-    config = model.config(vae.component)
-    component = bench.component(vae.component, config)
+def _ours(bench: Bench, direction: Direction, module: Any, given: torch.Tensor) -> Candidate:
+    """Our program over the parts of a video, without the copies to the host."""
+    facts, model = dict(bench.mesh_facts), bench.model
+    spec = model.family.vae.component
+    component = bench.component(spec, model.config(spec))
     weights = component.load(HostWeights(module))
-    program = decode_program(bench, component, on_event=StageClock(facts))
-    # Peers are given the VAE's own latents; ours takes the transformer's, and begins by rescaling them.
+    # Peers have the VAE's own latents, and ours the transformer's: our programs rescale them.
     mean, deviation = (
         torch.tensor(values, device=bench.device).view(1, -1, 1, 1, 1)
-        for values in vae.latent_statistics({**module.config, **config})
+        for values in model.family.vae.latent_statistics({**module.config, **model.config(spec)})
     )
-    scaled = (latents.float() - mean) / deviation
-    parts = [scaled] if vae.decodes_all_frames else scaled.split(1, dim=2)
-    arrays = [bench.array(part.contiguous()) for part in parts]
+    if direction == "decode":
+        stream = VaeStream.decode(bench, (given.float() - mean) / deviation)
+    else:
+        stream = VaeStream.encode(bench, given.float())
+    program = stream.program(component, stage_clock(facts))
+    arrays = [{name: bench.array(tensor.contiguous()) for name, tensor in part.items()} for part in stream.parts]
 
     def call() -> list[jax.Array]:
-        cache: Any = vae.first_cache(scaled.shape[2])
-        frames = []
-        for array in arrays:
-            part, cache = program(weights, latent=array, cache=cache)
-            frames.append(part)
-        return jax.block_until_ready(frames)
+        return jax.block_until_ready(stream.run(functools.partial(program, weights), arrays))
 
-    def read(frames: list[jax.Array]) -> torch.Tensor:
-        decoded = bench.tensor(jnp.concatenate(frames, axis=1))  # [1, frames, height, width, 3] in 0..1
+    def read(outputs: list[jax.Array]) -> torch.Tensor:
+        if direction == "encode":
+            return bench.tensor(jnp.concatenate(outputs, axis=2)) * deviation + mean
+        decoded = bench.tensor(jnp.concatenate(outputs, axis=1))  # [1, frames, height, width, 3] in 0..1
         return decoded.permute(0, 4, 1, 2, 3) * 2 - 1
 
     return Candidate(call, read, facts)
 
 
-def compile_decode(bench: Bench, component: Component, program: DeviceProgram, size: str) -> None:
-    """Compiles the programs that decode a video of this size, without weights or frames."""
-    model, vae = bench.model, bench.model.family.vae
-    shape = latent_shape(model.family, model.latent_channels, model.settings(size))
-    if not vae.decodes_all_frames:
-        shape = (*shape[:2], 1, *shape[3:])
-    latent = jax.ShapeDtypeStruct(shape, jnp.float32)
-    weights = component.abstract_weights()
-    frames = model.family.card.latent_frames(model.settings(size))
-    cache: Any = vae.first_cache(frames)
-    for _ in range(1 if vae.decodes_all_frames else min(2, frames)):
-        program.compile(weights, latent=latent, cache=cache)
-        cache = program.shapes(weights, latent=latent, cache=cache)[1]
+def compile_vae(bench: Bench, direction: Direction, size: str, component: Component, clock: OnEvent) -> None:
+    """Compiles the programs for a video of this size, without weights or frames."""
+    shape = vae_inputs(bench, size)[direction]
+    stream = getattr(VaeStream, direction)(bench, torch.empty(shape, device="meta"))
+    program, weights = stream.program(component, clock), component.abstract_weights()
+
+    def compute(**inputs: Any) -> Any:
+        program.compile(weights, **inputs)
+        return program.shapes(weights, **inputs)
+
+    parts = stream.parts[:3]  # the cache has its final shape after two
+    stream.run(
+        compute,
+        [{name: jax.ShapeDtypeStruct(tuple(t.shape), jnp.float32) for name, t in part.items()} for part in parts],
+    )

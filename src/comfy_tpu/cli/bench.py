@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from comfy_tpu.bench.job import PARTS, PEERS, Choices
+from comfy_tpu.bench.job import PARTS, PEERS, Job
 from comfy_tpu.cli.options import number_parser, parse_names, path_parser
 from comfy_tpu.cli.terminal import print_message, print_paths, print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = Choices()
+    defaults = Job()
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (all)")
     parser.add_argument(
         "--model",
@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_measurements(arguments: argparse.Namespace) -> int:
-    from comfy_tpu.bench import outputs, runner
+    from comfy_tpu.bench import report, runner
 
-    choices = Choices(
+    request = Job(
         parts=parse_names(arguments.what, PARTS, "--what"),
         sizes=tuple(arguments.size),
         peers=parse_names(arguments.peers, PEERS, "--peers") if arguments.peers is not None else (),
@@ -70,10 +70,10 @@ def run_measurements(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         regional=arguments.compile_regional,
     )
-    places = outputs.Places.check(json=arguments.json, markdown=arguments.markdown, plot=arguments.plot)
-    run = runner.run_bench(choices, say=print_message, keep=places.keep)
-    places.finish(run)
-    print_text(outputs.tables(run))
+    files = report.RunFiles.check(json=arguments.json, markdown=arguments.markdown, plot=arguments.plot)
+    run = runner.run_bench(request, say=print_message, keep=files.keep)
+    files.finish(run)
+    print_text(report.format_tables(run))
     return 0
 
 

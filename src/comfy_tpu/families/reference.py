@@ -26,6 +26,15 @@ def decode_image(module: Any, latents: torch.Tensor) -> torch.Tensor:
     return decode_video(module, latents.squeeze(2)).unsqueeze(2)
 
 
+def encode_video(module: Any, pixels: torch.Tensor) -> torch.Tensor:
+    latents: torch.Tensor = module.encode(pixels, return_dict=False)[0].mode()
+    return latents
+
+
+def encode_image(module: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return encode_video(module, pixels.squeeze(2)).unsqueeze(2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """A published model as diffusers runs it."""
@@ -37,6 +46,8 @@ class Reference:
     """Configurations of the components besides the transformer, by name."""
     decode: Callable[[Any, torch.Tensor], torch.Tensor] = decode_video
     """(diffusers' VAE, latents in the VAE's own scale) -> pixels [batch, 3, frames, height, width] in -1..1."""
+    encode: Callable[[Any, torch.Tensor], torch.Tensor] = encode_video
+    """(diffusers' VAE, pixels as `decode` returns them) -> latents as `decode` takes them, without noise."""
 
 
 def load_references(family: FamilyCard) -> tuple[Mapping[str, Reference], Mapping[str, Config]]:

@@ -9,7 +9,7 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux import card
-from comfy_tpu.families.reference import Reference, decode_image
+from comfy_tpu.families.reference import Reference, decode_image, encode_image
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
 from comfy_tpu.families.shared.published_configs import CLIP_L, T5_SMALL, T5_XXL
 
@@ -55,7 +55,9 @@ def predict(
 
 _PARTS: dict[str, Config] = {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": _VAE}
 REFERENCES = {
-    hub_id: Reference(predict, _PARTS, decode_image) for model in card.CARD.models for hub_id in model.published
+    hub_id: Reference(predict, _PARTS, decode_image, encode_image)
+    for model in card.CARD.models
+    for hub_id in model.published
 }
 SMALL: dict[str, Config] = {
     "transformer": {

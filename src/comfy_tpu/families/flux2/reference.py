@@ -10,7 +10,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2 import card
 from comfy_tpu.families.flux2.vae import statistics
-from comfy_tpu.families.reference import Reference
+from comfy_tpu.families.reference import Reference, encode_image
 
 _LANGUAGE: Config = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _MISTRAL: Config = {
@@ -74,6 +74,13 @@ def decode(module: Any, latents: torch.Tensor) -> torch.Tensor:
     return pixels.unsqueeze(2)
 
 
+def encode(module: Any, pixels: torch.Tensor) -> torch.Tensor:
+    mean, deviation = statistics(module)
+    middle = encode_image(module, pixels).squeeze(2)
+    patches = middle.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+    return ((patches - mean.to(middle.dtype)) / deviation.to(middle.dtype)).unsqueeze(2)
+
+
 def _text_encoder(hub_id: str) -> Config:
     if hub_id in card.FLUX2_DEV.published:
         return _MISTRAL
@@ -81,7 +88,7 @@ def _text_encoder(hub_id: str) -> Config:
 
 
 REFERENCES = {
-    hub_id: Reference(predict, {"text_encoder": _text_encoder(hub_id), "vae": {}}, decode)
+    hub_id: Reference(predict, {"text_encoder": _text_encoder(hub_id), "vae": {}}, decode, encode)
     for model in card.CARD.models
     for hub_id in model.published
 }
