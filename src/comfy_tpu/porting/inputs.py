@@ -20,22 +20,22 @@ Config = Mapping[str, Any]
 Guess = Callable[[torch.nn.Module, Config], Any]
 
 
-def given_inputs(described: Mapping[str, Any]) -> Inputs:
+def parse_inputs(described: Mapping[str, Any]) -> Inputs:
     """Inputs from JSON: a list of numbers is a tensor's shape, an object has a dtype or a value, all else is itself."""
-    return {name: _given(name, value) for name, value in described.items()}
+    return {name: _parse_input(name, value) for name, value in described.items()}
 
 
-def _given(name: str, value: Any) -> Any:
+def _parse_input(name: str, value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in value):
         return tensor(_shape(name, value))
     if isinstance(value, list):
-        return [_given(name, item) for item in value]
+        return [_parse_input(name, item) for item in value]
     if isinstance(value, dict):
         if set(value) <= {"shape", "dtype"} and "shape" in value:
             return tensor(_shape(name, value["shape"]), value.get("dtype", "float32"))
         if set(value) <= {"value", "dtype"} and "value" in value:
             dtype = _dtype(value["dtype"]) if "dtype" in value else None
-            return value["value"] if dtype is None else _valued(name, value["value"], dtype)
+            return value["value"] if dtype is None else _make_value(name, value["value"], dtype)
         raise InvalidValueError(
             f"inputs: {name} is an object with {', '.join(value)}; expected "
             '{"shape": [1, 16], "dtype": "int64"} or {"value": 3}'
@@ -49,7 +49,7 @@ def _shape(name: str, value: Any) -> list[int]:
     raise InvalidValueError(f"inputs: {name} has the shape {value!r}, expected a list of sizes such as [1, 16]")
 
 
-def _valued(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _make_value(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.tensor(value, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -75,7 +75,7 @@ def tensor(shape: list[int] | tuple[int, ...], dtype: str = "float32") -> torch.
     return torch.randn(*shape, generator=generator).to(kind)
 
 
-def guessed_inputs(model: torch.nn.Module, method: str) -> Inputs:
+def guess_inputs(model: torch.nn.Module, method: str) -> Inputs:
     """One for every argument that must be given, and for those without which diffusers' models do not run."""
     config = dict(getattr(model, "config", {}) or {})
     values: Inputs = {}

@@ -16,10 +16,9 @@ from comfy_tpu.distribution import HOME_PAGE, pip_command
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.porting.scaffold.facts import Facts
-from comfy_tpu.porting.scaffold.family_package import family_package
+from comfy_tpu.porting.scaffold.family_files import render_family, render_parity_case
 from comfy_tpu.porting.scaffold.files import Files, check_writable
-from comfy_tpu.porting.scaffold.parity_case import parity_case
-from comfy_tpu.porting.scaffold.templating import MARK, render, render_directory
+from comfy_tpu.porting.scaffold.renderer import MARK, render, render_directory
 
 _REGISTRY = "src/comfy_tpu/families/registry.py"
 _PARITY_TEST = "tests/families/test_ported_parity.py"
@@ -56,7 +55,7 @@ class Destination(abc.ABC):
         """Commands for a shell, each with the reason as a comment."""
 
     def _package_files(self, facts: Facts) -> Files:
-        return {f"{self.package_directory}/{name}": text for name, text in family_package(facts).items()}
+        return {f"{self.package_directory}/{name}": text for name, text in render_family(facts).items()}
 
 
 class Checkout(Destination):
@@ -90,7 +89,7 @@ class Checkout(Destination):
         return {
             **self._package_files(facts),
             _REGISTRY: add_to_registry(registry, self.package),
-            self.test_configuration: parity_case(facts),
+            self.test_configuration: render_parity_case(facts),
         }
 
     def next_steps(self, facts: Facts) -> list[str]:
@@ -130,7 +129,7 @@ class Pack(Destination):
             **render_directory("pack", **values),
             **self._package_files(facts),
             workflow: example_workflow(facts, values),
-            "tests/parity_case.py": parity_case(facts),
+            "tests/parity_case.py": render_parity_case(facts),
         }
 
     def next_steps(self, facts: Facts) -> list[str]:
@@ -207,7 +206,7 @@ def _pack_values(facts: Facts) -> dict[str, object]:
         "model_id": facts.model_id,
         "mark": MARK,
         "noun": facts.noun,
-        "outputs": "IMAGE" if facts.makes_images else "IMAGE, fps, VIDEO",
+        "outputs": "IMAGE" if facts.calls.makes_images else "IMAGE, fps, VIDEO",
         "version": comfy_tpu.__version__,
         "height": defaults.height,
         "width": defaults.width,

@@ -18,8 +18,8 @@ from comfy_tpu.porting.small_models import known_small_models
 from comfy_tpu.porting.targets import read_object
 from comfy_tpu.quiet import quiet
 
-ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel")
-"""Text encoders that a family has components for."""
+ENCODERS = {"T5EncoderModel": "t5", "UMT5EncoderModel": "umt5", "CLIPTextModel": "clip"}
+"""Text encoders that a family has components for, with the names of those."""
 
 TEXT_WIDTH = 4096
 """Of T5-XXL, which is what models are published with that leave the width open."""
@@ -51,6 +51,18 @@ class Source:
         return self.name.removesuffix("Pipeline")
 
     @property
+    def class_names(self) -> dict[str, str]:
+        return {name: cls.__name__ for name, cls in self.parts.items()}
+
+    @property
+    def code(self) -> str:
+        """The source of the pipeline's module, with its example; empty where it cannot be read."""
+        try:
+            return Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
+        except OSError:
+            return ""
+
+    @property
     def encoders(self) -> tuple[str, ...]:
         return tuple(name for name in self.parts if name.startswith("text_encoder"))
 
@@ -79,11 +91,7 @@ class Source:
         """What the directory says; of a class, the model that the pipeline's own example uses."""
         if self.directory is not None:
             return self.named
-        try:
-            text = Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
-        except OSError:
-            return None
-        found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", text)
+        found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", self.code)
         return found[1] if found else None
 
 
