@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,21 @@ def check_example_node(node: dict[str, Any], schema: dict[str, Any]) -> None:
         if each.get("control_after_generate"):
             assert next(values) == "fixed"
     assert next(values, None) is None
+
+
+def test_pip_installs_a_pack_for_development(pack: Path, tmp_path: Path) -> None:
+    """Without a network: hatchling is all that the build takes. The environment sees the packages of this one."""
+    venv.create(tmp_path / "venv")
+    executable = tmp_path / "venv" / "bin" / "python"
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "-e", pack]
+    subprocess.run(install, env=environment, check=True, capture_output=True)
+    code = f"from comfy_tpu.families.registry import load_family; print(load_family({KEY!r}).transformer.classes)"
+    environment["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run([executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["('PixArtTransformer2DModel',)"], done.stderr
 
 
 def test_an_installed_pack_is_known_to_the_command_line(site: Path) -> None:
