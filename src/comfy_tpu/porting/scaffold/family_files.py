@@ -27,16 +27,30 @@ _TEXT_WIDTHS = (
 
 def render_family(facts: Facts) -> dict[str, str]:
     """The modules of the family's package, by their file names."""
-    values: dict[str, object] = {"title": facts.title, "pipeline": facts.source.name, "package": facts.package}
-    modules = {
-        "card": _card_values,
-        "model": _model_values,
-        "text": _text_values,
-        "transformer": _transformer_values,
-        "vae": _vae_values,
+    common = common_values(facts)
+    values = {
+        "card.py": _card_values(facts),
+        "model.py": _model_values(facts),
+        "text.py": _text_values(facts),
+        "transformer.py": _transformer_values(facts),
+        "vae.py": _vae_values(facts),
     }
-    files = {f"{name}.py": render_module(f"{name}.py", **values, **fill(facts)) for name, fill in modules.items()}
-    return {"__init__.py": render("family_init.py", **values, mark=MARK), **files}
+    files = {name: render_module(name, **common, **own) for name, own in values.items()}
+    return {"__init__.py": render("family_init.py", **common), **files}
+
+
+def common_values(facts: Facts) -> dict[str, object]:
+    """Values that several templates have, the defaults of the settings among them."""
+    return {
+        **dataclasses.asdict(facts.defaults),
+        "name": facts.name,
+        "package": facts.package,
+        "title": facts.title,
+        "pipeline": facts.source.name,
+        "model_id": facts.model_id,
+        "noun": facts.noun,
+        "mark": MARK,
+    }
 
 
 def render_parity_case(facts: Facts) -> str:
@@ -51,9 +65,7 @@ def render_parity_case(facts: Facts) -> str:
         settings["max_sequence_length"] = TOKENS
     return render_module(
         "parity_case.py",
-        title=facts.title,
-        mark=MARK,
-        pipeline=facts.source.name,
+        **common_values(facts),
         classes=facts.source.class_names,
         configs={name: dict(config) for name, config in facts.configs.items() if config},
         settings=settings,
@@ -70,7 +82,6 @@ def _card_values(facts: Facts) -> dict[str, object]:
     published = "The configuration of the published model."
     assumed = "diffusers' defaults, which the published model's config.json may replace."
     return {
-        "mark": MARK,
         "transformer_config": source.full_config("transformer"),
         "transformer_source": published if source.directory is not None else assumed,
         "size_multiple": facts.size_multiple,
@@ -82,15 +93,11 @@ def _card_values(facts: Facts) -> dict[str, object]:
         "presets": {f"{width}×{height}": {"height": height, "width": width}},
         "spatial_scale": facts.calls.spatial_scale,
         "temporal_scale": facts.calls.temporal_scale,
-        "model_id": facts.model_id,
-        "key": facts.title,
         "conditioning_keys": _conditioning_keys(facts),
         "node_options": _node_options(facts),
         "encoders": f"{' and '.join(encoders)} encoder{'s' if len(source.encoders) > 1 else ''}",
         "scheduler_words": f"{scheduler} is {facts.title}'s own"
         + (f"; {' and '.join(others)} are multistep ones" if others else ""),
-        "width": width,
-        "height": height,
         "words": "" if facts.calls.makes_images else _video_words(facts),
     }
 

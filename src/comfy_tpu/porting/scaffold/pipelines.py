@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -38,7 +39,7 @@ class Source:
     """What a model directory says of them; empty for a class."""
     directory: Path | None = None
     """Where one was given."""
-    named: str | None = None
+    hub_id: str | None = None
     """The model of the hub that the directory says it is."""
 
     @property
@@ -90,7 +91,7 @@ class Source:
     def hub_model(self) -> str | None:
         """What the directory says; of a class, the model that the pipeline's own example uses."""
         if self.directory is not None:
-            return self.named
+            return self.hub_id
         found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", self.code)
         return found[1] if found else None
 
@@ -103,14 +104,14 @@ def is_hub_id(text: str) -> bool:
 def find_source(model: str) -> Source:
     path = Path(model)
     if path.is_dir():
-        return _of_directory(path)
+        return _read_directory(path)
     if "/" in model or not model.isidentifier():
         raise InvalidValueError(
             f"model={model} is neither a model directory nor the name of a pipeline; give a directory with "
             "model_index.json, or the name of a pipeline class of diffusers",
             field="model",
         )
-    return _of_class(model)
+    return _read_class(model)
 
 
 PROMPT_ALONE = (
@@ -174,7 +175,7 @@ def check_unclaimed(source: Source, model_id: str) -> None:
             )
 
 
-def _of_class(name: str) -> Source:
+def _read_class(name: str) -> Source:
     with quiet():
         import diffusers
 
@@ -185,12 +186,14 @@ def _of_class(name: str) -> Source:
             "or a model directory",
             field="model",
         )
-    return Source(pipeline, _annotated(pipeline), {})
+    return Source(pipeline, _annotated_parts(pipeline), {})
 
 
-def _annotated(pipeline: type) -> dict[str, type]:
+def _annotated_parts(pipeline: type) -> dict[str, type]:
     """Of several classes that a part may have, the first is the one that diffusers tells of first."""
     with quiet():
+        from diffusers import DPMSolverMultistepScheduler
+
         hints = typing.get_type_hints(pipeline.__init__)  # type: ignore[misc]
     optional = set(getattr(pipeline, "_optional_components", ()))
     found: dict[str, type] = {}
@@ -200,51 +203,39 @@ def _annotated(pipeline: type) -> dict[str, type]:
             hint = next((each for each in typing.get_args(hint) if each is not type(None)), None)
         is_part = isinstance(hint, type) and hint.__module__.split(".")[0] in ("diffusers", "transformers")
         # Optional to diffusers, since embeddings may be given, or the second of two transformers alone.
-        read = name.startswith(("text_encoder", "tokenizer")) or name == "transformer"
+        is_read = name.startswith(("text_encoder", "tokenizer")) or name == "transformer"
         if name == "scheduler" and not hasattr(hint, "step"):
-            hint = _any_scheduler()
-        if is_part and (read or name not in optional):
+            hint = DPMSolverMultistepScheduler  # of many that it may be, what most models are published with
+        if is_part and (is_read or name not in optional):
             found[name] = typing.cast(type, hint)
     return found
 
 
-def _any_scheduler() -> type:
-    """For pipelines that take many and name none: the solver that most of their models are published with."""
-    from diffusers import DPMSolverMultistepScheduler
-
-    return DPMSolverMultistepScheduler
-
-
-def _of_directory(path: Path) -> Source:
+def _read_directory(path: Path) -> Source:
     index = read_object(path / "model_index.json")
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path / 'model_index.json'} does not say _class_name; give a model of diffusers")
-    source = _of_class(name)
-    folders = _folders(path / "model_index.json", index, source.parts)
+    source = _read_class(name)
+    folders = _indexed_classes(path / "model_index.json", index, source.parts)
     configs: dict[str, Mapping[str, Any]] = {}
     for part in folders:
         for file in ("config.json", "scheduler_config.json"):
             if (path / part / file).is_file():
                 content = read_object(path / part / file)
                 configs[part] = {key: value for key, value in content.items() if not key.startswith("_")}
+    parts = dict(source.parts)
     with quiet():
-        import diffusers
-        import transformers
-
-        libraries = {"diffusers": diffusers, "transformers": transformers}
-        classes = {
-            part: getattr(libraries[library], cls)
-            for part, (library, cls) in folders.items()
-            if library in libraries and hasattr(libraries[library], cls)
-        }
-    parts = {part: classes.get(part, cls) for part, cls in source.parts.items()}
-    said = str(index.get("_name_or_path", ""))
-    named = said if is_hub_id(said) else None
-    return dataclasses.replace(source, parts=parts, configs=configs, directory=path, named=named)
+        for part, (library, cls) in folders.items():
+            if library in ("diffusers", "transformers"):
+                parts[part] = getattr(importlib.import_module(library), cls, parts[part])
+    name = str(index.get("_name_or_path", ""))
+    return dataclasses.replace(
+        source, parts=parts, configs=configs, directory=path, hub_id=name if is_hub_id(name) else None
+    )
 
 
-def _folders(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict[str, tuple[str, str]]:
+def _indexed_classes(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Part -> library and class. A pair of nulls is a part that this model does without."""
     found = {}
     for part in parts:
