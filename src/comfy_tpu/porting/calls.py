@@ -16,8 +16,8 @@ class Call:
     node: ast.Call
     arguments: list[Value]
     keywords: dict[str, Value]
-    """By name; `**` for unpacked ones."""
-    building: bool = False
+    """Values by parameter name; `**` for unpacked ones."""
+    is_construction: bool = False
     """Whether the call is part of a model's construction."""
     traps: list[tuple[str, str | None]] = dataclasses.field(default_factory=list)
     """Name and reason; None: the trap's usual reason."""
@@ -56,7 +56,7 @@ def call_global(name: str, call: Call) -> Value | None:
         return _call_torch(name.removeprefix("torch."), call)
     if name.startswith("einops."):
         return combine(*call.arguments)
-    if name in vocabulary.TO_NUMBER_FUNCTIONS:
+    if name in vocabulary.NUMBER_FUNCTIONS:
         if any(value.is_traced for value in call.arguments):
             call.report("tensor-to-number")
         return UNKNOWN
@@ -78,9 +78,9 @@ def _call_builtin(name: str, call: Call) -> Value | None:
         case "list" | "tuple" | "reversed" | "sorted" | "iter":
             return call.first if call.arguments else Value(item=UNKNOWN)
         case "zip":
-            return Value(item=sequence([value.iterated for value in call.arguments]))
+            return Value(item=sequence([value.loop_variable for value in call.arguments]))
         case "enumerate":
-            return Value(item=sequence([UNKNOWN, call.first.iterated]))
+            return Value(item=sequence([UNKNOWN, call.first.loop_variable]))
     return None
 
 
@@ -93,14 +93,14 @@ def _call_torch(name: str, call: Call) -> Value:
     if name == "is_tensor":
         return known_truth(True) if call.first.is_tensor else UNKNOWN
     short = name.split(".")[-1]
-    if short in vocabulary.DESCRIBING or short[:1].isupper():
+    if short in vocabulary.METADATA_FUNCTIONS or short[:1].isupper():
         return UNKNOWN
     if name in vocabulary.RANDOM_FUNCTIONS:
         call.report("random-in-forward")
         return _factory_result(call)
     if name in vocabulary.FACTORIES:
         _check_square(call)
-        if name in vocabulary.FACTORIES_OF_SIZES and any(value.is_traced for value in call.arguments):
+        if name in vocabulary.SIZE_FACTORIES and any(value.is_traced for value in call.arguments):
             call.report("tensor-to-number", "the size of a tensor is the value of another, and must be known")
         return _factory_result(call)
     if name.startswith("fft.") and combine(*call.values).is_traced:
@@ -116,9 +116,9 @@ def call_tensor_method(name: str, owner: Value, call: Call) -> Value:
     if name == "cuda":
         call.report("cuda", ".cuda() is called, which fails where there is no NVIDIA GPU")
         return TRACED
-    if name in vocabulary.DESCRIBING and not (name == "type" and call.arguments):
+    if name in vocabulary.METADATA_FUNCTIONS and not (name == "type" and call.arguments):
         return UNKNOWN
-    if name in vocabulary.TO_NUMBER_METHODS:
+    if name in vocabulary.NUMBER_METHODS:
         if owner.is_traced:
             call.report("tensor-to-number")
         return UNKNOWN
@@ -140,7 +140,7 @@ def call_tensor_method(name: str, owner: Value, call: Call) -> Value:
     sizes = (
         value for value, node in zip(call.arguments, call.node.args, strict=True) if not isinstance(node, ast.Starred)
     )
-    if name in vocabulary.METHODS_OF_SIZES and any(value.is_traced for value in sizes):
+    if name in vocabulary.SIZE_METHODS and any(value.is_traced for value in sizes):
         call.report("tensor-to-number", "a shape is made of the value of a tensor, which must be known")
     if name == "double":
         call.report("float64")
@@ -161,12 +161,12 @@ def _call_operation(name: str, call: Call) -> Value:
     if name in vocabulary.MULTIPLE_RESULTS or has_indices:
         return Value(item=result)
     is_mask = result.is_tensor and name in vocabulary.COMPARISONS
-    if name in vocabulary.MASK_PRESERVING:
+    if name in vocabulary.MASK_FORMS:
         is_mask = call.first.is_mask
     if name == "to":
         texts = [ast.unparse(argument) for argument in call.node.args]
         is_mask = "torch.bool" in texts or (is_mask and not any("dtype" in text for text in texts))
-    return dataclasses.replace(result, is_mask=is_mask, made_at=call.first.made_at if result.is_host else 0)
+    return dataclasses.replace(result, is_mask=is_mask, origin_line=call.first.origin_line if result.is_host else 0)
 
 
 def _check_operation(name: str, call: Call, values: list[Value]) -> None:
@@ -190,7 +190,7 @@ def _check_operation(name: str, call: Call, values: list[Value]) -> None:
 
 def host_write_reason(tensor: Value) -> str:
     return (
-        f"a tensor made on the host, for want of a device (line {tensor.made_at}), is written with values of the "
+        f"a tensor made on the host, for want of a device (line {tensor.origin_line}), is written with values of the "
         "program"
     )
 
@@ -201,10 +201,10 @@ def _factory_result(call: Call) -> Value:
     is_mask = dtype is not None and ast.unparse(dtype) == "torch.bool"
     on_host = device is None or (isinstance(device, ast.Constant) and device.value in (None, "cpu"))
     name = str(device.value) if isinstance(device, ast.Constant) else ""
-    if call.building and name.split(":")[0] in vocabulary.OTHER_DEVICES:
+    if call.is_construction and name.split(":")[0] in vocabulary.OTHER_DEVICES:
         call.report("cuda", f"a tensor is made on {name!r} while the model is built")
     if on_host and not any(value.contains_traced for value in call.values):
-        return Value(Place.HOST, is_mask=is_mask, made_at=call.node.lineno)
+        return Value(Place.HOST, is_mask=is_mask, origin_line=call.node.lineno)
     if not on_host and any(value.is_float64 for value in call.keywords.values()):
         call.report("float64")
     return dataclasses.replace(TRACED, is_mask=is_mask)

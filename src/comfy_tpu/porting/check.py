@@ -21,7 +21,7 @@ Verdict = Literal["will run", "may run", "will not run", "not tried"]
 """`may run`: only read, and nothing was found that stops it. `not tried`: no small one could be made and run, or it
 gave nothing to compare."""
 
-DISPROVED_BY_A_TRACE = frozenset(
+DISPROVABLE_TRAPS = frozenset(
     (
         *("tensor-condition", "tensor-assert", "tensor-to-number", "mask-indexing", "data-dependent-shape"),
         *("host-tensor-written", "random-in-forward"),
@@ -120,14 +120,14 @@ def correct_findings(findings: list[Finding], trial: Trial) -> list[Finding]:
     kept = []
     for each in findings:
         reached = each.trap == "gpu-only-import" or (each.file, each.line) in trial.reached
-        if trial.traced and reached and each.trap in DISPROVED_BY_A_TRACE:
+        if trial.traced and reached and each.trap in DISPROVABLE_TRAPS:
             continue
         unknown = not trial.is_complete and not reached
         kept.append(dataclasses.replace(each, reached=None if unknown else reached))
     known = {(each.file, each.line) for each in kept}
     traps = {each.trap for each in kept if each.reached}
     for each in trial.findings:
-        explained = each.trap in (*DISPROVED_BY_A_TRACE, "trace") and (each.file, each.line) in known
+        explained = each.trap in (*DISPROVABLE_TRAPS, "trace") and (each.file, each.line) in known
         if not explained and not (each.trap == "square-mask" and "square-mask" in traps):
             kept.append(dataclasses.replace(each, reached=True))
     return kept

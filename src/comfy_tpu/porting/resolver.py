@@ -34,11 +34,11 @@ class Scope:
     module: Module
     names: dict[str, Value]
     imports: dict[str, str]
-    building: bool = False
+    is_construction: bool = False
     """Whether the code runs on the host, before any program: only what cannot run at all is a trap then."""
     guards: int = 0
     """How many `try` and undecided `if` are around: whoever imports there has thought of the library's absence."""
-    returned: Value | None = None
+    result: Value | None = None
 
     def global_name(self, node: ast.expr) -> str | None:
         """`F.relu` as torch.nn.functional.relu; None for what begins with a local name."""
@@ -81,7 +81,7 @@ def _constructed_value(call: ast.Call, module: Module) -> Value:
         item = next((each for each in items if each.instance is not None), None)
         return UNKNOWN if item is None else Value(item=item)
     if name.startswith("torch.") and short in vocabulary.FACTORIES:
-        return Value(Place.HOST, made_at=call.lineno)
+        return Value(Place.HOST, origin_line=call.lineno)
     if name in vocabulary.RANDOM_GENERATORS:
         return Value(is_random_generator=True)
     found = module.resolve(name)

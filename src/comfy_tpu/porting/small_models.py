@@ -16,14 +16,14 @@ from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.inputs import Inputs, guess_inputs, parse_inputs
-from comfy_tpu.porting.targets import ANY_ERROR, Target
+from comfy_tpu.porting.targets import ANY_ERROR, Target, describe_error
 from comfy_tpu.quiet import quiet
 
 PARAMETERS_MAX = 150_000_000
 HEADS = 2
 LAYERS = 2
 WIDTH = 32
-"""Of what comes in from outside: text, mostly."""
+"""Features of embeddings that come in from outside: text, mostly."""
 
 _PATTERNS = {
     "layers": r"(num|n)_.*layers|depth|(num_)?layers|num_blocks|approximator_layers",
@@ -40,7 +40,7 @@ _PATTERNS = {
     "base_dim": r"(decoder_)?base_dim",
     "sample": r"sample_(height|width|size)",
 }
-"""What the keys of a configuration count, by their names."""
+"""Kinds of sizes, with the names of the keys that hold them."""
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def known_small_models() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 @dataclasses.dataclass(frozen=True)
 class SmallModel:
     model: torch.nn.Module
-    """With weights, on the host, in eval mode."""
+    """The module with weights, on the host, in eval mode."""
     skeleton: torch.nn.Module
     method: str
     inputs: Inputs
@@ -64,7 +64,7 @@ class SmallModel:
 
 
 def entry_method(cls: type) -> str:
-    """What of a model runs on the device: an autoencoder's decoder, and everything of all others."""
+    """The method that runs on the device: an autoencoder's `decode`, any other model's `forward`."""
     return "decode" if hasattr(cls, "decode") and hasattr(cls, "encode") else "forward"
 
 
@@ -90,7 +90,7 @@ def make_small_model(
         except (UnsupportedError, InvalidValueError):
             raise
         except ANY_ERROR as error:
-            errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            errors.append(describe_error(error))
             if config is not None or not target.is_diffusers:
                 raise UnsupportedError(
                     f"{target.name} cannot be built ({errors[0]}); give --config and --inputs that it accepts"
@@ -114,7 +114,7 @@ def _check_input_names(model: torch.nn.Module, method: str, inputs: Inputs) -> N
 
 
 def full_skeleton(target: Target) -> torch.nn.Module | None:
-    """At the size that the config or the defaults say, without weights; None where that cannot be built."""
+    """The module at the size of the config or the defaults, without weights; None where it cannot be built."""
     cls = target.load()
     known = set(inspect.signature(cls).parameters)
     try:
@@ -125,7 +125,7 @@ def full_skeleton(target: Target) -> torch.nn.Module | None:
 
 
 def _candidate_configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """From the smallest on."""
+    """Configurations to try, the smallest first."""
     parameters = inspect.signature(cls).parameters
     given = {name: value for name, value in target.config.items() if name in parameters}
     full = {**{name: each.default for name, each in parameters.items()}, **given}
@@ -150,7 +150,7 @@ def _candidate_configs(cls: type, target: Target, known: Mapping[str, Any] | Non
 
 
 Size = Callable[[int], int]
-"""From the size in a configuration to a small one."""
+"""A function from the size in a configuration to a small one."""
 
 
 def at_most(limit: int) -> Size:
@@ -174,7 +174,7 @@ _WIDTHS = {
 
 def shrink_config(config: Mapping[str, Any], sizes: Mapping[str, Size]) -> dict[str, Any]:
     """The keys that change. `sizes` by what a key counts, or by the key; with `hidden`, widths follow from heads."""
-    counts = {config_kind(key): value for key, value in reversed(config.items()) if type(value) is int}
+    counts = {config_kind(key): value for key, value in reversed(list(config.items())) if type(value) is int}
     heads, features = counts.get("heads", 0), counts.get("head_dim", 0)
     small_heads = sizes["heads"](heads) if "heads" in sizes else heads
     small_features = sizes["head_dim"](features) if "head_dim" in sizes else features
@@ -194,7 +194,7 @@ def shrink_config(config: Mapping[str, Any], sizes: Mapping[str, Size]) -> dict[
 
 
 def config_kind(name: str) -> str:
-    """What a key of a configuration counts; empty where its name does not tell."""
+    """The kind of size that a key of a configuration holds; empty where the key's name does not tell."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), "")
 
 

@@ -33,7 +33,7 @@ _ROW_LAYERS = (
     *("to_out.0", "to_out", "to_add_out", "o_proj", "net.2", "fc2", "down_proj", "w2", "linear_out", "out_projection"),
 )
 """Usual names of linear layers whose inputs it splits."""
-CONVENTIONAL = (
+CONVENTIONAL_RULES = (
     *(column(f"*.{name}.weight") for name in _COLUMN_LAYERS),
     *(row(f"*.{name}.weight") for name in _ROW_LAYERS),
 )
@@ -108,7 +108,7 @@ def family_rules(name: str) -> list[Sequence[Rule]]:
 
 def _find_unknown_weights(model: torch.nn.Module, place: tuple[str, int]) -> list[Finding]:
     """The finding for large weights without a rule: of the families, or of the usual names where no family has it."""
-    choices = family_rules(type(model).__name__) or [CONVENTIONAL]
+    choices = family_rules(type(model).__name__) or [CONVENTIONAL_RULES]
     sizes = min((_unmatched_weights(model, rules) for rules in choices), key=collections.Counter.total)
     if not sizes:
         return []

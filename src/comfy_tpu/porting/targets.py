@@ -13,12 +13,18 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.errors import InvalidValueError, UnsupportedError, listed
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, UnsupportedError, listed, section_of
 from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.source import Definition, Package
 
 ANY_ERROR = (Exception, SystemExit)
 """Errors of a model's code, with the one that ends a program: it ends only the step that ran the model."""
+
+
+def describe_error(error: BaseException) -> str:
+    """An error's class, unless it is one of ours, and the first line of its message, without a pointer to the guide."""
+    first = next(iter(section_of(error)[0].strip().splitlines()), "")
+    return first if isinstance(error, ComfyTpuError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 @dataclasses.dataclass(frozen=True)

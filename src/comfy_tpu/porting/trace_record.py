@@ -25,7 +25,7 @@ Place = tuple[str, int, str]
 
 @dataclasses.dataclass
 class TraceRecord:
-    """What a trace dispatched."""
+    """The operators and tensors of a trace."""
 
     rows: set[Row] = dataclasses.field(default_factory=set)
     missing: dict[str, Place | None] = dataclasses.field(default_factory=dict)

@@ -14,9 +14,9 @@ import torch
 from comfy_tpu.bridge import TraceContext, call_module, to_device, to_host, weight_shapes
 from comfy_tpu.bridge.catalogue import Row
 from comfy_tpu.bridge.model_source import raising_place
-from comfy_tpu.errors import ComfyTpuError, section_of
+from comfy_tpu.errors import section_of
 from comfy_tpu.porting.small_models import SmallModel
-from comfy_tpu.porting.targets import ANY_ERROR
+from comfy_tpu.porting.targets import ANY_ERROR, describe_error
 from comfy_tpu.porting.trace_record import (
     EagerRecord,
     Place,
@@ -29,9 +29,9 @@ from comfy_tpu.porting.traps import TRAPS, Finding, find_trap
 from comfy_tpu.quiet import quiet
 
 ERROR_MAX = 1e-3
-"""Of the compiled program against PyTorch, both in float32: norm of the difference by norm of the result. Most of
-docs/porting-table.md is at 2e-6 or less. A time step of 500 for a model that multiplies it by a thousand is at 3e-4:
-the sine of 500,000 in float32."""
+"""The largest error of a compiled program against PyTorch, both in float32: norm of the difference by norm of the
+result. Most of docs/porting-table.md is at 2e-6 or less. A time step of 500 for a model that multiplies it by a
+thousand is at 3e-4: the sine of 500,000 in float32."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -153,7 +153,7 @@ def _run_eagerly(small: SmallModel, trial: Trial, files: Set[str]) -> list[torch
             # What a trace says of it is this too, in other words.
             trial.findings, trial.rows, trial.missing, trial.operators_end = [], set(), {}, None
             trial.refusal = (
-                f"PyTorch itself does not run it here ({_first_line(error)}{where}); "
+                f"PyTorch itself does not run it here ({describe_error(error)}{where}); "
                 "give --config and --inputs that it accepts"
             )
             return None
@@ -185,7 +185,7 @@ def _trace(call: _ModelCall, trial: Trial) -> TraceRecord | None:
             failed = error
     if failed is not None:
         _, section = section_of(failed)
-        _add_error(trial, section if section in TRAPS else "trace", failed, _first_line(failed))
+        _add_error(trial, section if section in TRAPS else "trace", failed, describe_error(failed))
         record = _record_with_values(call, record, trial)
     trial.rows, trial.missing = record.rows, record.missing
     for name, place in record.missing.items():
@@ -222,7 +222,7 @@ def _record_with_values(call: _ModelCall, before: TraceRecord, trial: Trial) -> 
             call(to_device(call.weights), to_device(call.tensors))
         except ANY_ERROR as error:  # it is the model's
             file, line, _ = _error_place(error) or ("", 0, "")
-            trial.operators_end = f"{file}:{line}: {_first_line(error)}" if file else _first_line(error)
+            trial.operators_end = f"{file}:{line}: {describe_error(error)}" if file else describe_error(error)
     record.rows |= before.rows
     record.missing = {**before.missing, **record.missing}
     return record
@@ -230,7 +230,7 @@ def _record_with_values(call: _ModelCall, before: TraceRecord, trial: Trial) -> 
 
 @contextlib.contextmanager
 def _fast_compilation() -> Iterator[None]:
-    """For programs of one operator that run once. Lumina 2 has 400 of them: 14 s instead of 31 s on two cores."""
+    """For programs of one operator, which run once. Lumina 2 has 400 of them: 14 s instead of 31 s on two cores."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -244,7 +244,7 @@ def _lower(call: _ModelCall, trial: Trial) -> bool:
         with quiet():
             jax.export.export(jax.jit(call), platforms=["tpu"])(*call.abstract())
     except Exception as error:  # noqa: BLE001 a lowering rule that does not exist raises anything
-        _add_error(trial, "lowering", error, f"it cannot be lowered for a TPU ({_first_line(error)})")
+        _add_error(trial, "lowering", error, f"it cannot be lowered for a TPU ({describe_error(error)})")
         trial.lowered = False
     else:
         trial.lowered = True
@@ -305,7 +305,7 @@ def _check_bfloat16(call: _ModelCall, trial: Trial) -> None:
         try:
             shapes = jax.eval_shape(call_and_look, *call.abstract(torch.bfloat16))
         except ANY_ERROR as error:  # it is the model's
-            _add_error(trial, "dtype-drift", error, f"in bfloat16 it does not run ({_first_line(error)})")
+            _add_error(trial, "dtype-drift", error, f"in bfloat16 it does not run ({describe_error(error)})")
             trial.low_precision = "none"
             return
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(shapes) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)]
@@ -332,9 +332,3 @@ def _error_place(error: BaseException) -> Place | None:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     return next((place for each in (*chain[1:], error) if (place := raising_place(each)) is not None), None)
-
-
-def _first_line(error: BaseException) -> str:
-    text = section_of(error)[0].strip().splitlines()
-    first = text[0] if text else ""
-    return first if isinstance(error, ComfyTpuError) else f"{type(error).__name__}: {first}".rstrip(": ")

@@ -60,7 +60,7 @@ class SourceVisitor(ast.NodeVisitor):
         return sorted(self._findings.values(), key=lambda each: (each.file, each.line, each.trap))
 
     def report(self, trap: str, node: ast.AST, reason: str | None = None) -> None:
-        if not self._scope.building or trap in CONSTRUCTION_TRAPS:
+        if not self._scope.is_construction or trap in CONSTRUCTION_TRAPS:
             place = (str(self._scope.module.path), getattr(node, "lineno", 0))
             self._findings.setdefault((trap, *place), find_trap(trap, place, reason))
 
@@ -74,7 +74,7 @@ class SourceVisitor(ast.NodeVisitor):
         self._read_module(definition.module)
         initial = definition.methods.get("__init__")
         if initial is not None:
-            self._call(initial, {"self": Value(instance=definition)}, building=True)
+            self._call(initial, {"self": Value(instance=definition)}, is_construction=True)
         for entry in entries:
             found = definition.methods.get(entry)
             if found is not None and not self._evaluations[found.node]:  # else it was read at its call
@@ -83,26 +83,26 @@ class SourceVisitor(ast.NodeVisitor):
             self.read_class(part, ("forward", "__call__"))
 
     def _read_module(self, module: Module) -> None:
-        """What an import of it runs. Code in an `if` or a `try` is optional to its author, and left out."""
+        """Reads the code that an import runs, without an `if` or a `try`, which is optional to the module's author."""
         if str(module.path) in self._modules:
             return
         self._modules.add(str(module.path))
         skipped = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try)
         body = [statement for statement in module.tree.body if not isinstance(statement, skipped)]
-        self.run_in(Scope(module, {}, dict(module.imports), building=True), body)
+        self.run_in(Scope(module, {}, dict(module.imports), is_construction=True), body)
 
-    def _call(self, function: Definition, arguments: dict[str, Value], *, building: bool = False) -> Value:
+    def _call(self, function: Definition, arguments: dict[str, Value], *, is_construction: bool = False) -> Value:
         """The result of a function for these arguments."""
         self._read_module(function.module)
-        key = (function.node, building, tuple(sorted(arguments.items(), key=lambda item: item[0])))
+        key = (function.node, is_construction, tuple(sorted(arguments.items(), key=lambda item: item[0])))
         if key in self._results:
             return self._results[key]
-        if not building:
+        if not is_construction:
             self._evaluations[function.node] += 1
             if self._evaluations[function.node] > EVALUATIONS_MAX:
                 return UNKNOWN
         self._results[key] = UNKNOWN  # for a function that calls itself
-        scope = Scope(function.module, dict(arguments), dict(function.module.imports), building=building)
+        scope = Scope(function.module, dict(arguments), dict(function.module.imports), is_construction=is_construction)
         self._results[key] = result = self.run_in(scope, function.node.body)
         return result
 
@@ -116,7 +116,7 @@ class SourceVisitor(ast.NodeVisitor):
             self.run(body)
         finally:
             self._scope = outer
-        return scope.returned or UNKNOWN
+        return scope.result or UNKNOWN
 
     def run(self, body: Iterable[ast.stmt]) -> bool:
         """Whether control reaches the end of the statements."""
@@ -205,8 +205,8 @@ class SourceVisitor(ast.NodeVisitor):
             self._scope.names[node.target.id] = dataclasses.replace(result, is_strided=before.is_strided)
 
     def visit_Return(self, node: ast.Return) -> bool:
-        value, before = self.evaluate(node.value), self._scope.returned
-        self._scope.returned = value if before is None else join(before, value)
+        value, before = self.evaluate(node.value), self._scope.result
+        self._scope.result = value if before is None else join(before, value)
         return False
 
     def visit_Raise(self, node: ast.Raise | ast.Continue | ast.Break) -> bool:
@@ -264,7 +264,7 @@ class SourceVisitor(ast.NodeVisitor):
             names[name] = join(names[name], value) if name in names else value
 
     def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        item = self.evaluate(node.iter).iterated
+        item = self.evaluate(node.iter).loop_variable
         for _ in range(2):  # the names at the end of the body are those at its next beginning
             before = dict(self._scope.names)
             self.assign(node.target, item)
@@ -339,7 +339,7 @@ class SourceVisitor(ast.NodeVisitor):
     def _comprehend(self, generators: list[ast.comprehension], *results: ast.expr) -> list[Value]:
         before = dict(self._scope.names)
         for generator in generators:
-            self.assign(generator.target, self.evaluate(generator.iter).iterated)
+            self.assign(generator.target, self.evaluate(generator.iter).loop_variable)
             for condition in generator.ifs:
                 self.decide(condition)
         values = [self.evaluate(result) for result in results]
@@ -379,7 +379,7 @@ class SourceVisitor(ast.NodeVisitor):
             return UNKNOWN
         getter = owner.instance.methods.get(node.attr)
         if getter is not None and {name.split(".")[-1] for name in getter.decorators} & vocabulary.PROPERTY_DECORATORS:
-            return self._call(getter, {"self": owner}, building=self._scope.building)
+            return self._call(getter, {"self": owner}, is_construction=self._scope.is_construction)
         return self._attributes(owner.instance).get(node.attr, UNKNOWN)
 
     def visit_Subscript(self, node: ast.Subscript) -> Value:
@@ -396,7 +396,7 @@ class SourceVisitor(ast.NodeVisitor):
                     self.report("mask-indexing", node)
         strided = base.is_strided or is_strided(node.slice)
         result = combine(base, index)
-        return dataclasses.replace(result, is_mask=base.is_mask, is_strided=strided, made_at=base.made_at)
+        return dataclasses.replace(result, is_mask=base.is_mask, is_strided=strided, origin_line=base.origin_line)
 
     def _item(self, node: ast.Subscript, base: Value, index: Value) -> Value:
         """An item of a list or dict."""
@@ -462,7 +462,7 @@ class SourceVisitor(ast.NodeVisitor):
         if result.is_traced and (left.is_complex or right.is_complex):
             self.report("complex", node)
         is_mask = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor)) and (left.is_mask or right.is_mask)
-        return dataclasses.replace(result, is_mask=is_mask, made_at=left.made_at or right.made_at)
+        return dataclasses.replace(result, is_mask=is_mask, origin_line=left.origin_line or right.origin_line)
 
     def visit_IfExp(self, node: ast.IfExp) -> Value:
         truth = self.decide(node.test)
@@ -475,7 +475,7 @@ class SourceVisitor(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> Value:
         arguments = [self.evaluate(argument) for argument in node.args]
         keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
-        call = Call(node, arguments, keywords, building=self._scope.building)
+        call = Call(node, arguments, keywords, is_construction=self._scope.is_construction)
         result = self._call_result(call)
         for trap, reason in call.traps:
             self.report(trap, node, reason)
@@ -538,4 +538,4 @@ class SourceVisitor(ast.NodeVisitor):
         closure: Mapping[str, Value] | None = None,
     ) -> Value:
         arguments = {**(closure or {}), **bind_arguments(call, function, owner)}
-        return self._call(function, arguments, building=call.building)
+        return self._call(function, arguments, is_construction=call.is_construction)

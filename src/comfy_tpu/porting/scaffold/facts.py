@@ -83,7 +83,7 @@ def patch_height(config: Mapping[str, Any]) -> int:
 
 
 def default_settings(source: Source, calls: PipelineCalls) -> GenerationSettings:
-    """What the pipeline does when nothing is said; frames a second as its own example saves a video."""
+    """The pipeline's own defaults; frames a second as its own example saves a video."""
     given = {name: each.default for name, each in inspect.signature(source.pipeline.__call__).parameters.items()}
     config = source.full_config("transformer")
     height, width = (

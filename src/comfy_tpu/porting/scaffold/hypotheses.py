@@ -26,9 +26,9 @@ class Layout:
 
     name: str
     expression: str
-    """Of `latents`."""
+    """The tensor of this layout, from `latents`."""
     inverse: str
-    """Of `{}`, with `height` and `width` in latents."""
+    """The latents, from `{}`, with `height` and `width` in latents."""
     shape: Callable[[int, int, int, int], tuple[int, ...]]
     """(channels, frames, height, width) -> the shape in this layout, without the batch."""
     holds_frames: bool = True
@@ -107,7 +107,7 @@ class EncoderOutput:
     """What a pipeline may take from a text encoder."""
 
     expression: str
-    """For the family's file, with functions of families/shared/text_encoders.py."""
+    """The text for the family's file, with functions of families/shared/text_encoders.py."""
     compute: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
     """The same on transformers' own module: (module, input_ids, attention_mask)."""
 

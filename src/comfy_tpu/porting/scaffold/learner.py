@@ -27,7 +27,8 @@ from comfy_tpu.porting.scaffold.hypotheses import (
 )
 from comfy_tpu.porting.scaffold.pipeline_run import Call, PipelineRun
 from comfy_tpu.porting.scaffold.pipelines import PROMPT_ALONE, Source, image_arguments
-from comfy_tpu.porting.scaffold.small_pipeline import TOKENS, explain_sizes, first_line, spatial_scale
+from comfy_tpu.porting.scaffold.small_pipeline import TOKENS, explain_sizes, spatial_scale
+from comfy_tpu.porting.targets import describe_error
 
 GUIDANCE = 4.0
 _RUNS = (
@@ -144,7 +145,7 @@ class _Learner:
             images = image_arguments(self.source)
             why = f"it may want {' or '.join(images)}, {PROMPT_ALONE}" if images else explain_sizes(self.source)
             raise UnsupportedError(
-                f"a small {self.source.name} does not run ({type(error).__name__}: {first_line(error)}); {why}"
+                f"a small {self.source.name} does not run ({describe_error(error)}); {why}"
             ) from error
 
     def _latent_shape(self, run: PipelineRun, temporal_scale: int) -> tuple[int, int, int, int]:

@@ -24,7 +24,7 @@ from comfy_tpu.porting.small_models import SmallModel
 from comfy_tpu.porting.targets import find_targets
 
 Tell = Callable[[str], None]
-"""What is being done, for whoever waits."""
+"""Reports the current step to whoever waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def make_scaffold(
 
 
 def _check_part(source: Source, part: str, pipeline: Any, method: str, call: Call) -> Check:
-    """As `port check` does, on the arguments that the pipeline itself gave."""
+    """The check of a part, as `port check` makes it, on the arguments that the pipeline itself gave."""
     cls, model = source.parts[part], getattr(pipeline, part)
     (target,) = find_targets(cls.__name__)
     config = {key: value for key, value in dict(model.config).items() if key in inspect.signature(cls).parameters}

@@ -18,7 +18,7 @@ from comfy_tpu.quiet import quiet
 @dataclasses.dataclass(frozen=True)
 class Call:
     given: dict[str, Any]
-    """By the names of the parameters, as far as they were given."""
+    """Arguments by the names of the parameters."""
     result: Any
 
     @property
@@ -38,7 +38,7 @@ class PipelineRun:
     prompt: str
     negative_prompt: str
     height: int
-    """In latents."""
+    """Rows of latents."""
     width: int
     num_frames: int
     steps: int
@@ -126,7 +126,7 @@ def _record_calls(
 
 @contextlib.contextmanager
 def _record_tokenizer(tokenizer: Any, calls: list[Call]) -> Iterator[None]:
-    """By its class: what is called is looked up there."""
+    """Replaces the tokenizer's class, where Python looks up `__call__`."""
     own = type(tokenizer)
 
     def call_and_record(self: Any, text: Any = None, **kwargs: Any) -> Any:

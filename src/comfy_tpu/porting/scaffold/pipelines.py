@@ -23,7 +23,7 @@ ENCODERS = {"T5EncoderModel": "t5", "UMT5EncoderModel": "umt5", "CLIPTextModel":
 """Text encoders that a family has components for, with the names of those."""
 
 TEXT_WIDTH = 4096
-"""Of T5-XXL, which is what models are published with that leave the width open."""
+"""The width of T5-XXL, with which models are published that leave the width open."""
 _HUB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 _TEXT_WIDTHS = ("caption_channels", "text_embed_dim", "joint_attention_dim", "cross_attention_input_dim")
 
@@ -34,9 +34,9 @@ class Source:
 
     pipeline: type
     parts: Mapping[str, type]
-    """By the name of the folder: models, tokenizers and the scheduler."""
+    """Classes of models, tokenizers and the scheduler, by the name of the folder."""
     configs: Mapping[str, Mapping[str, Any]]
-    """What a model directory says of them; empty for a class."""
+    """Configurations of the parts in a model directory; empty for a class."""
     directory: Path | None = None
     """Where one was given."""
     hub_id: str | None = None
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """As the nodes show it."""
+        """The name that the nodes show."""
         return self.name.removesuffix("Pipeline")
 
     @property
@@ -71,7 +71,7 @@ class Source:
         return encoder.replace("text_encoder", "tokenizer")
 
     def full_config(self, part: str) -> dict[str, Any]:
-        """At its published size: the directory's, with the class's defaults where that says nothing."""
+        """The configuration at the published size: the directory's, and the class's defaults."""
         parameters = inspect.signature(self.parts[part]).parameters
         defaults = {
             name: each.default
@@ -89,7 +89,7 @@ class Source:
 
     @property
     def hub_model(self) -> str | None:
-        """What the directory says; of a class, the model that the pipeline's own example uses."""
+        """The id of the directory's model; for a class, of the model that the pipeline's own example uses."""
         if self.directory is not None:
             return self.hub_id
         found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", self.code)
@@ -127,7 +127,7 @@ def image_arguments(source: Source) -> list[str]:
 
 
 def check_supported(source: Source) -> None:
-    """What a family is made of must be there, and no family for it yet."""
+    """Raises where a part that a family needs is absent or unknown, or a family has the pipeline already."""
     for family in model_cards():
         if source.name in family.pipeline_classes:
             raise InvalidValueError(
@@ -190,7 +190,7 @@ def _read_class(name: str) -> Source:
 
 
 def _annotated_parts(pipeline: type) -> dict[str, type]:
-    """Of several classes that a part may have, the first is the one that diffusers tells of first."""
+    """The classes of the parts by annotations; of several for one part, the first."""
     with quiet():
         from diffusers import DPMSolverMultistepScheduler
 

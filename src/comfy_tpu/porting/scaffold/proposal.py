@@ -173,7 +173,7 @@ _SHORTENINGS = (
 
 
 def merge_patterns(kinds: Mapping[str, RuleKind]) -> tuple[Rule, ...]:
-    """As few patterns as say the same: siblings of one kind together, as long as each weight matches one alone."""
+    """Rules with few patterns: siblings of one kind are merged, as long as each weight matches one pattern alone."""
     patterns: dict[str, RuleKind] = dict(kinds)
     for part, glob in _SHORTENINGS:
         siblings: dict[str, list[str]] = {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from comfy_tpu.errors import UnsupportedError
 
 MARK = "Written by `comfy-tpu port new`"
-"""In the first lines of a family's files."""
+"""A text in the first lines of a family's files."""
 _DIRECTORY = Path(__file__).parent / "templates"
 
 

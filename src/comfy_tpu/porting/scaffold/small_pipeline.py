@@ -14,16 +14,17 @@ from comfy_tpu.errors import GUIDE, UnsupportedError
 from comfy_tpu.json_input import read_json
 from comfy_tpu.porting.scaffold.pipelines import Source
 from comfy_tpu.porting.small_models import always, at_most, config_kind, shrink_config
+from comfy_tpu.porting.targets import describe_error
 from comfy_tpu.quiet import quiet
 
 WORDS = ("a", "A", "red", "RED", "blue", "circle", "and", "moving", "left", "right", "on", "black", "background")
 WIDTH = 32
-"""Of text."""
+"""Features of a text encoder."""
 TOKENS = 12
-"""Of text, where a model is made for a number of them."""
+"""The length of a text, where a model is made for one."""
 _GAIN = 2.0
-"""On the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another one
-changes the image by 92 dB, which no comparison sees; with this by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
+"""A factor on the matrices of a transformer. As they are initialized, a small AuraFlow hardly reads its prompt: another
+one changes the image by 92 dB, which no comparison sees; with this factor by 33 dB (PixArt-Sigma 19, CogVideoX 17)."""
 CHANNELS = 4
 _TRANSFORMER_SIZES = {
     "layers": at_most(2),
@@ -88,7 +89,7 @@ def _shrink_transformer(source: Source) -> dict[str, Any]:
 def build_pipeline(
     pipeline: str, classes: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], seed: int = 0
 ) -> Any:
-    """With random weights that bfloat16 holds exactly. `classes`: of every part, by the name of its folder."""
+    """A pipeline with random weights that bfloat16 holds exactly. `classes` of the parts, by the name of the folder."""
     with quiet():
         import diffusers
         import transformers
@@ -122,8 +123,7 @@ def build_small_pipeline(source: Source, configs: Mapping[str, Mapping[str, Any]
         return build_pipeline(source.name, source.class_names, configs)
     except Exception as error:
         raise UnsupportedError(
-            f"no small {source.name} could be made ({type(error).__name__}: {first_line(error)}); "
-            f"{explain_sizes(source)}"
+            f"no small {source.name} could be made ({describe_error(error)}); {explain_sizes(source)}"
         ) from error
 
 
@@ -134,10 +134,6 @@ def explain_sizes(source: Source) -> str:
     return (
         f"its sizes do not follow from names and defaults: give a model directory, whose files may tell, or {by_hand}"
     )
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def randomize_weights(module: torch.nn.Module, gain: float = 1.0) -> torch.nn.Module:
