@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.cli.main import main
-from comfy_tpu.porting.checklists import after, before
+from comfy_tpu.porting.checklists import list_after_port, list_before_port
 from comfy_tpu.porting.trial import Trial
 
 CORPUS = Path(__file__).parents[1] / "porting" / "corpus"
@@ -305,6 +305,6 @@ def test_a_directory_is_its_models(capsys, tmp_path):
 
 
 def test_the_checklists_have_the_guides_items():
-    assert [len(items) for items in (before([], None, has_family=False), after(None))] == [7, 4]
+    assert [len(items) for items in (list_before_port([], None, has_family=False), list_after_port(None))] == [7, 4]
     passed = Trial(traced=True, low_precision="float32", arrays_left=2)
-    assert [item.status for item in after(passed, ["worker"])] == ["fail", "fail", "fail", "not applicable"]
+    assert [item.status for item in list_after_port(passed, ["worker"])] == ["fail", "fail", "fail", "not applicable"]

@@ -19,7 +19,7 @@ from comfy_tpu.families.shared.ported import by_pipeline, module_of, own_schedul
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.pipeline.schedule import noise_levels
-from comfy_tpu.porting.scaffold.small import random_weights
+from comfy_tpu.porting.scaffold.small_pipeline import randomize_weights
 from tests.parity.small_models import temporary_directory
 from tests.tracing import relative_error
 
@@ -63,7 +63,7 @@ FACTS = {"vae_scale_factor_spatial": 8}
 @functools.cache
 def reference() -> Any:
     torch.manual_seed(0)
-    return random_weights(CogVideoXTransformer3DModel(**CONFIG), 2.0)
+    return randomize_weights(CogVideoXTransformer3DModel(**CONFIG), 2.0)
 
 
 def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> Any:

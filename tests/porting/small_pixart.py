@@ -4,29 +4,26 @@ import functools
 from typing import Any
 
 from comfy_tpu.porting.scaffold.facts import Facts, default_settings
-from comfy_tpu.porting.scaffold.learning import Learner
+from comfy_tpu.porting.scaffold.learner import PipelineCalls, learn_calls
 from comfy_tpu.porting.scaffold.pipelines import Source, find_source
-from comfy_tpu.porting.scaffold.proposing import propose
-from comfy_tpu.porting.scaffold.runs import Learned
-from comfy_tpu.porting.scaffold.small import small_configs, small_pipeline
+from comfy_tpu.porting.scaffold.proposal import propose_sharding
+from comfy_tpu.porting.scaffold.small_pipeline import build_small_pipeline, shrink_configs
 
 
 @functools.cache
 def pixart() -> tuple[Source, Any]:
     source = find_source("PixArtSigmaPipeline")
-    return source, small_pipeline(source, small_configs(source))
+    return source, build_small_pipeline(source, shrink_configs(source))
 
 
 @functools.cache
-def learner() -> tuple[Learner, Learned]:
-    found = Learner(*pixart())
-    return found, found.learn()
+def pixart_calls() -> PipelineCalls:
+    return learn_calls(*pixart())
 
 
-def facts(name: str, package: str) -> Facts:
+def make_facts(name: str, package: str) -> Facts:
     source, pipeline = pixart()
-    found, learned = learner()
-    call, _ = found.calls
-    proposal = propose(source, pipeline.transformer, lambda: pipeline.transformer(**call.given))
-    configs, defaults = small_configs(source), default_settings(source, learned)
-    return Facts(name, package, source, learned, proposal, configs, "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", defaults)
+    calls = pixart_calls()
+    proposal = propose_sharding(source, pipeline.transformer, calls.transformer_call.given)
+    configs, defaults = shrink_configs(source), default_settings(source, calls)
+    return Facts(name, package, source, calls, proposal, configs, "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", defaults)

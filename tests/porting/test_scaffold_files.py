@@ -19,7 +19,7 @@ from comfy_tpu.porting.scaffold.destination import Checkout, add_to_registry, ch
 from comfy_tpu.porting.scaffold.facts import SIZE_MIN, check_sizes
 from comfy_tpu.porting.scaffold.files import check_writable, write
 from comfy_tpu.porting.scaffold.pipelines import check_unclaimed, find_source, is_hub_id
-from comfy_tpu.porting.scaffold.templating import drop_unused_imports
+from comfy_tpu.porting.scaffold.renderer import drop_unused_imports
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from comfy_tpu.installation.pack import is_pack
 from comfy_tpu.porting.scaffold.destination import Pack
 from comfy_tpu.porting.scaffold.files import write
 from tests.comfy_pack.loading import ROOT
-from tests.porting import small_pixart
+from tests.porting.small_pixart import make_facts
 
 NAME, PACKAGE, KEY = "pixart_sigma", "comfy_tpu_pixart_sigma", "PixArtSigma"
 KINDS = ("TextEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
@@ -48,7 +50,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packs") / "ComfyUI-PixArtSigma-TPU"
     destination = Pack(root, NAME)
     destination.check(writes=True)
-    write(root, destination.files(small_pixart.facts(NAME, PACKAGE)))
+    write(root, destination.files(make_facts(NAME, PACKAGE)))
     return root
 
 
@@ -104,11 +106,11 @@ def test_no_node_is_registered_twice(
 @pytest.fixture(scope="module")
 def video_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model, as if it made videos: the nodes have more inputs."""
-    facts = small_pixart.facts(NAME, PACKAGE)
-    learned = dataclasses.replace(facts.learned, makes_images=False, temporal_scale=4, frames_multiple=8)
+    facts = make_facts(NAME, PACKAGE)
+    calls = dataclasses.replace(facts.calls, makes_images=False, temporal_scale=4, frames_multiple=8)
     defaults = dataclasses.replace(facts.defaults, num_frames=49, fps=8)
     root = tmp_path_factory.mktemp("packs") / "video"
-    write(root, Pack(root, NAME).files(dataclasses.replace(facts, learned=learned, defaults=defaults)))
+    write(root, Pack(root, NAME).files(dataclasses.replace(facts, calls=calls, defaults=defaults)))
     return root
 
 
@@ -148,6 +150,21 @@ def check_example_node(node: dict[str, Any], schema: dict[str, Any]) -> None:
     assert next(values, None) is None
 
 
+def test_pip_installs_a_pack_for_development(pack: Path, tmp_path: Path) -> None:
+    """Without a network: hatchling is all that the build takes. The environment sees the packages of this one."""
+    venv.create(tmp_path / "venv")
+    executable = tmp_path / "venv" / "bin" / "python"
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "-e", pack]
+    subprocess.run(install, env=environment, check=True, capture_output=True)
+    code = f"from comfy_tpu.families.registry import load_family; print(load_family({KEY!r}).transformer.classes)"
+    environment["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run([executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["('PixArtTransformer2DModel',)"], done.stderr
+
+
 def test_an_installed_pack_is_known_to_the_command_line(site: Path) -> None:
     code = "from comfy_tpu.families.registry import family_cards; print([card.package for card in family_cards()])"
     assert PACKAGE in python("-c", code, path=(ROOT / "src", site)).stdout
@@ -171,8 +188,8 @@ def test_what_registries_read(pack: Path) -> None:
 
 def test_a_pack_without_ruff_is_the_same_program(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever installed a wheel has no developer tools: texts are not formatted then, and say the same."""
-    monkeypatch.setattr("comfy_tpu.porting.scaffold.templating._find_ruff", lambda: None)
-    for name, text in Pack(tmp_path / "x", NAME).files(small_pixart.facts(NAME, PACKAGE)).items():
+    monkeypatch.setattr("comfy_tpu.porting.scaffold.renderer._find_ruff", lambda: None)
+    for name, text in Pack(tmp_path / "x", NAME).files(make_facts(NAME, PACKAGE)).items():
         if name.endswith(".py"):
             formatted = ast.parse((pack / name).read_text(encoding="utf-8"))
             imports = (ast.Import, ast.ImportFrom)  # may be in another order

@@ -16,7 +16,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.porting.scaffold import new, report
 from comfy_tpu.porting.scaffold.destination import Checkout, Pack
 from comfy_tpu.porting.scaffold.files import undo_command, write
-from comfy_tpu.porting.scaffold.templating import MARK
+from comfy_tpu.porting.scaffold.renderer import MARK
 
 ROOT = Path(__file__).parents[2]
 FILES = {"src/mine.py": "x = 1\n", "docs/Mine/en.md": "mine\n", "docs/Mine/zh.md": "mine\n", "registry.py": "after\n"}
@@ -67,8 +67,8 @@ def test_without_git(tmp_path: Path) -> None:
 
 
 def scaffold(checkout: Path) -> Any:
-    learned = types.SimpleNamespace(unexplained=[])
-    facts = types.SimpleNamespace(name="mine", learned=learned)
+    calls = types.SimpleNamespace(unexplained=[])
+    facts = types.SimpleNamespace(name="mine", calls=calls)
     return types.SimpleNamespace(destination=Checkout(checkout, "mine"), files=FILES, facts=facts, blocked=False)
 
 
@@ -84,7 +84,7 @@ def test_an_interrupted_test(
         raise raised
 
     monkeypatch.setattr(new, "make_scaffold", lambda *_, **__: scaffold(checkout))
-    monkeypatch.setattr(report, "as_lines", lambda _: [])
+    monkeypatch.setattr(report, "format_lines", lambda _: [])
     monkeypatch.setattr(port_new, "_test", interrupted)
     try:
         ended: object = main(["port", "new", "mine", "--from", "X"])

@@ -3,7 +3,7 @@
 import pytest
 
 from comfy_tpu.porting.check import check
-from comfy_tpu.porting.report import as_text
+from comfy_tpu.porting.report import format_text
 from comfy_tpu.porting.targets import find_targets
 
 
@@ -132,7 +132,7 @@ def test_what_has_no_line_is_said_without_one(checked):
     done = checked("def forward(self, x):\n    return {'x': x, 'name': 'three'}\n", {"x": [2, 3]})
     assert (done.verdict, traps(done)) == ("will not run", [("results", 0, True)])
     assert done.why.startswith("the model returned a str, expected tensors")
-    text = as_text([done])
+    text = format_text([done])
     assert ":0" not in text
     assert "see: docs/porting.md#results" in text
 

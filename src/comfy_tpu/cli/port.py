@@ -67,31 +67,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.check import check
-    from comfy_tpu.porting.report import as_json, as_text
+    from comfy_tpu.porting.report import format_json, format_text
     from comfy_tpu.porting.targets import find_targets
 
     given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
     with _models_print_to_stderr():
         checks = [check(target, static=arguments.static, **given) for target in find_targets(arguments.target)]
-    print(as_json(checks) if arguments.json else _printable(as_text(checks)))
+    print(format_json(checks) if arguments.json else _printable(format_text(checks)))
     return 1 if any(each.blocked for each in checks) else 0
 
 
 def _ops(arguments: argparse.Namespace) -> int:
-    from comfy_tpu.porting.operators import operators_of
-    from comfy_tpu.porting.report import operators_as_text
+    from comfy_tpu.porting.check import list_operators
+    from comfy_tpu.porting.report import format_operators
     from comfy_tpu.porting.targets import find_targets
 
     given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
     with _models_print_to_stderr():
-        lists = [operators_of(target, **given) for target in find_targets(arguments.target)]
+        lists = [list_operators(target, **given) for target in find_targets(arguments.target)]
     found = sorted({each for operators, _ in lists for each in operators})
     ends = [end for _, end in lists if end is not None]
     if arguments.json:
         operators = [dataclasses.asdict(each) for each in found]
         print(json.dumps({"schema": 1, "operators": operators, "ends": ends}, indent=2))
     else:
-        print(_printable(operators_as_text(found, ends)))
+        print(_printable(format_operators(found, ends)))
     return 1 if ends or any(each.by == "missing" for each in found) else 0
 
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     from comfy_tpu.porting.scaffold.files import undo_command, write
     from comfy_tpu.porting.scaffold.new import make_scaffold
-    from comfy_tpu.porting.scaffold.report import as_document, as_lines
+    from comfy_tpu.porting.scaffold.report import format_lines, make_document
 
     def tell(text: str) -> None:
         write_error(sanitize(f"[{time.perf_counter() - begin:5.1f} s] {text}"))
@@ -71,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         tell=tell,
     )
     if not arguments.json:
-        _print(as_lines(scaffold))
+        _print(format_lines(scaffold))
     if scaffold.blocked:
         return _blocked(scaffold, arguments)
-    left = scaffold.facts.learned.unexplained
+    left = scaffold.facts.calls.unexplained
     outcome: dict[str, Any] = {"tested": None, "seconds_to_a_frame": None, "undo": None}
     if not arguments.dry_run:
         root = scaffold.destination.root
@@ -88,20 +88,22 @@ def run(arguments: argparse.Namespace) -> int:
                 write_error(sanitize("\n".join(_kept(scaffold, outcome["undo"]))))
                 raise
     if arguments.json:
-        print(json.dumps({**as_document(scaffold), **outcome}, indent=2))
+        print(json.dumps({**make_document(scaffold), **outcome}, indent=2))
     else:
         _print(_ending(scaffold, outcome, arguments))
     return 1 if left or outcome["tested"] is False else 0
 
 
 def _blocked(scaffold: Scaffold, arguments: argparse.Namespace) -> int:
-    from comfy_tpu.porting.report import as_text
-    from comfy_tpu.porting.scaffold.report import as_document
+    from comfy_tpu.porting.report import format_text
+    from comfy_tpu.porting.scaffold.report import make_document
 
     if arguments.json:
-        print(json.dumps({**as_document(scaffold), "tested": None, "seconds_to_a_frame": None, "undo": None}, indent=2))
+        print(
+            json.dumps({**make_document(scaffold), "tested": None, "seconds_to_a_frame": None, "undo": None}, indent=2)
+        )
     else:
-        _print(["", *as_text(check for check in scaffold.checks if check.blocked).split("\n")])
+        _print(["", *format_text(check for check in scaffold.checks if check.blocked).split("\n")])
         _print(["", "Nothing was written: a family of a model that does not run would not run either."])
     return 1
 
@@ -159,7 +161,7 @@ def _ending(scaffold: Scaffold, outcome: dict[str, Any], arguments: argparse.Nam
         )
     if outcome["tested"] is False:
         lines += [f"The parity test fails: see above, and {GUIDE}.", *_kept(scaffold, outcome["undo"])]
-    elif left := scaffold.facts.learned.unexplained:
+    elif left := scaffold.facts.calls.unexplained:
         where, test = scaffold.destination.package_directory, shlex.join(scaffold.destination.test)
         lines += ["What remains is to be written by hand, where the family says `unexplained`, then tested:"]
         lines += [f"  {sentence}" for sentence in left] + [f"  edit {where}; python -m pytest {test}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal
 
 from comfy_tpu.porting.traps import Finding
@@ -21,7 +21,7 @@ class Item:
     note: str = ""
 
 
-_WITHOUT_TRAPS = {
+_TRAP_ITEMS = {
     "No GPU-only code (CUDA, flash attention, NCCL)": ("cuda", "distributed", "gpu-only-import"),
     "No decision or number from the value of a tensor (if, assert, .item())": (
         *("tensor-condition", "tensor-assert", "tensor-to-number"),
@@ -34,51 +34,55 @@ _WITHOUT_TRAPS = {
 """Items that pass without findings of these traps."""
 
 
-def before(findings: Iterable[Finding], trial: Trial | None, *, has_family: bool) -> list[Item]:
+def list_before_port(findings: Sequence[Finding], trial: Trial | None, *, has_family: bool) -> list[Item]:
     """The checklist before a port."""
-    found = list(findings)
-    counted = [_free(text, found, *traps) for text, traps in _WITHOUT_TRAPS.items()]
-    return [*counted, _dtypes(found, trial), _attention(found, trial), _sharding(found, trial, has_family=has_family)]
+    items = [_trap_item(text, findings, *traps) for text, traps in _TRAP_ITEMS.items()]
+    sharding = _sharding_item(findings, trial, has_family=has_family)
+    return [*items, _dtype_item(findings, trial), _attention_item(findings, trial), sharding]
 
 
-def after(trial: Trial | None, threads_left: Iterable[str] = ()) -> list[Item]:
+def list_after_port(trial: Trial | None, threads_left: Sequence[str] = ()) -> list[Item]:
     """The checklist after a port; `threads_left` are the names of threads that still run."""
-    left, trial = list(threads_left), trial or Trial(refusal="not tried")
-    ended = None if trial.refusal is not None else not left
-    narrow = None if trial.low_precision is None else trial.low_precision == "bfloat16"
-    clean = None if trial.arrays_left is None else trial.arrays_left <= 0
-    arrays = "at full size, ask comfy-tpu plan" if clean else f"{trial.arrays_left} arrays more"
+    trial = trial or Trial(refusal="not tried")
+    ends = None if trial.refusal is not None else not threads_left
+    is_narrow = None if trial.low_precision is None else trial.low_precision == "bfloat16"
+    is_clean = None if trial.arrays_left is None else trial.arrays_left <= 0
     return [
-        _tried("The program ends by itself", ended, f"still running: {', '.join(left)}" if left else ""),
-        _tried("The result is bfloat16", narrow, "" if narrow else f"it is {trial.low_precision}"),
-        _tried("Several steps leave nothing behind on the device", clean, arrays),
+        _trial_item("The program ends by itself", ends, f"still running: {', '.join(threads_left)}"),
+        _trial_item("The result is bfloat16", is_narrow, f"it is {trial.low_precision}"),
+        _trial_item(
+            "Several steps leave nothing behind on the device",
+            is_clean,
+            f"{trial.arrays_left} arrays more",
+            "at full size, ask comfy-tpu plan",
+        ),
         Item("It is as fast as expected", "not applicable", "needs the device: comfy-tpu bench"),
     ]
 
 
-def _tried(text: str, is_passed: bool | None, note: str) -> Item:
+def _trial_item(text: str, is_passed: bool | None, fail_note: str, pass_note: str = "") -> Item:
     if is_passed is None:
         return Item(text, "not applicable", "not tried")
-    return Item(text, "pass" if is_passed else "fail", note)
+    return Item(text, "pass", pass_note) if is_passed else Item(text, "fail", fail_note)
 
 
-def _free(text: str, findings: list[Finding], *traps: str) -> Item:
+def _trap_item(text: str, findings: Sequence[Finding], *traps: str) -> Item:
     places = [each.place for each in findings if each.trap in traps and each.reached is not False]
     first = next((f", the first at {place}" for place in places if place), "")
     note = f"{len(places)} found{first}" if places else ""
     return Item(text, "fail" if places else "pass", note)
 
 
-def _dtypes(findings: list[Finding], trial: Trial | None) -> Item:
-    item = _free("Dtypes stay what they were given", findings, "dtype-drift", "float64")
+def _dtype_item(findings: Sequence[Finding], trial: Trial | None) -> Item:
+    item = _trap_item("Dtypes stay what they were given", findings, "dtype-drift", "float64")
     if item.status == "pass" and (trial is None or trial.low_precision is None):
         return Item(item.text, "not applicable", "not tried in bfloat16")
     return item
 
 
-def _attention(findings: list[Finding], trial: Trial | None) -> Item:
+def _attention_item(findings: Sequence[Finding], trial: Trial | None) -> Item:
     text = "Attention can run as a TPU kernel"
-    square = _free(text, findings, "square-mask")
+    square = _trap_item(text, findings, "square-mask")
     if square.status == "fail" or trial is None:
         return square if square.status == "fail" else Item(text, "not applicable", "not tried")
     if any(ATTENTION in operator.name for operator in trial.rows):
@@ -86,11 +90,11 @@ def _attention(findings: list[Finding], trial: Trial | None) -> Item:
     return Item(text, "not applicable", f"{ATTENTION} is not called")
 
 
-def _sharding(findings: list[Finding], trial: Trial | None, *, has_family: bool) -> Item:
+def _sharding_item(findings: Sequence[Finding], trial: Trial | None, *, has_family: bool) -> Item:
     text = "Sharding rules know every large weight"
     if trial is None:
         return Item(text, "not applicable", "not tried")
-    item = _free(text, findings, "no-sharding-rule")
+    item = _trap_item(text, findings, "no-sharding-rule")
     if item.status == "pass" and not has_family:
         return Item(text, "pass", "by the usual names of layers; no family has this class yet")
     return item

@@ -23,7 +23,7 @@ from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.porting.scaffold.hypotheses import LAYOUTS
-from comfy_tpu.porting.scaffold.small import build_pipeline
+from comfy_tpu.porting.scaffold.small_pipeline import build_pipeline
 
 PROMPT, NEGATIVE_PROMPT, SEED = "a red circle moving left", "black background", 7
 MESHES = ("single", "dp=2,tp=4", "dp=2,sp=4")
@@ -89,7 +89,7 @@ def generate_with_diffusers(case: ParityCase) -> torch.Tensor:
     """diffusers' frames from the same noise, in the same shape."""
     pipeline = open_case(case)
     layout = next(each for each in LAYOUTS if each.name == case.layout)
-    noise = layout.to(initial_noise(pipeline.latent_shape(pipeline.settings(**case.settings)), SEED))
+    noise = layout.from_latents(initial_noise(pipeline.latent_shape(pipeline.settings(**case.settings)), SEED))
     frames: torch.Tensor = diffusers_pipeline(case)(
         prompt=PROMPT,
         negative_prompt=NEGATIVE_PROMPT,

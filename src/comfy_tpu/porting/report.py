@@ -24,24 +24,24 @@ from typing import Any
 
 from comfy_tpu.porting.check import Check
 from comfy_tpu.porting.checklists import Item
-from comfy_tpu.porting.operators import Operator, operators_in
 from comfy_tpu.porting.traps import SEVERITIES, Finding
+from comfy_tpu.porting.trial import Operator
 
 SCHEMA = 1
 _MARKS = {"pass": "pass", "fail": "FAIL", "not applicable": "n/a "}
 
 
-def as_json(checks: Iterable[Check]) -> str:
+def format_json(checks: Iterable[Check]) -> str:
     checks = list(checks)
     document = {
         "schema": SCHEMA,
         "blocked": any(check.blocked for check in checks),
-        "checks": [_document(check) for check in checks],
+        "checks": [_check_document(check) for check in checks],
     }
     return json.dumps(document, indent=2, default=str)
 
 
-def _document(check: Check) -> dict[str, Any]:
+def _check_document(check: Check) -> dict[str, Any]:
     trial = check.trial
     return {
         "target": check.target.name,
@@ -51,18 +51,18 @@ def _document(check: Check) -> dict[str, Any]:
         "findings": [{**dataclasses.asdict(finding), "guide": finding.guide} for finding in check.findings],
         "before": [dataclasses.asdict(item) for item in check.before],
         "after": [dataclasses.asdict(item) for item in check.after],
-        "operators": None if trial is None else [dataclasses.asdict(each) for each in operators_in(trial)],
+        "operators": None if trial is None else [dataclasses.asdict(each) for each in trial.operators],
         "operators_end": None if trial is None else trial.operators_end,
         "error": None if trial is None or trial.error in (None, float("inf")) else trial.error,
         "config": check.config,
     }
 
 
-def as_text(checks: Iterable[Check]) -> str:
-    return "\n\n".join("\n".join(_lines(check)) for check in checks)
+def format_text(checks: Iterable[Check]) -> str:
+    return "\n\n".join("\n".join(_check_lines(check)) for check in checks)
 
 
-def _lines(check: Check) -> list[str]:
+def _check_lines(check: Check) -> list[str]:
     lines = [f"{check.target.name}  {check.target.definition.module.path}", ""]
     reached = [finding for finding in check.findings if finding.reached is not False]
     for severity, meaning in SEVERITIES.items():
@@ -93,7 +93,7 @@ def _item_lines(items: Sequence[Item]) -> list[str]:
     return [f"  {_MARKS[item.status]}  {item.text}{f' ({item.note})' if item.note else ''}" for item in items]
 
 
-def operators_as_text(operators: Sequence[Operator], ends: Sequence[str]) -> str:
+def format_operators(operators: Sequence[Operator], ends: Sequence[str]) -> str:
     width = max((len(operator.name) for operator in operators), default=0)
     lines = [f"{operator.name:<{width}}  {operator.by:<9}  {operator.how}" for operator in operators]
     missing = sum(operator.by == "missing" for operator in operators)

@@ -15,15 +15,15 @@ import torch
 from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.json_input import read_json
-from comfy_tpu.porting.inputs import Inputs, given_inputs, guessed_inputs
-from comfy_tpu.porting.targets import ANY_ERROR, Target
+from comfy_tpu.porting.inputs import Inputs, guess_inputs, parse_inputs
+from comfy_tpu.porting.targets import ANY_ERROR, Target, describe_error
 from comfy_tpu.quiet import quiet
 
 PARAMETERS_MAX = 150_000_000
 HEADS = 2
 LAYERS = 2
 WIDTH = 32
-"""Of what comes in from outside: text, mostly."""
+"""Features of embeddings that come in from outside: text, mostly."""
 
 _PATTERNS = {
     "layers": r"(num|n)_.*layers|depth|(num_)?layers|num_blocks|approximator_layers",
@@ -37,10 +37,10 @@ _PATTERNS = {
     "block_channels": r".*block_out_channels",
     "channels": r"(in|out)_channels",
     "rope_axes": r"axes_dims?_rope|rope_axes_dim",
-    "base_width": r"(decoder_)?base_dim",
+    "base_dim": r"(decoder_)?base_dim",
     "sample": r"sample_(height|width|size)",
 }
-"""What the keys of a configuration count, by their names."""
+"""Kinds of sizes, with the names of the keys that hold them."""
 
 
 @functools.cache
@@ -56,15 +56,15 @@ def known_small_models() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 @dataclasses.dataclass(frozen=True)
 class SmallModel:
     model: torch.nn.Module
-    """With weights, on the host, in eval mode."""
+    """The module with weights, on the host, in eval mode."""
     skeleton: torch.nn.Module
     method: str
     inputs: Inputs
     config: Mapping[str, Any]
 
 
-def entry_point(cls: type) -> str:
-    """What of a model runs on the device: an autoencoder's decoder, and everything of all others."""
+def entry_method(cls: type) -> str:
+    """The method that runs on the device: an autoencoder's `decode`, any other model's `forward`."""
     return "decode" if hasattr(cls, "decode") and hasattr(cls, "encode") else "forward"
 
 
@@ -73,24 +73,24 @@ def make_small_model(
 ) -> SmallModel:
     """`config` and `inputs` as the user gave them: then nothing is guessed."""
     cls = target.load()
-    method = entry_point(cls)
+    method = entry_method(cls)
     known = known_small_models().get(target.name, {}) if target.is_diffusers else {}
     described = inputs if inputs is not None else known.get("inputs")
     errors: list[str] = []
-    for candidate in [dict(config)] if config is not None else _configs(cls, target, known.get("config")):
+    for candidate in [dict(config)] if config is not None else _candidate_configs(cls, target, known.get("config")):
         try:
             model = _build(cls, candidate)
-            values = given_inputs(described) if described is not None else guessed_inputs(model, method)
+            values = parse_inputs(described) if described is not None else guess_inputs(model, method)
             if "return_dict" in inspect.signature(getattr(model, method)).parameters:
                 values["return_dict"] = False
-            _check_names(model, method, values)
+            _check_input_names(model, method, values)
             if config is None and inputs is None and target.is_diffusers:
                 with torch.no_grad(), quiet():
                     getattr(model, method)(**values)
         except (UnsupportedError, InvalidValueError):
             raise
         except ANY_ERROR as error:
-            errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            errors.append(describe_error(error))
             if config is not None or not target.is_diffusers:
                 raise UnsupportedError(
                     f"{target.name} cannot be built ({errors[0]}); give --config and --inputs that it accepts"
@@ -102,7 +102,7 @@ def make_small_model(
     )
 
 
-def _check_names(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
+def _check_input_names(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
     names = inspect.signature(getattr(model, method)).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
         return
@@ -114,7 +114,7 @@ def _check_names(model: torch.nn.Module, method: str, inputs: Inputs) -> None:
 
 
 def full_skeleton(target: Target) -> torch.nn.Module | None:
-    """At the size that the config or the defaults say, without weights; None where that cannot be built."""
+    """The module at the size of the config or the defaults, without weights; None where it cannot be built."""
     cls = target.load()
     known = set(inspect.signature(cls).parameters)
     try:
@@ -124,18 +124,17 @@ def full_skeleton(target: Target) -> torch.nn.Module | None:
         return None
 
 
-def _configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """From the smallest on."""
+def _candidate_configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Configurations to try, the smallest first."""
     parameters = inspect.signature(cls).parameters
-    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     given = {name: value for name, value in target.config.items() if name in parameters}
-    full = {**defaults, **given}
+    full = {**{name: each.default for name, each in parameters.items()}, **given}
     missing = [
         name
         for name, each in parameters.items()
-        if each.default is each.empty
-        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        and name not in (*full, *(known or {}))
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and full[name] is each.empty
+        and name not in (known or {})
     ]
     if missing:
         raise UnsupportedError(
@@ -145,47 +144,57 @@ def _configs(cls: type, target: Target, known: Mapping[str, Any] | None) -> Iter
     if known is not None:
         yield {**given, **known}
     if target.is_diffusers:
-        yield {**given, **_shrunk(full, every=True)}
-        yield {**given, **_shrunk(full, every=False)}
+        yield {**given, **shrink_config(full, {**_REPETITIONS, **_WIDTHS})}
+        yield {**given, **shrink_config(full, _REPETITIONS)}
     yield given
 
 
-def _shrunk(config: Mapping[str, Any], *, every: bool) -> dict[str, Any]:
-    """The keys that change. `every`: widths too, not only how often something is repeated."""
-    kinds = {name: config_kind(name) for name in config}
-    heads = next((value for name, value in config.items() if kinds[name] == "heads" and isinstance(value, int)), None)
-    head_dim = config.get("attention_head_dim")
-    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else None
-    small: dict[str, Any] = {}
-    for name, value in config.items():
-        kind = kinds[name]
-        if kind == "repeats" and value:
-            small[name] = 1 if isinstance(value, int) else type(value)(1 for _ in value)
-        elif kind == "block_channels" and every and isinstance(value, (tuple, list)):
-            small[name] = type(value)(min(channels, WIDTH) for channels in value)
-        elif not isinstance(value, int):
-            continue
-        elif kind in ("layers", "heads"):
-            small[name] = min(value, LAYERS if kind == "layers" else HEADS)
-        elif kind == "kv_heads":
-            small[name] = HEADS if value == heads else 1
-        elif every and value == width and isinstance(head_dim, int):
-            small[name] = HEADS * head_dim
-        elif every and kind in _SMALL_SIZES:
-            small[name] = _SMALL_SIZES[kind](value)
-    return small
+Size = Callable[[int], int]
+"""A function from the size in a configuration to a small one."""
 
 
-_SMALL_SIZES: Mapping[str, Callable[[int], int]] = {
-    "text_width": lambda size: WIDTH,
-    "feed_forward": lambda size: 2 * WIDTH,
-    "base_width": lambda size: min(size, WIDTH),
-    "sample": lambda size: min(size, 16),
+def at_most(limit: int) -> Size:
+    return lambda size: min(size, limit)
+
+
+def always(value: int) -> Size:
+    return lambda size: value
+
+
+_REPETITIONS = {"repeats": always(1), "layers": at_most(LAYERS), "heads": at_most(HEADS)}
+_WIDTHS = {
+    "hidden": always(0),  # follows from heads
+    "text_width": always(WIDTH),
+    "feed_forward": always(2 * WIDTH),
+    "base_dim": at_most(WIDTH),
+    "block_channels": at_most(WIDTH),
+    "sample": at_most(16),
 }
 
 
+def shrink_config(config: Mapping[str, Any], sizes: Mapping[str, Size]) -> dict[str, Any]:
+    """The keys that change. `sizes` by what a key counts, or by the key; with `hidden`, widths follow from heads."""
+    counts = {config_kind(key): value for key, value in reversed(list(config.items())) if type(value) is int}
+    heads, features = counts.get("heads", 0), counts.get("head_dim", 0)
+    small_heads = sizes["heads"](heads) if "heads" in sizes else heads
+    small_features = sizes["head_dim"](features) if "head_dim" in sizes else features
+    small: dict[str, Any] = {}
+    for key, value in config.items():
+        kind = config_kind(key)
+        size = sizes.get(kind or key)
+        if kind == "kv_heads" and heads:
+            size = always(small_heads if value == heads else 1)
+        elif "hidden" in sizes and value == heads * features and kind not in ("layers", "heads", "head_dim"):
+            size = always(small_heads * small_features)
+        if size is not None and value and type(value) is int and kind != "block_channels":
+            small[key] = size(value)
+        elif size is not None and isinstance(value, (tuple, list)) and kind in ("repeats", "block_channels"):
+            small[key] = type(value)(map(size, value))
+    return small
+
+
 def config_kind(name: str) -> str:
-    """What a key of a configuration counts; empty where its name does not tell."""
+    """The kind of size that a key of a configuration holds; empty where the key's name does not tell."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), "")
 
 

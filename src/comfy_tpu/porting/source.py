@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from comfy_tpu.errors import InvalidValueError
@@ -23,22 +24,61 @@ class Definition:
     def is_class(self) -> bool:
         return isinstance(self.node, ast.ClassDef)
 
+    @property
+    def is_module_class(self) -> bool:
+        """Whether the bases of a class say that it is an nn.Module."""
+        names = [dotted_name(base, each.module.imports) or "" for each in self.bases for base in _base_nodes(each)]
+        usual = ("Module", "ModelMixin", "PreTrainedModel")
+        return any(name.startswith("torch.nn.") or name.split(".")[-1] in usual for name in names)
+
+    @functools.cached_property
+    def bases(self) -> list[Definition]:
+        """A class and its bases in the same package, nearest first; empty for a function."""
+        found = [self] if self.is_class else []
+        for base in _base_nodes(self):
+            parent = self.module.resolve(ast.unparse(base))
+            if parent is not None and parent.node is not self.node:
+                found += [each for each in parent.bases if each not in found]
+        return found
+
+    @functools.cached_property
+    def methods(self) -> dict[str, Definition]:
+        """The methods of a class and its bases, by name."""
+        found: dict[str, Definition] = {}
+        for each in self.bases:
+            for statement in each.node.body:
+                if isinstance(statement, Function):
+                    found.setdefault(statement.name, Definition(each.module, statement))
+        return found
+
+    @functools.cached_property
+    def decorators(self) -> set[str]:
+        return {ast.unparse(decorator) for decorator in self.node.decorator_list}
+
+    @property
+    def arguments(self) -> ast.arguments:
+        """The parameters of a function."""
+        assert isinstance(self.node, Function)
+        return self.node.args
+
+
+def _base_nodes(definition: Definition) -> list[ast.expr]:
+    return definition.node.bases if isinstance(definition.node, ast.ClassDef) else []
+
 
 class Module:
     def __init__(self, package: Package, path: Path, name: str) -> None:
         self.package = package
         self.path = path
         self.name = name
-        content = path.read_bytes()
         try:
-            self.tree = ast.parse(content, str(path))
+            self.tree = ast.parse(path.read_bytes(), str(path))
         except SyntaxError as error:
             raise InvalidValueError(
                 f"{path}:{error.lineno or 1} is not Python ({error.msg}); correct the line and try again"
             ) from None
         except ValueError as error:
             raise InvalidValueError(f"{path} is not Python ({error}); give a text file") from None
-        self.lines = content.decode(errors="replace").splitlines()
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, str] = {}
         """Dotted names by local name: {"F": "torch.nn.functional"}."""
@@ -48,19 +88,34 @@ class Module:
             if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.definitions.setdefault(statement.name, Definition(self, statement))
             else:
-                names = imported_names(statement, self)
+                names = self.imported_names(statement)
                 star = names.pop("*", None)
                 self.stars += [star.removesuffix(".*")] if star is not None else []
                 self.imports.update(names)
 
-    def code(self, line: int) -> str:
-        return self.lines[line - 1].strip() if 0 < line <= len(self.lines) else ""
+    def imported_names(self, statement: ast.stmt) -> dict[str, str]:
+        """Dotted names by local name; empty for a statement that imports nothing."""
+        if isinstance(statement, ast.Import):
+            return {
+                alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
+                for alias in statement.names
+            }
+        if not isinstance(statement, ast.ImportFrom):
+            return {}
+        origin = statement.module or ""
+        if statement.level:
+            parts = [*self.name.split("."), *([""] if self.path.name == "__init__.py" else [])]
+            origin = ".".join([*parts[: -statement.level], origin]).strip(".")
+        return {alias.asname or alias.name: f"{origin}.{alias.name}".strip(".") for alias in statement.names}
 
-    def parent(self, level: int) -> str:
-        parts = self.name.split(".")
-        if self.path.name == "__init__.py":
-            parts.append("")
-        return ".".join(parts[:-level])
+    def resolve(self, name: str, imports: Mapping[str, str] | None = None) -> Definition | None:
+        """The class or function of this module or its package that a name refers to here."""
+        if name in self.definitions:
+            return self.definitions[name]
+        head, _, rest = name.partition(".")
+        known = self.imports if imports is None else imports
+        found = self.package.find(f"{known[head]}.{rest}".rstrip(".") if head in known else name)
+        return found if isinstance(found, Definition) else None
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -68,25 +123,9 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         yield statement
         if isinstance(statement, (ast.If, ast.Try)):
-            yield from _top_level(statement.body)
-            yield from _top_level(statement.orelse)
-            for handler in getattr(statement, "handlers", ()):
-                yield from _top_level(handler.body)
-
-
-def imported_names(statement: ast.stmt, module: Module) -> dict[str, str]:
-    if isinstance(statement, ast.Import):
-        return {
-            alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
-            for alias in statement.names
-        }
-    if isinstance(statement, ast.ImportFrom):
-        origin = statement.module or ""
-        if statement.level:
-            parent = module.parent(statement.level)
-            origin = f"{parent}.{origin}".strip(".")
-        return {alias.asname or alias.name: f"{origin}.{alias.name}".strip(".") for alias in statement.names}
-    return {}
+            handlers = [handler.body for handler in getattr(statement, "handlers", ())]
+            for part in (statement.body, statement.orelse, *handlers):
+                yield from _top_level(part)
 
 
 class Package:
@@ -107,18 +146,16 @@ class Package:
     def find(self, dotted: str) -> Definition | Module | None:
         """The module or definition called `package.module.Name`; None for another package's."""
         parts = dotted.split(".")
-        if self.name:
-            if parts[0] != self.name:
-                return None
-            parts = parts[1:]
+        if self.name and parts.pop(0) != self.name:
+            return None
         path = self.root
         while parts and (path / parts[0]).is_dir():
             path /= parts.pop(0)
         is_file = bool(parts) and (path / f"{parts[0]}.py").is_file()
         file = path / (f"{parts.pop(0)}.py" if is_file else "__init__.py")
-        return self._within(self.module(file), parts) if file.is_file() else None
+        return self._find_in(self.module(file), parts) if file.is_file() else None
 
-    def _within(self, module: Module, names: list[str]) -> Definition | Module | None:
+    def _find_in(self, module: Module, names: list[str]) -> Definition | Module | None:
         if not names:
             return module
         if names[0] in module.definitions:
@@ -134,64 +171,21 @@ class Package:
         finally:
             module.stars = stars
 
-    def classes(self, name: str) -> list[Definition]:
-        """Every class of this name in the package; only files with the name are parsed."""
-        found = []
+    def find_class(self, name: str) -> Definition | None:
+        """The first class of this name in the package; only files with the name are parsed."""
         for path in sorted(self.root.rglob("*.py")):
             if f"class {name}" in path.read_text(encoding="utf-8", errors="replace"):
                 definition = self.module(path).definitions.get(name)
                 if definition is not None and definition.is_class:
-                    found.append(definition)
-        return found
-
-
-def dotted_name(expression: ast.expr, imports: dict[str, str]) -> str | None:
-    """`F.relu` as torch.nn.functional.relu; a name that is not imported stays as it is."""
-    names: list[str] = []
-    while isinstance(expression, ast.Attribute):
-        names.append(expression.attr)
-        expression = expression.value
-    if not isinstance(expression, ast.Name):
+                    return definition
         return None
-    return ".".join([imports.get(expression.id, expression.id), *reversed(names)])
 
 
-def definition_of(name: str, module: Module, imports: dict[str, str]) -> Definition | None:
-    """The class or function that a name refers to in a module: one of this module or of its package."""
-    if name in module.definitions:
-        return module.definitions[name]
-    head, _, rest = name.partition(".")
-    dotted = f"{imports[head]}.{rest}".rstrip(".") if head in imports else name
-    found = module.package.find(dotted)
-    return found if isinstance(found, Definition) else None
-
-
-def bases(definition: Definition) -> list[Definition]:
-    """A class and its bases in the same package, nearest first."""
-    found = [definition]
-    assert isinstance(definition.node, ast.ClassDef)
-    for base in definition.node.bases:
-        name = ast.unparse(base)
-        parent = definition_of(name, definition.module, definition.module.imports)
-        if parent is not None and parent.is_class and parent.node is not definition.node:
-            found += [each for each in bases(parent) if each not in found]
-    return found
-
-
-def method(definition: Definition, name: str) -> Definition | None:
-    for each in bases(definition):
-        for statement in each.node.body:
-            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name == name:
-                return Definition(each.module, statement)
-    return None
-
-
-def is_module_class(definition: Definition) -> bool:
-    """Whether the bases of a class say that it is an nn.Module."""
-    for each in bases(definition):
-        assert isinstance(each.node, ast.ClassDef)
-        for base in each.node.bases:
-            name = dotted_name(base, each.module.imports) or ""
-            if name.startswith("torch.nn.") or name.split(".")[-1] in ("Module", "ModelMixin", "PreTrainedModel"):
-                return True
-    return False
+def dotted_name(expression: ast.expr, imports: Mapping[str, str]) -> str | None:
+    """`F.relu` as torch.nn.functional.relu; a name that is not imported stays as it is."""
+    if isinstance(expression, ast.Name):
+        return imports.get(expression.id, expression.id)
+    if not isinstance(expression, ast.Attribute):
+        return None
+    owner = dotted_name(expression.value, imports)
+    return None if owner is None else f"{owner}.{expression.attr}"

@@ -13,12 +13,18 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.errors import InvalidValueError, UnsupportedError, join_names
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, UnsupportedError, join_names, section_of
 from comfy_tpu.json_input import read_json
-from comfy_tpu.porting.source import Definition, Function, Package, definition_of, is_module_class, method
+from comfy_tpu.porting.source import Definition, Package
 
 ANY_ERROR = (Exception, SystemExit)
 """Errors of a model's code, with the one that ends a program: it ends only the step that ran the model."""
+
+
+def describe_error(error: BaseException) -> str:
+    """An error's class, unless it is one of ours, and the first line of its message, without a pointer to the guide."""
+    first = next(iter(section_of(error)[0].strip().splitlines()), "")
+    return first if isinstance(error, ComfyTpuError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +38,11 @@ class Target:
     @property
     def is_diffusers(self) -> bool:
         return self.definition.module.package.name == "diffusers"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and line of the class."""
+        return str(self.definition.module.path), self.definition.node.lineno
 
     def load(self) -> type:
         """The class. Imports its module: the model's code runs from here on."""
@@ -71,34 +82,29 @@ def find_targets(text: str) -> list[Target]:
     path = Path(text)
     if path.is_dir():
         return _directory_targets(path)
-    file, _, name = text.rpartition(":")
-    if not file or not Path(file).is_file():
-        file, name = (text, "") if path.is_file() else (file, name)
-    if file and (Path(file).is_file() or file.endswith(".py")):
+    file, _, name = (text, "", "") if path.is_file() else text.rpartition(":")
+    if Path(file).is_file():
         return [_file_target(Path(file), name)]
-    if file:
-        return [_module_target(file, name)]
-    if text.endswith(".py") or "/" in text:
-        raise InvalidValueError(f"there is no {text}; give a Python file, a model directory or the name of a class")
-    return [_diffusers_target(text)]
+    if (file or text).endswith(".py") or (not file and "/" in text):
+        missing = file or text
+        raise InvalidValueError(f"there is no {missing}; give a Python file, a model directory or the name of a class")
+    return [_module_target(file, name) if file else _diffusers_target(text)]
 
 
 def _file_target(path: Path, name: str) -> Target:
-    if not path.is_file():
-        raise InvalidValueError(f"there is no {path}; give a Python file, a model directory or the name of a class")
-    module = Package(path.resolve().parent).module(path.resolve())
-    classes = {
-        each: definition
-        for each, definition in module.definitions.items()
-        if definition.is_class and is_module_class(definition)
-    }
+    definitions = Package(path.resolve().parent).module(path.resolve()).definitions
+    classes = {each: definition for each, definition in definitions.items() if definition.is_module_class}
     if not classes:
         raise InvalidValueError(f"{path} has no model, which is a class that extends nn.Module; give the file of one")
-    if name:
-        if name not in classes:
-            raise InvalidValueError(f"{path} has no model class {name}; it has {join_names(classes)}")
-        return Target(name, classes[name])
-    roots = [each for each in classes if not _is_submodule(each, classes)]
+    if name and name not in classes:
+        raise InvalidValueError(f"{path} has no model class {name}; it has {join_names(classes)}")
+    parts = {
+        node.id
+        for each, definition in classes.items()
+        for node in ast.walk(definition.node)
+        if isinstance(node, ast.Name) and node.id != each
+    }
+    roots = [name] if name else [each for each in classes if each not in parts]
     if len(roots) != 1:
         raise InvalidValueError(
             f"{path} has {len(roots)} models that are no part of another ({join_names(roots or classes)}); say which: "
@@ -107,16 +113,7 @@ def _file_target(path: Path, name: str) -> Target:
     return Target(roots[0], classes[roots[0]])
 
 
-def _is_submodule(name: str, classes: Mapping[str, Definition]) -> bool:
-    return any(
-        isinstance(node, ast.Name) and node.id == name
-        for other, definition in classes.items()
-        if other != name
-        for node in ast.walk(definition.node)
-    )
-
-
-def find_package(name: str) -> Package:
+def _find_package(name: str) -> Package:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -124,49 +121,44 @@ def find_package(name: str) -> Package:
     if spec is None or spec.origin is None:
         raise InvalidValueError(f"there is no package {name} here; install it, or give the path of a Python file")
     origin = Path(spec.origin)
-    if origin.name != "__init__.py":
-        return Package(origin.parent)
-    return Package(origin.parent, name)
+    return Package(origin.parent, name if origin.name == "__init__.py" else "")
 
 
 def _module_target(dotted: str, name: str) -> Target:
-    package = find_package(dotted.partition(".")[0])
-    found = package.find(f"{dotted}.{name}")
+    found = _find_package(dotted.partition(".")[0]).find(f"{dotted}.{name}")
     if not isinstance(found, Definition) or not found.is_class:
         raise InvalidValueError(f"{dotted} has no class {name}; give module:Class, or a Python file")
     return Target(name, found)
 
 
 def _diffusers_target(name: str) -> Target:
-    found = find_package("diffusers").classes(name)
-    if not found:
+    found = _find_package("diffusers").find_class(name)
+    if found is None:
         raise InvalidValueError(
             f"diffusers has no class {name}; give one of its models, a model directory, model.py:Class or module:Class"
         )
-    if not is_module_class(found[0]):
-        raise InvalidValueError(_not_a_model(name, found[0]))
-    return Target(name, found[0])
-
-
-def _not_a_model(name: str, definition: Definition) -> str:
+    if found.is_module_class:
+        return Target(name, found)
     if not name.endswith("Pipeline"):
-        return f"{name} of diffusers is not a model, which is a class that extends nn.Module; give one"
-    parts = join_names(_pipeline_models(definition)) or "its transformer and its vae"
-    return f"{name} is a pipeline, not a model; check its parts ({parts}), or use comfy-tpu port new NAME --from {name}"
+        raise InvalidValueError(
+            f"{name} of diffusers is not a model, which is a class that extends nn.Module; give one"
+        )
+    parts = join_names(_pipeline_models(found)) or "its transformer and its vae"
+    raise InvalidValueError(
+        f"{name} is a pipeline, not a model; check its parts ({parts}), or use comfy-tpu port new NAME --from {name}"
+    )
 
 
 def _pipeline_models(pipeline: Definition) -> list[str]:
     """The models of diffusers that a pipeline is made of, by the annotations of its __init__."""
-    made = method(pipeline, "__init__")
-    if made is None or not isinstance(made.node, Function):
+    initial = pipeline.methods.get("__init__")
+    if initial is None:
         return []
-    found = []
-    for argument in (*made.node.args.args, *made.node.args.kwonlyargs):
-        for node in ast.walk(argument.annotation) if argument.annotation else ():
-            part = definition_of(node.id, made.module, made.module.imports) if isinstance(node, ast.Name) else None
-            if part is not None and part.is_class and is_module_class(part) and part.node.name not in found:
-                found.append(part.node.name)
-    return found
+    arguments = (*initial.arguments.args, *initial.arguments.kwonlyargs)
+    annotations = [each.annotation for each in arguments if each.annotation is not None]
+    names = [node.id for each in annotations for node in ast.walk(each) if isinstance(node, ast.Name)]
+    parts = [initial.module.resolve(name) for name in names]
+    return list(dict.fromkeys(part.node.name for part in parts if part is not None and part.is_module_class))
 
 
 def _directory_targets(path: Path) -> list[Target]:
@@ -176,13 +168,14 @@ def _directory_targets(path: Path) -> list[Target]:
     index = path / "model_index.json"
     if not index.is_file():
         raise InvalidValueError(f"{path} has neither model_index.json nor config.json; give a model of diffusers")
-    targets = []
-    for component, origin in read_object(index).items():
-        if isinstance(origin, list) and origin[:1] == ["diffusers"] and (path / component / "config.json").is_file():
-            targets.append(_config_target(path / component / "config.json"))
-    if not targets:
+    components = [
+        component
+        for component, origin in read_object(index).items()
+        if isinstance(origin, list) and origin[:1] == ["diffusers"] and (path / component / "config.json").is_file()
+    ]
+    if not components:
         raise InvalidValueError(f"{index} names no model of diffusers with a config.json; is the download complete?")
-    return targets
+    return [_config_target(path / component / "config.json") for component in components]
 
 
 def _config_target(path: Path) -> Target:
@@ -190,12 +183,11 @@ def _config_target(path: Path) -> Target:
     name = config.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path} does not say _class_name; give a model of diffusers")
-    given = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
         target = _diffusers_target(name)
     except InvalidValueError as error:
         raise InvalidValueError(f"{path} says _class_name {name!r}: {error}") from None
-    return dataclasses.replace(target, config=given)
+    return dataclasses.replace(target, config={key: value for key, value in config.items() if not key.startswith("_")})
 
 
 def read_object(path: Path) -> Mapping[str, Any]:

@@ -7,7 +7,9 @@ arange without a device becomes a constant, and `.to("cuda")` of a traced tensor
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import linecache
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from comfy_tpu.errors import GUIDE, Section
 
@@ -180,8 +182,10 @@ class Finding:
         return f"{GUIDE}#{self.trap}"
 
 
-def finding(
-    trap: str, file: str, line: int, code: str = "", *, reason: str | None = None, fix: str | None = None
-) -> Finding:
+def find_trap(trap: str, place: Sequence[Any] | None, reason: str | None = None, fix: str | None = None) -> Finding:
+    """The finding of a trap at a file and line; `reason` and `fix` replace the trap's usual ones."""
     known = TRAPS[trap]
+    file, line = place[:2] if place else ("", 0)
+    linecache.checkcache(file)
+    code = linecache.getline(file, line).strip()
     return Finding(trap, known.severity, file, line, code, reason or known.reason, fix or known.fix)

@@ -37,14 +37,14 @@ class Value:
     """The truth of a condition, where inference on a TPU decides it: `self.training` is false."""
     is_none: bool = False
     is_float64: bool = False
-    """For a dtype."""
+    """Set for a dtype."""
     is_complex: bool = False
-    """For a dtype or a literal number."""
+    """Set for a dtype or a literal number."""
     is_strided: bool = False
-    """For a view of every second or third element."""
+    """Set for a view of every second or third element."""
     is_random_generator: bool = False
-    """For a generator of Python or numpy."""
-    made_at: int = 0
+    """Set for a generator of Python or numpy."""
+    origin_line: int = 0
     """The line that made a host tensor."""
 
     @property
@@ -64,7 +64,7 @@ class Value:
         return self.is_traced or (self.item is not None and self.item.contains_traced)
 
     @property
-    def iterated(self) -> Value:
+    def loop_variable(self) -> Value:
         """The loop variable of a loop over this value: an item of a list, a row of a tensor."""
         if self.item is not None:
             return self.item

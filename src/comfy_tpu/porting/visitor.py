@@ -9,38 +9,60 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 
-from comfy_tpu.porting.calls import Call, call_global
-from comfy_tpu.porting.resolver import Resolver, Scope, constructed_classes, expected_arguments
-from comfy_tpu.porting.source import Definition, Module
-from comfy_tpu.porting.statements import StatementVisitor
-from comfy_tpu.porting.torch_calls import call_tensor_method, call_torch, is_outer_product, is_strided
-from comfy_tpu.porting.values import UNKNOWN, Value, combine, join, known_truth, literal_text, literal_value, sequence
-from comfy_tpu.porting.vocabulary import (
-    COMPLEX_DTYPES,
-    FALSE_ATTRIBUTES,
-    FALSE_ON_TPU,
-    FLOAT64_DTYPES,
-    OTHER_DEVICES,
-    TENSOR_ATTRIBUTES,
+from comfy_tpu.porting import vocabulary
+from comfy_tpu.porting.calls import (
+    Call,
+    call_global,
+    call_tensor_method,
+    host_write_reason,
+    is_outer_product,
+    is_strided,
 )
+from comfy_tpu.porting.resolver import (
+    Scope,
+    attribute_values,
+    bind_arguments,
+    constructed_classes,
+    expected_arguments,
+)
+from comfy_tpu.porting.source import Definition, Module
+from comfy_tpu.porting.traps import Finding, find_trap
+from comfy_tpu.porting.values import UNKNOWN, Value, combine, join, known_truth, literal_text, literal_value, sequence
 
 EVALUATIONS_MAX = 12
 """How often one function is evaluated, for different arguments."""
+CONSTRUCTION_TRAPS = frozenset(["cuda", "distributed", "gpu-only-import"])
+"""Traps that stop a model's construction too, which runs on the host."""
 
 
-class SourceVisitor(StatementVisitor):
-    """Evaluates a class from its entry points on and collects findings."""
+class SourceVisitor(ast.NodeVisitor):
+    """Evaluates a class from its entry points on, in a `Scope`, and collects findings.
+
+    `visit` of an expression returns its `Value`; `visit` of a statement returns False where control does not reach the
+    next statement.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._resolver = Resolver()
+        self._scope: Scope
+        self._findings: dict[tuple[str, str, int], Finding] = {}
+        self._attributes = functools.cache(attribute_values)
         self._results: dict[tuple[ast.AST, bool, tuple[tuple[str, Value], ...]], Value] = {}
         self._evaluations: collections.Counter[ast.AST] = collections.Counter()
         self._lambdas: dict[ast.Lambda, Definition] = {}
         self._classes: set[ast.AST] = set()
         self._modules: set[str] = set()
+
+    @property
+    def findings(self) -> list[Finding]:
+        return sorted(self._findings.values(), key=lambda each: (each.file, each.line, each.trap))
+
+    def report(self, trap: str, node: ast.AST, reason: str | None = None) -> None:
+        if not self._scope.is_construction or trap in CONSTRUCTION_TRAPS:
+            place = (str(self._scope.module.path), getattr(node, "lineno", 0))
+            self._findings.setdefault((trap, *place), find_trap(trap, place, reason))
 
     # Classes, functions and modules
 
@@ -50,39 +72,231 @@ class SourceVisitor(StatementVisitor):
             return
         self._classes.add(definition.node)
         self._read_module(definition.module)
-        initial = self._resolver.method(definition, "__init__")
+        initial = definition.methods.get("__init__")
         if initial is not None:
-            self._call(initial, {"self": Value(instance=definition)}, building=True)
+            self._call(initial, {"self": Value(instance=definition)}, is_construction=True)
         for entry in entries:
-            found = self._resolver.method(definition, entry)
+            found = definition.methods.get(entry)
             if found is not None and not self._evaluations[found.node]:  # else it was read at its call
                 self._call(found, expected_arguments(found, definition))
-        for part in constructed_classes(definition, initial):
+        for part in constructed_classes(definition):
             self.read_class(part, ("forward", "__call__"))
 
     def _read_module(self, module: Module) -> None:
-        """What an import of it runs. Code in an `if` or a `try` is optional to its author, and left out."""
+        """Reads the code that an import runs, without an `if` or a `try`, which is optional to the module's author."""
         if str(module.path) in self._modules:
             return
         self._modules.add(str(module.path))
         skipped = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try)
         body = [statement for statement in module.tree.body if not isinstance(statement, skipped)]
-        self.run_in(Scope(module, {}, dict(module.imports), building=True), body)
+        self.run_in(Scope(module, {}, dict(module.imports), is_construction=True), body)
 
-    def _call(self, function: Definition, arguments: dict[str, Value], *, building: bool = False) -> Value:
+    def _call(self, function: Definition, arguments: dict[str, Value], *, is_construction: bool = False) -> Value:
         """The result of a function for these arguments."""
         self._read_module(function.module)
-        key = (function.node, building, tuple(sorted(arguments.items(), key=lambda item: item[0])))
+        key = (function.node, is_construction, tuple(sorted(arguments.items(), key=lambda item: item[0])))
         if key in self._results:
             return self._results[key]
-        if not building:
+        if not is_construction:
             self._evaluations[function.node] += 1
             if self._evaluations[function.node] > EVALUATIONS_MAX:
                 return UNKNOWN
         self._results[key] = UNKNOWN  # for a function that calls itself
-        scope = Scope(function.module, dict(arguments), dict(function.module.imports), building=building)
+        scope = Scope(function.module, dict(arguments), dict(function.module.imports), is_construction=is_construction)
         self._results[key] = result = self.run_in(scope, function.node.body)
         return result
+
+    # Statements
+
+    def run_in(self, scope: Scope, body: Iterable[ast.stmt]) -> Value:
+        """The value that a function's body returns."""
+        outer = getattr(self, "_scope", scope)
+        self._scope = scope
+        try:
+            self.run(body)
+        finally:
+            self._scope = outer
+        return scope.result or UNKNOWN
+
+    def run(self, body: Iterable[ast.stmt]) -> bool:
+        """Whether control reaches the end of the statements."""
+        return all(self.visit(statement) is not False for statement in body)
+
+    def generic_visit(self, node: ast.AST) -> Value | None:
+        super().generic_visit(node)
+        return UNKNOWN if isinstance(node, ast.expr) else None
+
+    def evaluate(self, node: ast.expr | None) -> Value:
+        value: Value = UNKNOWN if node is None else self.visit(node)
+        return value
+
+    def decide(self, node: ast.expr) -> bool | None:
+        """The truth of a condition, None if unknown; a trap if it needs the value of a tensor."""
+        value = self.evaluate(node)
+        if value.is_traced:
+            self.report("tensor-condition", node)
+        return value.truth
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._scope.names[node.name] = Value(function=Definition(self._scope.module, node))
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        pass
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        names = self._scope.module.imported_names(node)
+        self._scope.imports.update(names)
+        is_relative = bool(getattr(node, "level", 0))
+        libraries = {name.split(".")[0] for name in names.values()} & vocabulary.GPU_LIBRARIES
+        if libraries and not is_relative and not self._scope.guards:
+            reason = f"{min(libraries)} is imported, a library of GPU kernels that a TPU machine lacks"
+            self.report("gpu-only-import", node, reason)
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        value = self.evaluate(node.value)
+        for target in node.targets:
+            self.assign(target, value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.evaluate(node.value))
+
+    def assign(self, target: ast.expr, value: Value) -> None:
+        if isinstance(target, ast.Name):
+            self._scope.names[target.id] = value
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            elements = value.elements
+            is_starred = any(isinstance(item, ast.Starred) for item in target.elts)
+            if elements is None or len(elements) != len(target.elts) or is_starred:
+                elements = (value.item or (value if value.is_tensor else UNKNOWN),) * len(target.elts)
+            for item, element in zip(target.elts, elements, strict=True):
+                self.assign(item.value if isinstance(item, ast.Starred) else item, element)
+        elif isinstance(target, ast.Subscript):
+            self._write(target, value)
+        elif isinstance(target, ast.Attribute):
+            self.evaluate(target.value)
+
+    def _write(self, target: ast.Subscript, value: Value) -> None:
+        base = self.evaluate(target.value)
+        self.evaluate(target.slice)
+        if base.is_host and value.contains_traced:
+            self.report("host-tensor-written", target, host_write_reason(base))
+        elif base.is_traced and (base.is_strided or is_strided(target.slice)):
+            self.report("strided-write", target)
+        elif base.entries is not None and isinstance(target.value, ast.Name):
+            self._scope.names[target.value.id] = base.with_entry(target.slice, value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        value = self.evaluate(node.value)
+        before = self.evaluate(node.target)
+        if isinstance(node.target, ast.Subscript):
+            self._write(node.target, value)
+            return
+        if before.is_host and value.is_traced:
+            self.report("host-tensor-written", node, host_write_reason(before))
+        elif before.is_traced and before.is_strided:
+            self.report("strided-write", node)
+        result = combine(before, value)
+        if isinstance(node.target, ast.Name) and result.is_tensor:
+            self._scope.names[node.target.id] = dataclasses.replace(result, is_strided=before.is_strided)
+
+    def visit_Return(self, node: ast.Return) -> bool:
+        value, before = self.evaluate(node.value), self._scope.result
+        self._scope.result = value if before is None else join(before, value)
+        return False
+
+    def visit_Raise(self, node: ast.Raise | ast.Continue | ast.Break) -> bool:
+        return False
+
+    visit_Continue = visit_Break = visit_Raise
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        if self.evaluate(node.test).is_traced:
+            self.report("tensor-assert", node)
+
+    def visit_If(self, node: ast.If) -> bool:
+        truth = self.decide(node.test)
+        if truth is not None:
+            return self.run(node.body if truth else node.orelse)
+        names = self._scope.names
+        return self._run_one_of([(names, node.body), (names, node.orelse)])
+
+    def visit_Match(self, node: ast.Match) -> bool:
+        """Every case, from the same names; what a pattern captures is unknown."""
+        patterns = [part for case in node.cases for part in ast.walk(case.pattern)]
+        if self.evaluate(node.subject).is_traced and any(isinstance(part, ast.MatchValue) for part in patterns):
+            self.report("tensor-condition", node.subject)
+        names, branches = self._scope.names, []
+        for case in node.cases:
+            captures = [part for part in ast.walk(case.pattern) if isinstance(part, (ast.MatchAs, ast.MatchStar))]
+            captured = {capture.name: UNKNOWN for capture in captures if capture.name is not None}
+            guard: list[ast.stmt] = []
+            if case.guard is not None:
+                guard = [ast.If(test=case.guard, body=[ast.Pass()], orelse=[])]
+            branches.append((names | captured, [*guard, *case.body]))
+        last = node.cases[-1]
+        if last.guard is not None or not isinstance(last.pattern, ast.MatchAs) or last.pattern.pattern is not None:
+            branches.append((names, []))  # no case may fit
+        return self._run_one_of(branches)
+
+    def _run_one_of(self, branches: Sequence[tuple[Mapping[str, Value], Sequence[ast.stmt]]]) -> bool:
+        ends = []
+        self._scope.guards += 1
+        for names, body in branches:
+            self._scope.names = dict(names)
+            if self.run(body):
+                ends.append(self._scope.names)
+        self._scope.guards -= 1
+        if not ends:
+            return False
+        self._scope.names = ends[-1]
+        for names in ends[:-1]:
+            self._join_names(names)
+        return True
+
+    def _join_names(self, others: Mapping[str, Value]) -> None:
+        names = self._scope.names
+        for name, value in others.items():
+            names[name] = join(names[name], value) if name in names else value
+
+    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
+        item = self.evaluate(node.iter).loop_variable
+        for _ in range(2):  # the names at the end of the body are those at its next beginning
+            before = dict(self._scope.names)
+            self.assign(node.target, item)
+            self.run(node.body)
+            self._join_names(before)
+        self.run(node.orelse)
+
+    visit_AsyncFor = visit_For
+
+    def visit_While(self, node: ast.While) -> None:
+        self.decide(node.test)
+        self.run(node.body)
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> bool:
+        for item in node.items:
+            self.evaluate(item.context_expr)
+        return self.run(node.body)
+
+    visit_AsyncWith = visit_With
+
+    def visit_Try(self, node: ast.Try) -> bool:
+        self._scope.guards += 1
+        is_through = self.run(node.body)
+        self._scope.guards -= 1
+        after = self._scope.names
+        is_recovered = False
+        for handler in node.handlers:
+            self._scope.names = dict(after)
+            is_recovered = self.run(handler.body) or is_recovered
+        self._scope.names = after
+        is_through = is_through and self.run(node.orelse)
+        return self.run(node.finalbody) and (is_through or is_recovered)
 
     # Expressions
 
@@ -125,7 +339,7 @@ class SourceVisitor(StatementVisitor):
     def _comprehend(self, generators: list[ast.comprehension], *results: ast.expr) -> list[Value]:
         before = dict(self._scope.names)
         for generator in generators:
-            self.assign(generator.target, self.evaluate(generator.iter).iterated)
+            self.assign(generator.target, self.evaluate(generator.iter).loop_variable)
             for condition in generator.ifs:
                 self.decide(condition)
         values = [self.evaluate(result) for result in results]
@@ -152,21 +366,21 @@ class SourceVisitor(StatementVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> Value:
         name = self._scope.global_name(node)
-        if name in FLOAT64_DTYPES:
+        if name in vocabulary.FLOAT64_DTYPES:
             return Value(is_float64=True)
-        if name in COMPLEX_DTYPES:
+        if name in vocabulary.COMPLEX_DTYPES:
             return Value(is_complex=True)
-        if name in FALSE_ON_TPU or node.attr in FALSE_ATTRIBUTES:
+        if name in vocabulary.FALSE_ON_TPU or node.attr in vocabulary.FALSE_ATTRIBUTES:
             return known_truth(False)
         owner = self.evaluate(node.value)
         if owner.is_tensor:
-            return dataclasses.replace(owner, is_mask=False) if node.attr in TENSOR_ATTRIBUTES else UNKNOWN
+            return dataclasses.replace(owner, is_mask=False) if node.attr in vocabulary.TENSOR_ATTRIBUTES else UNKNOWN
         if owner.instance is None:
             return UNKNOWN
-        getter = self._resolver.property_getter(owner.instance, node.attr)
-        if getter is not None:
-            return self._call(getter, {"self": owner}, building=self._scope.building)
-        return self._resolver.attribute(owner.instance, node.attr)
+        getter = owner.instance.methods.get(node.attr)
+        if getter is not None and {name.split(".")[-1] for name in getter.decorators} & vocabulary.PROPERTY_DECORATORS:
+            return self._call(getter, {"self": owner}, is_construction=self._scope.is_construction)
+        return self._attributes(owner.instance).get(node.attr, UNKNOWN)
 
     def visit_Subscript(self, node: ast.Subscript) -> Value:
         base, index = self.evaluate(node.value), self.evaluate(node.slice)
@@ -182,7 +396,7 @@ class SourceVisitor(StatementVisitor):
                     self.report("mask-indexing", node)
         strided = base.is_strided or is_strided(node.slice)
         result = combine(base, index)
-        return dataclasses.replace(result, is_mask=base.is_mask, is_strided=strided, made_at=base.made_at)
+        return dataclasses.replace(result, is_mask=base.is_mask, is_strided=strided, origin_line=base.origin_line)
 
     def _item(self, node: ast.Subscript, base: Value, index: Value) -> Value:
         """An item of a list or dict."""
@@ -207,7 +421,7 @@ class SourceVisitor(StatementVisitor):
             if values[1].is_traced:
                 self.report("tensor-condition", node)
             return UNKNOWN
-        if isinstance(operator, (ast.Eq, ast.NotEq)) and literal in OTHER_DEVICES:
+        if isinstance(operator, (ast.Eq, ast.NotEq)) and literal in vocabulary.OTHER_DEVICES:
             return known_truth(isinstance(operator, ast.NotEq))
         if len(values) == 2 and is_outer_product(node.left, other, are_masks=True):
             self.report("square-mask", node.left)
@@ -248,7 +462,7 @@ class SourceVisitor(StatementVisitor):
         if result.is_traced and (left.is_complex or right.is_complex):
             self.report("complex", node)
         is_mask = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor)) and (left.is_mask or right.is_mask)
-        return dataclasses.replace(result, is_mask=is_mask, made_at=left.made_at or right.made_at)
+        return dataclasses.replace(result, is_mask=is_mask, origin_line=left.origin_line or right.origin_line)
 
     def visit_IfExp(self, node: ast.IfExp) -> Value:
         truth = self.decide(node.test)
@@ -261,13 +475,13 @@ class SourceVisitor(StatementVisitor):
     def visit_Call(self, node: ast.Call) -> Value:
         arguments = [self.evaluate(argument) for argument in node.args]
         keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
-        call = Call(node, arguments, keywords, building=self._scope.building)
-        result = self._called(call)
+        call = Call(node, arguments, keywords, is_construction=self._scope.is_construction)
+        result = self._call_result(call)
         for trap, reason in call.traps:
             self.report(trap, node, reason)
         return result
 
-    def _called(self, call: Call) -> Value:
+    def _call_result(self, call: Call) -> Value:
         name = self._scope.global_name(call.node.func)
         if name is not None:
             return self._call_by_name(name, call)
@@ -279,16 +493,15 @@ class SourceVisitor(StatementVisitor):
         callee = self.evaluate(call.node.func)
         if callee.function is not None:
             return self._follow(call, callee.function, closure=self._scope.names)
-        found = self._resolver.method(callee.instance, "forward", "__call__") if callee.instance is not None else None
+        methods = callee.instance.methods if callee.instance is not None else {}
+        found = methods.get("forward") or methods.get("__call__")
         return self._follow(call, found, callee) if found is not None else combine(*call.values)
 
     def _call_by_name(self, name: str, call: Call) -> Value:
         result = call_global(name, call)
         if result is not None:
             return result
-        if name.startswith("torch."):
-            return call_torch(name.removeprefix("torch."), call)
-        found = self._scope.definition(name)
+        found = self._scope.module.resolve(name, self._scope.imports)
         if found is None:
             return UNKNOWN  # a builtin, or another library's
         return Value(instance=found) if found.is_class else self._follow(call, found)
@@ -314,7 +527,7 @@ class SourceVisitor(StatementVisitor):
         if owner.is_random_generator:
             call.report("python-random")
             return UNKNOWN
-        found = self._resolver.method(owner.instance, name) if owner.instance is not None else None
+        found = owner.instance.methods.get(name) if owner.instance is not None else None
         return self._follow(call, found, owner) if found is not None else None
 
     def _follow(
@@ -324,5 +537,5 @@ class SourceVisitor(StatementVisitor):
         owner: Value | None = None,
         closure: Mapping[str, Value] | None = None,
     ) -> Value:
-        arguments = {**(closure or {}), **self._resolver.bind(call, function, owner)}
-        return self._call(function, arguments, building=call.building)
+        arguments = {**(closure or {}), **bind_arguments(call, function, owner)}
+        return self._call(function, arguments, is_construction=call.is_construction)

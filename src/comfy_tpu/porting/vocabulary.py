@@ -9,7 +9,7 @@ def _names(text: str) -> frozenset[str]:
 
 TENSOR_ATTRIBUTES = _names("T mT H mH real imag data values indices")
 """Attributes of a tensor that are tensors; all others only describe it."""
-DESCRIBING = _names(
+METADATA_FUNCTIONS = _names(
     "size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex get_device "
     "storage_offset data_ptr type has_names is_inference is_tensor finfo iinfo device get_default_dtype "
     "broadcast_shapes is_grad_enabled autocast no_grad get_autocast_dtype is_autocast_enabled promote_types result_type"
@@ -17,21 +17,21 @@ DESCRIBING = _names(
 """Functions and methods whose result is no tensor and needs no tensor's value."""
 MULTIPLE_RESULTS = _names("chunk split unbind tensor_split topk sort kthvalue aminmax var_mean std_mean meshgrid")
 REDUCTIONS_WITH_INDICES = _names("max min median mode")
-"""With a dimension they return values and indices."""
+"""Reductions that return values and indices where a dimension is given."""
 FACTORIES = _names(
     "arange empty eye full hann_window linspace logspace ones tensor tril_indices triu_indices zeros as_tensor "
     "from_numpy"
 )
-FACTORIES_OF_SIZES = _names("arange empty full linspace ones zeros")
+SIZE_FACTORIES = _names("arange empty full linspace ones zeros")
 """Factories whose positional arguments must be Python numbers."""
 NEW_METHODS = _names("new_zeros new_ones new_full new_empty new_tensor")
-METHODS_OF_SIZES = _names("expand repeat view reshape new_zeros new_ones new_empty")
-MASK_PRESERVING = _names("to unsqueeze squeeze view reshape expand flatten repeat contiguous clone tril triu")
+SIZE_METHODS = _names("expand repeat view reshape new_zeros new_ones new_empty")
+MASK_FORMS = _names("to unsqueeze squeeze view reshape expand flatten repeat contiguous clone tril triu")
 COMPARISONS = _names(
     "eq ne gt ge lt le isnan isinf isfinite logical_and logical_or logical_not logical_xor bool isclose isin"
 )
-TO_NUMBER_METHODS = _names("item tolist numpy __bool__ __int__ __float__")
-TO_NUMBER_FUNCTIONS = _names(
+NUMBER_METHODS = _names("item tolist numpy __bool__ __int__ __float__")
+NUMBER_FUNCTIONS = _names(
     "numpy.array numpy.asarray int float bool range max min round math.sqrt math.log math.log2 math.exp math.ceil "
     "math.floor math.cos math.sin math.pow"
 )

@@ -16,10 +16,9 @@ from comfy_tpu.distribution import HOME_PAGE, pip_command
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.porting.scaffold.facts import Facts
-from comfy_tpu.porting.scaffold.family_package import family_package
+from comfy_tpu.porting.scaffold.family_files import common_values, render_family, render_parity_case
 from comfy_tpu.porting.scaffold.files import Files, check_writable
-from comfy_tpu.porting.scaffold.parity_case import parity_case
-from comfy_tpu.porting.scaffold.templating import MARK, render, render_directory
+from comfy_tpu.porting.scaffold.renderer import MARK, render, render_directory
 
 _REGISTRY = "src/comfy_tpu/families/registry.py"
 _PARITY_TEST = "tests/families/test_ported_parity.py"
@@ -56,7 +55,7 @@ class Destination(abc.ABC):
         """Commands for a shell, each with the reason as a comment."""
 
     def _package_files(self, facts: Facts) -> Files:
-        return {f"{self.package_directory}/{name}": text for name, text in family_package(facts).items()}
+        return {f"{self.package_directory}/{name}": text for name, text in render_family(facts).items()}
 
 
 class Checkout(Destination):
@@ -90,7 +89,7 @@ class Checkout(Destination):
         return {
             **self._package_files(facts),
             _REGISTRY: add_to_registry(registry, self.package),
-            self.test_configuration: parity_case(facts),
+            self.test_configuration: render_parity_case(facts),
         }
 
     def next_steps(self, facts: Facts) -> list[str]:
@@ -124,13 +123,19 @@ class Pack(Destination):
             check_writable(self.root, ("pyproject.toml",))
 
     def files(self, facts: Facts) -> Files:
-        values = {**_pack_values(facts), "name": self.name, "package": self.package}
-        workflow = f"example_workflows/{self.name}_tpu_basic.json"
+        values = {
+            **common_values(facts),
+            "pack": f"ComfyUI-{facts.title}-TPU",
+            "distribution": f"comfyui-{facts.title.lower()}-tpu",
+            "outputs": "IMAGE" if facts.calls.makes_images else "IMAGE, fps, VIDEO",
+            "version": comfy_tpu.__version__,
+            "home_page": HOME_PAGE,
+        }
         return {
             **render_directory("pack", **values),
             **self._package_files(facts),
-            workflow: example_workflow(facts, values),
-            "tests/parity_case.py": parity_case(facts),
+            f"example_workflows/{self.name}_tpu_basic.json": render_workflow(facts, values),
+            "tests/parity_case.py": render_parity_case(facts),
         }
 
     def next_steps(self, facts: Facts) -> list[str]:
@@ -189,34 +194,8 @@ def add_to_registry(text: str, package: str) -> str:
     return f'{text[: found.end()]}    "{package}",\n{text[found.end() :]}'
 
 
-def example_workflow(facts: Facts, values: dict[str, object]) -> str:
+def render_workflow(facts: Facts, values: dict[str, object]) -> str:
     """Text encoder, sampler, VAE decoder and a node that saves, with the card's defaults."""
-    template = f"{facts.noun}_workflow.json"
     quoted = {name: json.dumps(str(value), ensure_ascii=False)[1:-1] for name, value in values.items()}
-    number = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{values['package']}_basic"))
-    return render(template, **quoted, id=number, prompt=_PROMPT)
-
-
-def _pack_values(facts: Facts) -> dict[str, object]:
-    defaults = facts.defaults
-    return {
-        "title": facts.title,
-        "pack": f"ComfyUI-{facts.title}-TPU",
-        "distribution": f"comfyui-{facts.title.lower()}-tpu",
-        "pipeline": facts.source.name,
-        "model_id": facts.model_id,
-        "mark": MARK,
-        "noun": facts.noun,
-        "outputs": "IMAGE" if facts.makes_images else "IMAGE, fps, VIDEO",
-        "version": comfy_tpu.__version__,
-        "height": defaults.height,
-        "width": defaults.width,
-        "frames": defaults.num_frames,
-        "fps": defaults.fps,
-        "steps": defaults.num_inference_steps,
-        "guidance_scale": defaults.guidance_scale,
-        "flow_shift": defaults.flow_shift,
-        "seed": defaults.seed,
-        "scheduler": defaults.scheduler,
-        "home_page": HOME_PAGE,
-    }
+    number = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{facts.package}_basic"))
+    return render(f"{facts.noun}_workflow.json", **quoted, id=number, prompt=_PROMPT)

@@ -17,7 +17,7 @@ Files = dict[str, str]
 
 
 def check_writable(root: Path, files: Iterable[str]) -> None:
-    """Before the work is done: the directories that the files go into, as far as they exist."""
+    """Raises InvalidValueError where a directory that the files go into exists and cannot be written to."""
     for file in files:
         path = (root / file).parent
         while not os.path.lexists(path):

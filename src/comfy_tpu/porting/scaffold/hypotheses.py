@@ -1,4 +1,4 @@
-"""How a pipeline may call its parts: each hypothesis is an expression in Python, tried on what was watched.
+"""How a pipeline may call its parts: each hypothesis is a Python expression, tried on the values of recorded runs.
 
 What holds is what is written into the family: nothing is translated in between.
 """
@@ -6,9 +6,12 @@ What holds is what is written into the family: nothing is translated in between.
 from __future__ import annotations
 
 import dataclasses
+import html
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import ftfy
 import torch
 
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
@@ -22,28 +25,27 @@ class Layout:
     """Latents [batch, channels, frames, height, width], as a pipeline has them."""
 
     name: str
-    there: str
-    """Of `latents`."""
-    back: str
-    """Of `{}`, with `height` and `width` in latents."""
+    expression: str
+    """The tensor of this layout, from `latents`."""
+    inverse: str
+    """The latents, from `{}`, with `height` and `width` in latents."""
     shape: Callable[[int, int, int, int], tuple[int, ...]]
-    """(channels, frames, height, width) -> what it looks like, without the batch."""
-    videos: bool = True
-    """It holds more than one frame."""
+    """(channels, frames, height, width) -> the shape in this layout, without the batch."""
+    holds_frames: bool = True
+    """Whether there may be more than one frame."""
 
-    def to(self, latents: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = evaluated(self.there, {"latents": latents})
+    def from_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = evaluate(self.expression, {"latents": latents})
         return result
 
-    def of(self, tensor: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        result: torch.Tensor = evaluated(
-            self.back.format("tensor"), {"tensor": tensor, "height": height, "width": width}
-        )
+    def to_latents(self, tensor: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        names = {"tensor": tensor, "height": height, "width": width}
+        result: torch.Tensor = evaluate(self.inverse.format("tensor"), names)
         return result
 
 
 LAYOUTS = (
-    Layout("as an image", "latents.squeeze(2)", "{}.unsqueeze(2)", lambda c, f, h, w: (c, h, w), videos=False),
+    Layout("as an image", "latents.squeeze(2)", "{}.unsqueeze(2)", lambda c, f, h, w: (c, h, w), holds_frames=False),
     Layout("as they are", "latents", "{}", lambda c, f, h, w: (c, f, h, w)),
     Layout(
         "frames first",
@@ -56,7 +58,7 @@ LAYOUTS = (
         "as_tokens(latents)",
         "as_latents({}, height, width)",
         lambda c, f, h, w: (h * w // 4, 4 * c),
-        videos=False,
+        holds_frames=False,
     ),
 )
 
@@ -73,9 +75,9 @@ SIZES = ("height", "width", "latents.shape[2]", "height // 2", "width // 2")
 """Whole numbers that a transformer may be told; height and width are in latents."""
 
 ANSWERS = ("{}", "{}.chunk(2, dim=1)[0]", "-{}", "{}.chunk(2, dim=2)[0]")
-"""What of a transformer's answer the scheduler steps by, before it is brought back from its layout."""
+"""The part of a transformer's answer that the scheduler steps by, in the answer's layout."""
 
-CLEANED = (
+PROMPT_CLEANUPS = (
     "text",
     "text.strip()",
     "text.lower().strip()",
@@ -97,73 +99,81 @@ STATISTICS = {
     ),
     "[0.0] * channels, [1.0] * channels": (),
 }
-"""Mean and deviation of the VAE's latents -> what of its configuration that reads."""
-
-Encode = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+"""Mean and deviation of the VAE's latents -> the keys of its configuration that the expression reads."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """What a text encoder may make of a prompt."""
+class EncoderOutput:
+    """What a pipeline may take from a text encoder."""
 
-    written: str
-    """The expression for the family's file, with functions of families/shared/text_encoders.py."""
-    compute: Encode
+    expression: str
+    """The text for the family's file, with functions of families/shared/text_encoders.py."""
+    compute: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
     """The same on transformers' own module: (module, input_ids, attention_mask)."""
 
 
-def _masked(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _zero_padding(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return value * mask.unsqueeze(-1).to(value.dtype)
 
 
-def _t5_readings(function: str) -> tuple[Reading, ...]:
+def _t5_outputs(function: str) -> tuple[EncoderOutput, ...]:
     plain, masked = f"{function}(module, input_ids)", f"{function}(module, input_ids, attention_mask)"
     return (
-        Reading(plain, lambda m, ids, mask: m(ids)[0]),
-        Reading(masked, lambda m, ids, mask: m(ids, mask)[0]),
-        Reading(f"zero_padding({masked}, attention_mask)", lambda m, ids, mask: _masked(m(ids, mask)[0], mask)),
-        Reading(f"zero_padding({plain}, attention_mask)", lambda m, ids, mask: _masked(m(ids)[0], mask)),
-        Reading("attention_mask", lambda m, ids, mask: mask),
+        EncoderOutput(plain, lambda m, ids, mask: m(ids)[0]),
+        EncoderOutput(masked, lambda m, ids, mask: m(ids, mask)[0]),
+        EncoderOutput(
+            f"zero_padding({masked}, attention_mask)", lambda m, ids, mask: _zero_padding(m(ids, mask)[0], mask)
+        ),
+        EncoderOutput(f"zero_padding({plain}, attention_mask)", lambda m, ids, mask: _zero_padding(m(ids)[0], mask)),
+        EncoderOutput("attention_mask", lambda m, ids, mask: mask),
     )
 
 
-READINGS: Mapping[str, tuple[Reading, ...]] = {
-    "T5EncoderModel": _t5_readings("encode_t5"),
-    "UMT5EncoderModel": _t5_readings("encode_umt5"),
+ENCODER_OUTPUTS: Mapping[str, tuple[EncoderOutput, ...]] = {
+    "T5EncoderModel": _t5_outputs("encode_t5"),
+    "UMT5EncoderModel": _t5_outputs("encode_umt5"),
     "CLIPTextModel": (
-        Reading("pooled_clip(module, input_ids)", lambda m, ids, mask: m(ids).pooler_output),
-        Reading("module(input_ids).last_hidden_state", lambda m, ids, mask: m(ids).last_hidden_state),
-        Reading(
+        EncoderOutput("pooled_clip(module, input_ids)", lambda m, ids, mask: m(ids).pooler_output),
+        EncoderOutput("module(input_ids).last_hidden_state", lambda m, ids, mask: m(ids).last_hidden_state),
+        EncoderOutput(
             "module(input_ids, output_hidden_states=True).hidden_states[-2]",
             lambda m, ids, mask: m(ids, output_hidden_states=True).hidden_states[-2],
         ),
     ),
 }
 
-_NAMES: dict[str, Any] = {"torch": torch, "as_tokens": as_tokens, "as_latents": as_latents, "by_pipeline": by_pipeline}
+_NAMES: dict[str, Any] = {
+    "torch": torch,
+    "as_tokens": as_tokens,
+    "as_latents": as_latents,
+    "by_pipeline": by_pipeline,
+    "re": re,
+    "html": html,
+    "ftfy": ftfy,
+}
 
 
-def evaluated(expression: str, names: Mapping[str, Any]) -> Any:
+def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
     return eval(expression, {**_NAMES, **names})  # an expression of this file
 
 
-def agrees(found: Any, wanted: Any) -> bool:
-    """Values, whatever their dtype; shapes too."""
-    if isinstance(wanted, (tuple, list)) and isinstance(found, (tuple, list)):
-        return len(found) == len(wanted) and all(agrees(*pair) for pair in zip(found, wanted, strict=True))
-    if not isinstance(wanted, torch.Tensor):
-        return type(found) is type(wanted) and bool(found == wanted)
-    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
+def agrees(found: Any, expected: Any) -> bool:
+    """Whether values are the same, whatever their dtype; shapes too."""
+    if isinstance(expected, (tuple, list)) and isinstance(found, (tuple, list)):
+        return len(found) == len(expected) and all(agrees(*pair) for pair in zip(found, expected, strict=True))
+    if not isinstance(expected, torch.Tensor):
+        return type(found) is type(expected) and bool(found == expected)
+    if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
         return False
-    difference = (found.double() - wanted.double()).abs().max() if wanted.numel() else torch.zeros(())
-    return bool(difference <= TOLERANCE * wanted.double().abs().max().clamp_min(1e-3))
+    difference = (found.double() - expected.double()).abs().max() if expected.numel() else torch.zeros(())
+    return bool(difference <= TOLERANCE * expected.double().abs().max().clamp_min(1e-3))
 
 
-def first_that_holds(expressions: Iterable[str], cases: Sequence[tuple[Mapping[str, Any], Any]]) -> str | None:
-    """The first expression that gives what was watched in every case, of (names, wanted)."""
+def find_expression(expressions: Iterable[str], cases: Sequence[tuple[Mapping[str, Any], Any]]) -> str | None:
+    """The first expression that holds in every case, each of (names, expected value)."""
     for expression in expressions:
         try:
-            if all(agrees(evaluated(expression, names), wanted) for names, wanted in cases):
+            if all(agrees(evaluate(expression, names), expected) for names, expected in cases):
                 return expression
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError):
             continue  # it does not even fit

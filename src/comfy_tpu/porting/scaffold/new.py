@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -10,21 +11,20 @@ from typing import Any
 
 from comfy_tpu.bridge import build_skeleton
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.porting.check import Check, corrected, judged, read_source
+from comfy_tpu.porting.check import Check, check_small_model
 from comfy_tpu.porting.scaffold.destination import Destination, find_destination
 from comfy_tpu.porting.scaffold.facts import Facts, check_sizes, default_settings
 from comfy_tpu.porting.scaffold.files import Files
-from comfy_tpu.porting.scaffold.learning import Learner
+from comfy_tpu.porting.scaffold.learner import learn_calls
+from comfy_tpu.porting.scaffold.pipeline_run import Call
 from comfy_tpu.porting.scaffold.pipelines import Source, check_supported, check_unclaimed, find_source, is_hub_id
-from comfy_tpu.porting.scaffold.proposing import propose
-from comfy_tpu.porting.scaffold.small import small_configs, small_pipeline
-from comfy_tpu.porting.scaffold.watching import Call
+from comfy_tpu.porting.scaffold.proposal import propose_sharding
+from comfy_tpu.porting.scaffold.small_pipeline import build_small_pipeline, shrink_configs
 from comfy_tpu.porting.small_models import SmallModel
 from comfy_tpu.porting.targets import find_targets
-from comfy_tpu.porting.trial import try_small
 
 Tell = Callable[[str], None]
-"""What is being done, for whoever waits."""
+"""Reports the current step to whoever waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +70,18 @@ def make_scaffold(
     tell(f"a small {source.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own, and many
-        configs = small_configs(source)
-        pipeline = small_pipeline(source, configs)
-        tell("watching it run")
-        learner = Learner(source, pipeline)
-        learned = learner.learn()
-        transformer, decode = learner.calls
+        configs = shrink_configs(source)
+        pipeline = build_small_pipeline(source, configs)
+        tell("recording its runs")
+        calls = learn_calls(source, pipeline)
         tell("trying its transformer and its VAE")
         checks = (
-            _checked(source, "transformer", pipeline, "forward", transformer),
-            _checked(source, "vae", pipeline, "decode", decode),
+            _check_part(source, "transformer", pipeline, "forward", calls.transformer_call),
+            _check_part(source, "vae", pipeline, "decode", calls.decode_call),
         )
-        proposal = propose(source, pipeline.transformer, lambda: pipeline.transformer(**transformer.given))
-    defaults = default_settings(source, learned)
-    facts = Facts(name, destination.package, source, learned, proposal, configs, hub, defaults)
+        proposal = propose_sharding(source, pipeline.transformer, calls.transformer_call.given)
+    defaults = default_settings(source, calls)
+    facts = Facts(name, destination.package, source, calls, proposal, configs, hub, defaults)
     check_sizes(facts)
     files: Files = {}
     if not any(check.blocked for check in checks):
@@ -92,15 +90,11 @@ def make_scaffold(
     return Scaffold(destination, facts, checks, files)
 
 
-def _checked(source: Source, part: str, pipeline: Any, method: str, call: Call) -> Check:
-    """As `port check` does, on what the pipeline itself gave it."""
+def _check_part(source: Source, part: str, pipeline: Any, method: str, call: Call) -> Check:
+    """The check of a part, as `port check` makes it, on the arguments that the pipeline itself gave."""
     cls, model = source.parts[part], getattr(pipeline, part)
     (target,) = find_targets(cls.__name__)
     config = {key: value for key, value in dict(model.config).items() if key in inspect.signature(cls).parameters}
-    given = {**call.given, "return_dict": False}
-    small = SmallModel(model, build_skeleton(lambda: cls(**config)), method, given, config)
-    findings = read_source(target)
-    trial = try_small(small, {each.file for each in findings})
-    findings = corrected(findings, trial)
-    verdict, why = judged(findings, trial, "")
-    return Check(target, verdict, why, tuple(findings), (), (), trial, config)
+    inputs = {**call.given, "return_dict": False}
+    skeleton = build_skeleton(functools.partial(cls, **config))
+    return check_small_model(target, SmallModel(model, skeleton, method, inputs, config))

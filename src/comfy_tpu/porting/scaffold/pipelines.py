@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -18,11 +19,11 @@ from comfy_tpu.porting.small_models import known_small_models
 from comfy_tpu.porting.targets import read_object
 from comfy_tpu.quiet import quiet
 
-ENCODERS = ("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel")
-"""Text encoders that a family has components for."""
+ENCODERS = {"T5EncoderModel": "t5", "UMT5EncoderModel": "umt5", "CLIPTextModel": "clip"}
+"""Text encoders that a family has components for, with the names of those."""
 
 TEXT_WIDTH = 4096
-"""Of T5-XXL, which is what models are published with that leave the width open."""
+"""The width of T5-XXL, with which models are published that leave the width open."""
 _HUB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 _TEXT_WIDTHS = ("caption_channels", "text_embed_dim", "joint_attention_dim", "cross_attention_input_dim")
 
@@ -33,12 +34,12 @@ class Source:
 
     pipeline: type
     parts: Mapping[str, type]
-    """By the name of the folder: models, tokenizers and the scheduler."""
+    """Classes of models, tokenizers and the scheduler, by the name of the folder."""
     configs: Mapping[str, Mapping[str, Any]]
-    """What a model directory says of them; empty for a class."""
+    """Configurations of the parts in a model directory; empty for a class."""
     directory: Path | None = None
     """Where one was given."""
-    named: str | None = None
+    hub_id: str | None = None
     """The model of the hub that the directory says it is."""
 
     @property
@@ -47,8 +48,20 @@ class Source:
 
     @property
     def title(self) -> str:
-        """As the nodes show it."""
+        """The name that the nodes show."""
         return self.name.removesuffix("Pipeline")
+
+    @property
+    def class_names(self) -> dict[str, str]:
+        return {name: cls.__name__ for name, cls in self.parts.items()}
+
+    @property
+    def code(self) -> str:
+        """The source of the pipeline's module, with its example; empty where it cannot be read."""
+        try:
+            return Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
+        except OSError:
+            return ""
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -58,7 +71,7 @@ class Source:
         return encoder.replace("text_encoder", "tokenizer")
 
     def full_config(self, part: str) -> dict[str, Any]:
-        """At its published size: the directory's, with the class's defaults where that says nothing."""
+        """The configuration at the published size: the directory's, and the class's defaults."""
         parameters = inspect.signature(self.parts[part]).parameters
         defaults = {
             name: each.default
@@ -76,14 +89,10 @@ class Source:
 
     @property
     def hub_model(self) -> str | None:
-        """What the directory says; of a class, the model that the pipeline's own example uses."""
+        """The id of the directory's model; for a class, of the model that the pipeline's own example uses."""
         if self.directory is not None:
-            return self.named
-        try:
-            text = Path(inspect.getfile(self.pipeline)).read_text(encoding="utf-8")
-        except OSError:
-            return None
-        found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", text)
+            return self.hub_id
+        found = re.search(rf"""from_pretrained\([^)]*?["']({_HUB_ID})["']""", self.code)
         return found[1] if found else None
 
 
@@ -95,14 +104,14 @@ def is_hub_id(text: str) -> bool:
 def find_source(model: str) -> Source:
     path = Path(model)
     if path.is_dir():
-        return _of_directory(path)
+        return _read_directory(path)
     if "/" in model or not model.isidentifier():
         raise InvalidValueError(
             f"model={model} is neither a model directory nor the name of a pipeline; give a directory with "
             "model_index.json, or the name of a pipeline class of diffusers",
             field="model",
         )
-    return _of_class(model)
+    return _read_class(model)
 
 
 PROMPT_ALONE = (
@@ -118,7 +127,7 @@ def image_arguments(source: Source) -> list[str]:
 
 
 def check_supported(source: Source) -> None:
-    """What a family is made of must be there, and no family for it yet."""
+    """Raises where a part that a family needs is absent or unknown, or a family has the pipeline already."""
     for family in model_cards():
         if source.name in family.pipeline_classes:
             raise InvalidValueError(
@@ -166,7 +175,7 @@ def check_unclaimed(source: Source, model_id: str) -> None:
             )
 
 
-def _of_class(name: str) -> Source:
+def _read_class(name: str) -> Source:
     with quiet():
         import diffusers
 
@@ -177,12 +186,14 @@ def _of_class(name: str) -> Source:
             "or a model directory",
             field="model",
         )
-    return Source(pipeline, _annotated(pipeline), {})
+    return Source(pipeline, _annotated_parts(pipeline), {})
 
 
-def _annotated(pipeline: type) -> dict[str, type]:
-    """Of several classes that a part may have, the first is the one that diffusers tells of first."""
+def _annotated_parts(pipeline: type) -> dict[str, type]:
+    """The classes of the parts by annotations; of several for one part, the first."""
     with quiet():
+        from diffusers import DPMSolverMultistepScheduler
+
         hints = typing.get_type_hints(pipeline.__init__)  # type: ignore[misc]
     optional = set(getattr(pipeline, "_optional_components", ()))
     found: dict[str, type] = {}
@@ -192,51 +203,39 @@ def _annotated(pipeline: type) -> dict[str, type]:
             hint = next((each for each in typing.get_args(hint) if each is not type(None)), None)
         is_part = isinstance(hint, type) and hint.__module__.split(".")[0] in ("diffusers", "transformers")
         # Optional to diffusers, since embeddings may be given, or the second of two transformers alone.
-        read = name.startswith(("text_encoder", "tokenizer")) or name == "transformer"
+        is_read = name.startswith(("text_encoder", "tokenizer")) or name == "transformer"
         if name == "scheduler" and not hasattr(hint, "step"):
-            hint = _any_scheduler()
-        if is_part and (read or name not in optional):
+            hint = DPMSolverMultistepScheduler  # of many that it may be, what most models are published with
+        if is_part and (is_read or name not in optional):
             found[name] = typing.cast(type, hint)
     return found
 
 
-def _any_scheduler() -> type:
-    """For pipelines that take many and name none: the solver that most of their models are published with."""
-    from diffusers import DPMSolverMultistepScheduler
-
-    return DPMSolverMultistepScheduler
-
-
-def _of_directory(path: Path) -> Source:
+def _read_directory(path: Path) -> Source:
     index = read_object(path / "model_index.json")
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise InvalidValueError(f"{path / 'model_index.json'} does not say _class_name; give a model of diffusers")
-    source = _of_class(name)
-    folders = _folders(path / "model_index.json", index, source.parts)
+    source = _read_class(name)
+    folders = _indexed_classes(path / "model_index.json", index, source.parts)
     configs: dict[str, Mapping[str, Any]] = {}
     for part in folders:
         for file in ("config.json", "scheduler_config.json"):
             if (path / part / file).is_file():
                 content = read_object(path / part / file)
                 configs[part] = {key: value for key, value in content.items() if not key.startswith("_")}
+    parts = dict(source.parts)
     with quiet():
-        import diffusers
-        import transformers
-
-        libraries = {"diffusers": diffusers, "transformers": transformers}
-        classes = {
-            part: getattr(libraries[library], cls)
-            for part, (library, cls) in folders.items()
-            if library in libraries and hasattr(libraries[library], cls)
-        }
-    parts = {part: classes.get(part, cls) for part, cls in source.parts.items()}
-    said = str(index.get("_name_or_path", ""))
-    named = said if is_hub_id(said) else None
-    return dataclasses.replace(source, parts=parts, configs=configs, directory=path, named=named)
+        for part, (library, cls) in folders.items():
+            if library in ("diffusers", "transformers"):
+                parts[part] = getattr(importlib.import_module(library), cls, parts[part])
+    name = str(index.get("_name_or_path", ""))
+    return dataclasses.replace(
+        source, parts=parts, configs=configs, directory=path, hub_id=name if is_hub_id(name) else None
+    )
 
 
-def _folders(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict[str, tuple[str, str]]:
+def _indexed_classes(path: Path, index: Mapping[str, Any], parts: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Part -> library and class. A pair of nulls is a part that this model does without."""
     found = {}
     for part in parts:

@@ -19,20 +19,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from comfy_tpu.porting.scaffold.facts import Facts
 from comfy_tpu.porting.scaffold.new import Scaffold
 
 _GIB = 2**30
 
 
-def as_lines(scaffold: Scaffold) -> list[str]:
+def format_lines(scaffold: Scaffold) -> list[str]:
     facts = scaffold.facts
     lines = [f"{facts.title}: {facts.source.name}, {facts.model_id}", ""]
     lines += [f"  {check.target.name}: {check.verdict}: {check.why}" for check in scaffold.checks]
     lines += ["", "How the pipeline calls its parts, by two runs of a small one:"]
-    lines += [f"  {name:<12} {text}" for name, text in learned(scaffold).items()]
+    lines += [f"  {name:<12} {text}" for name, text in _describe_calls(facts).items()]
     lines += ["", "Lists of blocks that run as one scanned layer:"]
     lines += [f"  {stack.path}, carrying {', '.join(stack.carry)}" for stack in facts.proposal.stacks] or ["  none"]
-    lines += [f"  not {text}" for text in facts.proposal.left_out]
+    lines += [f"  not {text}" for text in facts.proposal.unstacked]
     lines += ["", "Sharding rules, with what each divides at the published size in bfloat16:"]
     width = max(len(str(rule)) for rule in facts.proposal.rules)
     for rule in facts.proposal.rules:
@@ -40,28 +41,27 @@ def as_lines(scaffold: Scaffold) -> list[str]:
     split = sum(facts.proposal.nbytes[rule.pattern] for rule in facts.proposal.rules if rule.kind != "replicate")
     total = sum(facts.proposal.nbytes.values())
     lines.append(f"  {split / _GIB:.2f} of {total / _GIB:.2f} GiB lie in pieces.")
-    if facts.learned.unexplained:
+    if facts.calls.unexplained:
         lines += ["", "What nothing explained, and the family's file does not do:"]
-        lines += [f"  {sentence}" for sentence in facts.learned.unexplained]
+        lines += [f"  {sentence}" for sentence in facts.calls.unexplained]
     return lines
 
 
-def learned(scaffold: Scaffold) -> dict[str, str]:
-    found = scaffold.facts.learned
-    scheduler = found.scheduler or f"{scaffold.facts.source.parts['scheduler'].__name__} with its own timesteps"
-    frames = "" if found.makes_images else f", {found.temporal_scale} frames"
+def _describe_calls(facts: Facts) -> dict[str, str]:
+    calls = facts.calls
+    frames = "" if calls.makes_images else f", {calls.temporal_scale} frames"
     return {
-        "prompt": found.clean,
-        **{each.name: f"{each.encoder}: {each.reading.written}" for each in found.embeddings},
-        **{f"{name}=": text for name, text in found.arguments.items()},
-        "velocity": found.answer,
-        "scheduler": scheduler,
-        "latents": f"{found.layout.name}, {found.spatial_scale} pixels a side{frames}",
-        "VAE": f"{found.vae_layout.there}, mean and deviation {found.statistics}",
+        "prompt": calls.prompt_cleanup,
+        **{each.name: f"{each.encoder}: {each.output.expression}" for each in calls.embeddings},
+        **{f"{name}=": text for name, text in calls.arguments.items()},
+        "velocity": calls.velocity,
+        "scheduler": calls.scheduler or f"{facts.source.parts['scheduler'].__name__} with its own timesteps",
+        "latents": f"{calls.layout.name}, {calls.spatial_scale} pixels a side{frames}",
+        "VAE": f"{calls.vae_layout.expression}, mean and deviation {calls.latent_statistics}",
     }
 
 
-def as_document(scaffold: Scaffold) -> dict[str, Any]:
+def make_document(scaffold: Scaffold) -> dict[str, Any]:
     facts = scaffold.facts
     return {
         "schema": 1,
@@ -77,8 +77,8 @@ def as_document(scaffold: Scaffold) -> dict[str, Any]:
             {"kind": rule.kind, "pattern": rule.pattern, "bytes": facts.proposal.nbytes[rule.pattern]}
             for rule in facts.proposal.rules
         ],
-        "learned": learned(scaffold),
-        "unexplained": list(facts.learned.unexplained),
+        "learned": _describe_calls(facts),
+        "unexplained": list(facts.calls.unexplained),
         "directory": str(scaffold.destination.root),
         "package": facts.package,
         "files": list(scaffold.files),

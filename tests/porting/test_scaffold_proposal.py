@@ -10,7 +10,7 @@ from torch import nn
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.parallel.rules import Rule, covers
 from comfy_tpu.porting.scaffold.pipelines import find_source
-from comfy_tpu.porting.scaffold.proposing import Proposal, merged, propose
+from comfy_tpu.porting.scaffold.proposal import Proposal, merge_patterns, propose_sharding
 
 WIDTH, HEADS, TEXT, VIDEO = 256, 4, 5, 12
 
@@ -63,13 +63,13 @@ def proposal() -> Proposal:
     source = find_source("PixArtSigmaPipeline")
     source = type(source)(source.pipeline, {**source.parts, "transformer": Model}, {})
     model = Model(num_layers=2)
-    given = (torch.randn(1, VIDEO, WIDTH), torch.randn(1, TEXT, WIDTH), torch.randn(1, WIDTH))
-    return propose(source, model, lambda: model(*given))
+    x, text, temb = torch.randn(1, VIDEO, WIDTH), torch.randn(1, TEXT, WIDTH), torch.randn(1, WIDTH)
+    return propose_sharding(source, model, {"x": x, "text": text, "temb": temb})
 
 
 def test_blocks_are_stacked_with_what_they_carry_in_its_order(proposal: Proposal) -> None:
     assert proposal.stacks == (LayerStack("blocks", carry=("encoder_hidden_states", "hidden_states")),)
-    assert proposal.left_out == ("others: what a block answers is not what the next one is given",)
+    assert proposal.unstacked == ("others: what a block answers is not what the next one is given",)
     assert proposal.heads == "num_attention_heads"
 
 
@@ -113,7 +113,7 @@ def test_patterns_are_merged_only_where_they_mean_the_same() -> None:
         "norm.weight": "replicate",
         "norm.bias": "replicate",
     }
-    rules = merged(kinds)
+    rules = merge_patterns(kinds)
     assert Rule("replicate", "norm.*") in rules
     assert Rule("gather", "out.weight") in rules
     for name, wanted in kinds.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import string
 import subprocess
@@ -13,9 +14,8 @@ from pathlib import Path
 from comfy_tpu.errors import UnsupportedError
 
 MARK = "Written by `comfy-tpu port new`"
-"""In the first lines of a family's files."""
+"""A text in the first lines of a family's files."""
 _DIRECTORY = Path(__file__).parent / "templates"
-_WIDTH = 120
 
 
 def render(template: str, /, **values: object) -> str:
@@ -50,16 +50,8 @@ def drop_unused_imports(text: str) -> str:
         if len(kept) < len(node.names):
             node.names = kept
             assert node.end_lineno is not None
-            lines[node.lineno - 1 : node.end_lineno] = [_import_statement(node)] if kept else []
+            lines[node.lineno - 1 : node.end_lineno] = [ast.unparse(node)] if kept else []
     return "\n".join(lines) + "\n"
-
-
-def _import_statement(node: ast.Import | ast.ImportFrom) -> str:
-    line = ast.unparse(node)
-    if len(line) <= _WIDTH:
-        return line
-    head, _, names = line.partition(" import ")
-    return "\n".join((f"{head} import (", *(f"    {name}," for name in names.split(", ")), ")"))
 
 
 def format_module(text: str) -> str:
@@ -68,25 +60,11 @@ def format_module(text: str) -> str:
     if ruff is None:
         return text
     # --isolated: the result does not depend on the directory in which the command is run.
+    options = ("--quiet", "--isolated", "--line-length", "120")
     first_party = 'lint.isort.known-first-party=["comfy_tpu", "comfy_tpu_*"]'
-    for command in (
-        [
-            "check",
-            "--quiet",
-            "--isolated",
-            "--select",
-            "I",
-            "--fix",
-            "--line-length",
-            str(_WIDTH),
-            "--config",
-            first_party,
-            "-",
-        ],
-        ["format", "--quiet", "--isolated", "--line-length", str(_WIDTH), "-"],
-    ):
+    for command in (("check", "--select", "I", "--fix", "--config", first_party), ("format",)):
         done = subprocess.run(
-            [ruff, *command], input=text, capture_output=True, text=True, check=False, encoding="utf-8"
+            [ruff, *command, *options, "-"], input=text, capture_output=True, check=False, encoding="utf-8"
         )
         if done.returncode:
             raise UnsupportedError(f"what would be written is no Python that ruff can read: {done.stderr}")
@@ -95,7 +73,6 @@ def format_module(text: str) -> str:
 
 
 def _find_ruff() -> str | None:
-    for place in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
-        if (place / "ruff").exists():
-            return str(place / "ruff")
-    return shutil.which("ruff")
+    """Beside this Python, or on the path."""
+    places = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))
+    return shutil.which("ruff", path=os.pathsep.join(places))
