@@ -14,7 +14,10 @@ import pytest
 from platformdirs import user_cache_path
 
 MAPPINGS = 20_000
-LONG = ("families", "test_architecture.py", "pipeline", "nnx", "cli", "porting", "parity", "test_packaging.py")
+LONG = (
+    *("test_architecture.py", "families", "pipeline", "nnx", "cli", "porting", "parity", "compiler", "bench"),
+    *("test_python_guide.py", "test_facade.py", "test_packaging.py"),
+)
 """In the order in which they are begun, before all others: a long file at the end leaves the other worker idle."""
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -51,13 +54,13 @@ def _few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Linux gives a process 65,530 mappings. XLA's programs for CPUs have dozens each, and it dies when there are no
     more: a worker of the whole suite came to it. Well before, all that no test needs any more are dropped."""
     yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()  # pipelines that the tests of a module share
     if _mappings() < MAPPINGS:
         return
     import jax
 
-    for value in vars(request.module).values():
-        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
-            value.cache_clear()  # pipelines that the tests of a module share
     gc.collect()
     jax.clear_caches()
 

@@ -13,6 +13,9 @@ from tools.aten_operators.usage import SMALL, check_small_models, find_compared,
 ROOT = Path(__file__).parents[2]
 STALE = "docs/aten-operators.md is stale; run `make aten-operators`"
 
+CHEAP = ("Flux.2", "LTX-Video")
+"""Families that are traced by default; between them they have blocks of one and of two streams, and a causal VAE."""
+
 pinned = only_with_the_pinned(versions())
 
 
@@ -38,7 +41,9 @@ def test_compared_operators_are_those_of_the_parity_tests() -> None:
 
 
 @pinned
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in SMALL]
+)
 def test_used_operators_are_those_that_a_family_is_traced_to(family: str) -> None:
     assert columns()[1][family] == find_used(family), STALE
 

@@ -237,7 +237,14 @@ def test_the_template_is_that_of_diffusers() -> None:
     assert reference.tokenizer_2_max_length == hunyuan_text.GLYPH_TOKENS
 
 
-@pytest.mark.parametrize(("mesh", "sides"), [("single", (3, 5)), ("dp=2,sp=4", (3, 13)), ("dp=2,tp=4", (2, 3))])
+@pytest.mark.parametrize(
+    ("mesh", "sides"),
+    [
+        pytest.param("single", (3, 5), marks=pytest.mark.slow),
+        ("dp=2,sp=4", (3, 13)),
+        pytest.param("dp=2,tp=4", (2, 3), marks=pytest.mark.slow),
+    ],
+)
 def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str, sides: tuple[int, int]) -> None:
     """Also where the columns do not divide, as 53 at 480P, and where there are fewer than devices."""
     model, latents = small_hunyuan.vae(), random(1, 4, 4, *sides)

@@ -50,7 +50,10 @@ def test_the_video_shows_what_was_asked_for(prompt: str, wanted: Attributes) -> 
     assert seen.agrees(wanted) == dict.fromkeys(seen.agrees(wanted), True)
 
 
-@pytest.mark.parametrize(("prompt", "wanted"), FIXED[:2], ids=[prompt for prompt, _ in FIXED[:2]])
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [pytest.param(*FIXED[0], id=FIXED[0][0]), pytest.param(*FIXED[1], id=FIXED[1][0], marks=pytest.mark.slow)],
+)
 def test_seven_of_twenty_steps_may_be_reused(prompt: str, wanted: Attributes) -> None:
     pipeline = opened()
     assert len(pipeline.plan(pipeline.settings(reuse=0.12)).reused) == 7
