@@ -8,7 +8,7 @@ With --json, one object. Its keys stay; new ones may be added:
     versions        installed version, or null, by distribution name
     devices         platform ("tpu", "gpu", "cpu", or null), devices (id, kind, memory_bytes), requested
                     (JAX_PLATFORMS), messages, error, tracing (why torch code cannot be traced, or null), demo_models
-                    (why each cannot be opened, or null)
+                    (why each cannot be opened, or null), holders (pid, command and user of processes that hold the TPU)
     torch_extensions  for torchvision and torchaudio: version (or null), error (why torch and it do not import
                     together, or null)
     hardware        tpu, tpu_variable, nvidia, nvidia_driver: what the system shows, whether or not JAX can use it

@@ -68,7 +68,10 @@ def _run(argv: Sequence[str]) -> int:
                 names = arguments.names
                 if arguments.runs_models:
                     _check_address_space()
-                with warning_lines(lambda text, field: rename_field(text, field, flag_of(field, names))):
+                with warning_lines(
+                    lambda text, field: rename_field(text, field, flag_of(field, names)),
+                    verbose=getattr(arguments, "verbose", False),
+                ):
                     status: int = arguments.run(arguments)
             except SystemExit:  # of --help, which has printed it
                 sys.stdout.flush()

@@ -181,6 +181,10 @@ def _describe(devices: Devices) -> str:
 
 
 def _tpu_holder(devices: Devices) -> Finding | None:
+    if devices.holders and (devices.requested is None or "tpu" in devices.requested.split(",")):
+        pids = " ".join(str(holder.pid) for holder in devices.holders)
+        held = " and ".join(map(str, devices.holders))
+        return Finding("devices", "blocked", f"the TPU is held by {held}", f"end that process: kill {pids}")
     for message in (*devices.messages, devices.error or ""):
         if match := re.search(r"already in use by (?:a )?process with pid (\d+)", message):
             pid = match[1]

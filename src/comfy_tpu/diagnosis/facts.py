@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import comfy_tpu
+from comfy_tpu.parallel.tpu_holders import TpuHolder, find_holders, find_tpu
 
 # A single TPU host starts in about 10 s. One host of a pod waits for the others without end.
 DEVICE_TIMEOUT_S = 120.0
@@ -56,6 +57,8 @@ class Devices:
     """Why torch code cannot be traced with these versions; None where it can."""
     demo_models: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Why each demo model cannot be opened, None where it can; empty where that could not be tried."""
+    holders: tuple[TpuHolder, ...] = ()
+    """Where JAX did not get a TPU: the processes that hold it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +126,14 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Devices(None, requested=requested, error=f"JAX was still starting after {timeout_s:.0f} s")
+        error = f"JAX was still starting after {timeout_s:.0f} s"
+        return Devices(None, requested=requested, error=error, holders=find_holders())
     if done.returncode != 0 or not done.stdout.strip():
         said = done.stderr.strip().splitlines()
         error = f"JAX {_ending(done.returncode)}: {said[-1] if said else 'it said nothing'}"
-        return Devices(None, requested=requested, error=error)
+        return Devices(None, requested=requested, error=error, holders=find_holders(message=error))
     answer = json.loads(done.stdout.splitlines()[-1])
+    said = " ".join((*answer["messages"], answer["error"] or ""))
     return Devices(
         platform=answer["platform"],
         devices=tuple(Device(**device) for device in answer["devices"]),
@@ -137,6 +142,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         error=answer["error"],
         tracing=answer["tracing"],
         demo_models=answer["demo_models"],
+        holders=() if answer["platform"] == "tpu" else find_holders(message=said),
     )
 
 
@@ -164,7 +170,7 @@ def hardware(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) ->
     driver_file = root / "proc/driver/nvidia/version"
     driver = re.search(r"Kernel Module.*?\s(\d+)\.\d", driver_file.read_text()) if driver_file.exists() else None
     return Hardware(
-        tpu=_tpu_device(root),
+        tpu=find_tpu(root),
         tpu_variable=_tpu_variable(environ),
         nvidia=_nvidia_device(root),
         nvidia_driver=int(driver[1]) if driver else None,
@@ -224,18 +230,6 @@ def _ending(returncode: int) -> str:
     if returncode < 0:
         return f"was ended by {signal.Signals(-returncode).name} while starting"
     return f"exited with status {returncode} while starting"
-
-
-def _tpu_device(root: Path) -> str | None:
-    for device in sorted((root / "dev").glob("accel[0-9]*")):
-        return f"/dev/{device.name}"
-    # Newer TPU machines bind the chips to vfio, where their device files look like anybody's. Google's other PCI
-    # functions in a virtual machine are its network card (class 02) and its disks (class 01).
-    for vendor in sorted((root / "sys/bus/pci/devices").glob("*/vendor")):
-        kind = (vendor.parent / "class").read_text().strip()
-        if vendor.read_text().strip() == "0x1ae0" and not kind.startswith(("0x01", "0x02")):
-            return f"PCI {vendor.parent.name}"
-    return None
 
 
 def _tpu_variable(environ: Mapping[str, str]) -> str | None:
