@@ -1,5 +1,6 @@
 """The real command with the demo model, in processes of its own."""
 
+import gzip
 import json
 import os
 import signal
@@ -31,8 +32,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
-def generate(output: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def generate(output: Path, *flags: str) -> tuple[dict[str, Any], dict[str, int], str]:
     words = ["generate", "a red circle moving left", "--steps", "2", "--mesh", "single", "--json", "-o", str(output)]
+    words += flags
     done = subprocess.run(
         [sys.executable, "-c", COUNTING, *words],
         env=environment(),
@@ -41,21 +43,42 @@ def generate(output: Path) -> tuple[dict[str, Any], dict[str, int]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), json.loads(done.stderr.splitlines()[-1])
+    return json.loads(done.stdout), json.loads(done.stderr.splitlines()[-1]), done.stderr
 
 
 def test_a_second_process_compiles_nothing_and_makes_the_same_video(tmp_path: Path) -> None:
     """In the cache that all tests share: whether the first one compiles depends on what ran before."""
-    report, first = generate(tmp_path / "a.npy")
+    report, first, _ = generate(tmp_path / "a.npy")
     assert first["requested"] > 0
     assert report["outputs"] == [str(tmp_path / "a.npy")]
-    again, second = generate(tmp_path / "b.npy")
+    flags = ("--verbose", "--profile", str(tmp_path / "traces"), "--dump", str(tmp_path / "programs"))
+    again, second, said = generate(tmp_path / "b.npy", *flags)
     assert second == {"requested": first["requested"], "compiled": 0}
     assert all(program["from_cache"] for program in again["programs"])
     assert again["programs"]
     one, other = (np.load(tmp_path / name) for name in ("a.npy", "b.npy"))
     assert one.shape == (17, 64, 64, 3)
     assert (one == other).all()
+    check_debugging(tmp_path, again, said)
+
+
+def check_debugging(tmp_path: Path, report: dict[str, Any], said: str) -> None:
+    """Of a run whose programs all came from the cache."""
+    (trace,) = tmp_path.glob("traces/plugins/profile/*/perfetto_trace.json.gz")
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert names.count("denoising step") == 2
+    assert names.count("decode latent frame") == 5
+    assert {"load transformer", "compile transformer.denoise_step", "encode prompt with text_encoder"} <= set(names)
+    texts = sorted(path.name for path in (tmp_path / "programs").iterdir())
+    assert len(texts) == 3 * len(report["programs"])
+    assert {name.partition("-")[0] for name in texts} == {
+        program["what"].partition(" at ")[0] for program in report["programs"]
+    }
+    assert {name.split(".", 2)[2] for name in texts if "denoise_step-64x64x17-" in name} == {
+        name.split(".", 2)[2] for name in texts if name.startswith("transformer.denoise_step")
+    }
+    for component in ("text_encoder", "transformer", "vae"):
+        assert f"comfy-tpu: demo {component} is loaded; mesh dp=1,sp=1,tp=1: " in said
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,9 @@ def test_a_tpu_that_does_not_start_for_another_reason(machine, only_cpu, monkeyp
 
     monkeypatch.setattr(jax, "devices", devices)
     machine.add_device("accel0")
-    message = r"has a TPU \(/dev/accel0\), but jax could not start it \(tpu: libtpu is not installed.*`comfy-tpu doctor`"
+    message = (
+        r"has a TPU \(/dev/accel0\), but jax could not start it \(tpu: libtpu is not installed.*`comfy-tpu doctor`"
+    )
     with pytest.raises(MeshError, match=message):
         find_devices(root=machine.root)
 

@@ -1,8 +1,9 @@
 """comfy-tpu port: what stands between a PyTorch model and a TPU.
 
 `check` exits with 0 if the model will run (with --static: if nothing was found that stops it) and with 1 if it will
-not, or could not be tried. `ops` exits with 1 if an operator is missing, or the list is not whole. The keys of
---json are described in src/comfy_tpu/porting/report.py. `new` is in port_new.py.
+not, or could not be tried. `ops` exits with 1 if an operator is missing, or the list is not whole, `bisect` if a
+module differs from PyTorch. The keys of --json are described in src/comfy_tpu/porting/report.py, those of `bisect` in
+bisect.py beside it. `new` is in port_new.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from comfy_tpu.cli import port_new
 from comfy_tpu.cli.findings import printable
+from comfy_tpu.cli.options import number, path
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.json_input import parse_json
 
@@ -45,7 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     port_new.add_arguments(new)
     new.set_defaults(port=port_new.run)
-    for command in (check, ops):
+    bisect = commands.add_parser(
+        "bisect",
+        help="find the module whose compiled program differs from PyTorch",
+        description="Runs a small model in PyTorch, then traces and compiles each of its modules on the same inputs, "
+        "and opens the first that differs. This imports and runs the model's code.",
+    )
+    bisect.add_argument(
+        "--checkpoint",
+        type=path("--checkpoint"),
+        metavar="DIR",
+        help="the model of a directory with config.json and safetensors files, with its weights",
+    )
+    bisect.add_argument("--dtype", default="float32", help="float32 or bfloat16 (float32)")
+    bisect.add_argument("--tolerance", type=number(float), metavar="X", help="relative error (0.001; in bfloat16 0.03)")
+    bisect.set_defaults(port=_bisect)
+    for command in (check, ops, bisect):
         command.add_argument(
             "target", metavar="TARGET", help="a class of diffusers, a model directory, model.py[:Class] or module:Class"
         )
@@ -93,6 +110,25 @@ def _ops(arguments: argparse.Namespace) -> int:
     else:
         print(_printable(operators_as_text(found, ends)))
     return 1 if ends or any(each.by == "missing" for each in found) else 0
+
+
+def _bisect(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.porting.bisect import as_json, as_text, bisect
+    from comfy_tpu.porting.targets import find_targets
+
+    given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
+    chosen = {name: getattr(arguments, name) for name in ("checkpoint", "dtype", "tolerance")}
+    targets = find_targets(arguments.target)
+    if arguments.checkpoint is not None and len(targets) > 1:
+        names = ", ".join(target.name for target in targets)
+        raise InvalidValueError(
+            f"checkpoint={arguments.checkpoint} is one model's, and TARGET has several ({names}); give one of them",
+            field="checkpoint",
+        )
+    with _models_print_to_stderr():
+        found = [bisect(target, **given, **chosen) for target in targets]
+    print(as_json(found) if arguments.json else _printable(as_text(found)))
+    return 1 if any(each.culprit for each in found) else 0
 
 
 def _models_print_to_stderr() -> AbstractContextManager[object]:
