@@ -33,7 +33,9 @@ def test_a_workflow_its_results_and_its_errors(
     workflow.write_text(json.dumps(three_nodes(model="no such model")))
     assert run(server, workflow, output) == 1
     assert "ComfyUI refuses the workflow: node " in capsys.readouterr().err
-    workflow.write_text(json.dumps(three_nodes(frames=18)))
+    crossed = three_nodes(seed=78)
+    crossed[SAMPLER]["inputs"]["model_id"] = "demo-image"
+    workflow.write_text(json.dumps(crossed))
     assert run(server, workflow, output) == 1
     assert f"node {SAMPLER} (Wan21TPUSampler) failed: " in capsys.readouterr().err
     assert len(list(output.iterdir())) == 17

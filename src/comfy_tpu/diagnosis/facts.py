@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import comfy_tpu
 from comfy_tpu.parallel.tpu_holders import TpuHolder, find_holders, find_tpu
@@ -20,6 +21,7 @@ from comfy_tpu.parallel.tpu_holders import TpuHolder, find_holders, find_tpu
 # A single TPU host starts in about 10 s. One host of a pod waits for the others without end.
 DEVICE_TIMEOUT_S = 120.0
 IMPORT_TIMEOUT_S = 120.0
+MODEL_TIMEOUT_S = 300.0
 
 # Reported beside the required packages: they decide whether the required ones work.
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -84,6 +86,35 @@ class Hardware:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelComponent:
+    name: str
+    bytes_on_disk: int | None
+    """Of its weights; None where the model is not on this machine."""
+    sharding: Mapping[str, Any] | None
+    """As `ShardingReport.as_dict` has it; None where the devices did not start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """A model on the devices of this machine, without its weights."""
+
+    name: str
+    family: str | None
+    directory: str | None
+    error: str | None
+    """Why it was not recognised."""
+    incomplete: str | None
+    """What its files lack."""
+    size: str | None
+    """Width x height x frames of its default request."""
+    mesh: str | None
+    components: tuple[ModelComponent, ...] = ()
+    needed_bytes: int | None = None
+    """Of one device: on a TPU for a step at that size, elsewhere for the weights of the largest component."""
+    usable_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class HostMemory:
     total_bytes: int
     available_bytes: int | None
@@ -117,11 +148,9 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
     """Start JAX in a process of its own: there it can crash, wait for ever, or hold the accelerator without harm."""
-    environment = dict(os.environ)
+    environment = _environment()
     requested = environment.get("JAX_PLATFORMS") or None
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # or the probe takes 75% of a GPU that is in use
-    source = str(Path(comfy_tpu.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), source]))
     command = [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.device_probe"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -130,7 +159,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         return Devices(None, requested=requested, error=error, holders=find_holders())
     if done.returncode != 0 or not done.stdout.strip():
         said = done.stderr.strip().splitlines()
-        error = f"JAX {_ending(done.returncode)}: {said[-1] if said else 'it said nothing'}"
+        error = f"JAX {_ending(done.returncode)} while starting: {said[-1] if said else 'it said nothing'}"
         return Devices(None, requested=requested, error=error, holders=find_holders(message=error))
     answer = json.loads(done.stdout.splitlines()[-1])
     said = " ".join((*answer["messages"], answer["error"] or ""))
@@ -144,6 +173,50 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         demo_models=answer["demo_models"],
         holders=() if answer["platform"] == "tpu" else find_holders(message=said),
     )
+
+
+def model(name: str, found: Devices, memory: HostMemory | None) -> ModelFacts:
+    """In a process of its own, which starts the CPU only: libraries may fail in any way while a model is built."""
+    count = len(found.devices)
+    memory_bytes = found.devices[0].memory_bytes if count else None
+    if memory_bytes is None and memory is not None and count:
+        memory_bytes = memory.total_bytes // count  # virtual devices share the machine's memory
+    asked = {
+        "model": name,
+        "platform": found.platform,
+        "kind": found.devices[0].kind if count else "",
+        "device_count": count,
+        "memory_bytes": memory_bytes,
+    }
+    command = [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.model_probe"]
+    done = subprocess.run(
+        command,
+        env={**_environment(), "JAX_PLATFORMS": "cpu"},
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=MODEL_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0 or not done.stdout.strip():
+        said = done.stderr.strip().splitlines()
+        error = f"the process that looked at it {_ending(done.returncode)}: {said[-1] if said else 'it said nothing'}"
+        return ModelFacts(name, None, None, error, None, None, None)
+    return parse_model(json.loads(done.stdout.splitlines()[-1]))
+
+
+def parse_model(answer: Mapping[str, Any]) -> ModelFacts:
+    """From what the probe prints."""
+    components = tuple(ModelComponent(**component) for component in answer["components"])
+    return ModelFacts(**{**answer, "components": components})
+
+
+def _environment() -> dict[str, str]:
+    """Of a process that imports this package."""
+    environment = dict(os.environ)
+    source = str(Path(comfy_tpu.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), source]))
+    return environment
 
 
 def torch_extensions() -> dict[str, TorchExtension]:
@@ -228,8 +301,8 @@ def _version(name: str) -> str | None:
 
 def _ending(returncode: int) -> str:
     if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name} while starting"
-    return f"exited with status {returncode} while starting"
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"exited with status {returncode}"
 
 
 def _tpu_variable(environ: Mapping[str, str]) -> str | None:

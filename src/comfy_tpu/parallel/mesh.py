@@ -134,7 +134,12 @@ def _notice_cpu(count: int, reasons: str) -> None:
 
 def chip_name(device: jax.Device) -> str:
     """The name a device has in the tuning tables, else what its driver calls it, in lower case."""
-    kind = device.device_kind.lower()
+    return find_chip(device.device_kind)
+
+
+def find_chip(kind: str) -> str:
+    """The same from what a driver calls the device."""
+    kind = kind.lower()
     for prefix, chip in _CHIPS:
         if kind == prefix or kind.startswith(prefix + " "):
             return chip

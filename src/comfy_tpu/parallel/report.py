@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
-
-from jax.sharding import PartitionSpec
+from typing import TYPE_CHECKING, Any, Protocol
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import listed
+
+if TYPE_CHECKING:  # the doctor reads reports also where jax is broken
+    from jax.sharding import PartitionSpec
 
 _GROUPS = {
     "sharded": "split while computing",
