@@ -1,5 +1,7 @@
 """Parts of a run on small models of two families, in this process: everybody computes the same."""
 
+import types
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ from comfy_tpu.bench.models import find_bench_model
 from comfy_tpu.bench.modules import in_float32, random_module
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.weights import adopt
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.parallel.mesh import make_placement
 
 CPU = torch.device("cpu")
@@ -127,3 +132,14 @@ def test_a_preferred_attention_leaves_torch_as_it_was():
     with prefer_attention(""):
         pass
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
+
+
+@pytest.mark.parametrize(("chip", "is_known"), [("v6e", True), ("nvidia h100", False)])
+def test_a_step_on_a_tpu_has_the_plans_estimate_beside_it(chip, is_known):
+    model = find_bench_model("small:flux")
+    work = model.workload(model.forward_settings(model.default_sizes[0], 2))
+    placement = types.SimpleNamespace(chip=chip, sizes=MeshSizes(dp=2, sp=4))
+    facts = transformer.expectation(types.SimpleNamespace(placement=placement, model=model), work)
+    assert facts["classes"] == ["FluxTransformer2DModel"]
+    expected = estimate(work, MeshSizes(dp=2, sp=4), parse_slice("v6e-8")).step_seconds
+    assert facts.get("expected_s") == (expected if is_known else None)

@@ -6,6 +6,7 @@ import os
 import jax
 import pytest
 
+from comfy_tpu.comfy.held_tpu import warn_of_held_tpu
 from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel import mesh as mesh_module
 from comfy_tpu.parallel.mesh import find_devices
@@ -181,6 +182,20 @@ def test_a_machine_without_a_tpu_falls_back_with_a_notice(machine, only_cpu, mon
         assert find_devices(root=machine.root) == ["a cpu"]
     mesh_module._notice_cpu.cache_clear()
     assert "no TPU or GPU was found" in caplog.text
+
+
+@pytest.mark.parametrize(("requested", "lines"), [("", 1), ("tpu,cpu", 1), ("cpu", 0)])
+def test_a_server_says_at_its_start_who_holds_the_tpu(machine, monkeypatch, caplog, requested, lines):
+    monkeypatch.setenv("JAX_PLATFORMS", requested)
+    machine.add_process(4711, "/dev/vfio/3", uid=NO_USER)
+    warn_of_held_tpu(machine.root)  # this machine has no TPU
+    machine.add_device("accel0")
+    warn_of_held_tpu(machine.root)
+    said = (
+        f"the TPU (/dev/accel0) is held by process 4711 (python main.py --cpu, user {NO_USER}): the TPU nodes of this "
+        "server cannot run before that ends (kill 4711)"
+    )
+    assert caplog.messages == [said] * lines
 
 
 def test_this_machine_can_be_looked_at():

@@ -29,6 +29,9 @@ from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.config import GenerationSettings, Quantization
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
+from comfy_tpu.parallel.chips import slice_of
+from comfy_tpu.parallel.layouts import estimate
+from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, abstract_embeddings, latent_shape, split_prepared
 
@@ -78,8 +81,18 @@ def default_attention(bench: Bench) -> str:
 def forward_row(bench: Bench, part: str, size: str) -> Row:
     work = bench.model.workload(bench.forward_settings(size))
     linear, attention = operations(work)
-    facts = {"tokens": work.tokens, "attention_flops": attention, **mesh_facts(bench)}
+    facts = {"tokens": work.tokens, "attention_flops": attention, **mesh_facts(bench), **expectation(bench, work)}
     return Row(part, "forward", "", size=size, flops=linear + attention, facts=facts)
+
+
+def expectation(bench: Bench, work: Workload) -> dict[str, Any]:
+    """What `comfy-tpu port check --bench` compares: the classes of the transformer, and the seconds that the formulas
+    of `comfy-tpu plan` say for the same step; those only on a TPU, which they know."""
+    placement, classes = bench.placement, list(bench.model.family.transformer.classes)
+    slice_ = slice_of(placement.chip, placement.sizes.device_count)
+    if slice_ is None:
+        return {"classes": classes}
+    return {"classes": classes, "expected_s": estimate(work, placement.sizes, slice_).step_seconds}
 
 
 def mesh_facts(bench: Bench) -> dict[str, Any]:

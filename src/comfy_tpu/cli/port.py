@@ -13,14 +13,19 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli import port_new
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.cli.options import number, path
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.json_input import parse_json
+
+if TYPE_CHECKING:
+    from comfy_tpu.bench.results import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with PyTorch. The second part imports and runs the model's code; --static leaves it out.",
     )
     check.add_argument("--static", action="store_true", help="only read the source: nothing of it is imported or run")
+    check.add_argument(
+        "--bench",
+        type=path("--bench"),
+        metavar="FILE",
+        help="measured steps, from comfy-tpu bench --json: whether the model is as fast as the plan expects",
+    )
     check.set_defaults(port=_check)
     ops = commands.add_parser(
         "ops",
@@ -83,15 +94,47 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.bench.results import read_runs
     from comfy_tpu.porting.check import check
     from comfy_tpu.porting.report import as_json, as_text
     from comfy_tpu.porting.targets import find_targets
 
     given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
+    runs = [] if arguments.bench is None else read_runs(arguments.bench)
+    targets = find_targets(arguments.target)
     with _models_print_to_stderr():
-        checks = [check(target, static=arguments.static, **given) for target in find_targets(arguments.target)]
+        checks = [
+            check(target, static=arguments.static, **given, **_measured_speed(arguments.bench, runs, target.name))
+            for target in targets
+        ]
     print(as_json(checks) if arguments.json else _printable(as_text(checks)))
     return 1 if any(each.blocked for each in checks) else 0
+
+
+def _measured_speed(file: Path | None, runs: Sequence[Run], class_name: str) -> dict[str, Any]:
+    """The slowest step beside its estimate, of the last run that measured the class."""
+    from comfy_tpu.porting.checklists import Speed
+
+    if file is None:
+        return {}
+    measured = [
+        (run, row)
+        for run in runs
+        for row in run.find("transformer", what="forward")
+        if row.peer == "ours" and row.median_s and class_name in row.facts.get("classes", ())
+    ]
+    if not measured:
+        return {"no_speed": f"{file} has no step of {class_name}"}
+    last = measured[-1][0]
+    device = last.hardware.get("device")
+    speeds = [
+        Speed(row.median_s, row.facts["expected_s"], f"{row.size} on {device}, mesh {last.mesh}")
+        for run, row in measured
+        if run is last and row.median_s and row.facts.get("expected_s")
+    ]
+    if not speeds:
+        return {"no_speed": f"{file} has a step on {device}, of which the plan says nothing"}
+    return {"speed": max(speeds, key=lambda speed: speed.ratio)}
 
 
 def _ops(arguments: argparse.Namespace) -> int:

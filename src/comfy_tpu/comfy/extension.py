@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 from comfy_api.latest import ComfyExtension, io
 
 from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
 from comfy_tpu.comfy.family_nodes import make_nodes
+from comfy_tpu.comfy.held_tpu import warn_of_held_tpu
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
 from comfy_tpu.comfy.routes import add_routes
 from comfy_tpu.families.registry import family_cards, register_family
-from comfy_tpu.parallel.tpu_holders import ROOT, find_holders, find_tpu
 from comfy_tpu.terminal_text import SanitizeRecords
-
-logger = logging.getLogger(__name__)
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     *(node for card in family_cards() for nodes in card.node_sets for node in make_nodes(nodes)),
@@ -51,20 +47,6 @@ def sanitize_warnings() -> None:
     logger = logging.getLogger("comfy_tpu")
     if not any(isinstance(handler, SanitizeRecords) for handler in logger.handlers):
         logger.addHandler(SanitizeRecords())
-
-
-def warn_of_held_tpu(root: Path = ROOT) -> None:
-    """When the server starts: the first node that runs would fail. Starts no device."""
-    requested = os.environ.get("JAX_PLATFORMS")
-    if (requested and "tpu" not in requested.split(",")) or not (place := find_tpu(root)):
-        return
-    if holders := find_holders(root):
-        logger.warning(
-            "the TPU (%s) is held by %s: the TPU nodes of this server cannot run before that ends (kill %s)",
-            place,
-            " and ".join(map(str, holders)),
-            " ".join(str(holder.pid) for holder in holders),
-        )
 
 
 async def comfy_entrypoint() -> ComfyExtension:

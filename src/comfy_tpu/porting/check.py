@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.porting import checklists
-from comfy_tpu.porting.checklists import Item
+from comfy_tpu.porting.checklists import Item, Speed
 from comfy_tpu.porting.small_models import full_skeleton, make_small_model
 from comfy_tpu.porting.source import method
 from comfy_tpu.porting.structure import rules_for, uneven_blocks, unknown_weights
@@ -65,7 +65,10 @@ def check(
     static: bool = False,
     config: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    speed: Speed | None = None,
+    no_speed: str = "",
 ) -> Check:
+    """`speed` was measured with the model at full size; `no_speed` says why there is none."""
     findings = read_source(target)
     has_family = bool(rules_for(target.name))
     if static:
@@ -73,7 +76,8 @@ def check(
         verdict: Verdict = "will not run" if stopping else "may run"
         why = _counted(stopping) if stopping else "nothing was found that stops the trace"
         items = checklists.before(findings, None, has_family=has_family)
-        return Check(target, verdict, why, tuple(findings), tuple(items), tuple(checklists.after(None)))
+        later = checklists.after(None, speed=speed, no_speed=no_speed)
+        return Check(target, verdict, why, tuple(findings), tuple(items), tuple(later))
     threads = set(threading.enumerate())
     trial: Trial | None = None
     tried: Mapping[str, Any] | None = None
@@ -104,7 +108,7 @@ def check(
         why,
         tuple(findings),
         tuple(checklists.before(findings, trial, has_family=has_family)),
-        tuple(checklists.after(trial, left)),
+        tuple(checklists.after(trial, left, speed, no_speed)),
         trial,
         tried,
     )
