@@ -99,7 +99,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.report import as_json, as_text
     from comfy_tpu.porting.targets import find_targets
 
-    given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
+    given: dict[str, Any] = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
     runs = [] if arguments.bench is None else read_runs(arguments.bench)
     targets = find_targets(arguments.target)
     with _models_print_to_stderr():
@@ -159,7 +159,7 @@ def _bisect(arguments: argparse.Namespace) -> int:
     from comfy_tpu.porting.bisect import as_json, as_text, bisect
     from comfy_tpu.porting.targets import find_targets
 
-    given = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
+    given: dict[str, Any] = {"config": _object(arguments, "config"), "inputs": _object(arguments, "inputs")}
     chosen = {name: getattr(arguments, name) for name in ("checkpoint", "dtype", "tolerance")}
     targets = find_targets(arguments.target)
     if arguments.checkpoint is not None and len(targets) > 1:

@@ -95,7 +95,8 @@ class Client:
         entry = self._ask(f"/history/{urllib.parse.quote(prompt_id, safe='')}").get(prompt_id)
         if not isinstance(entry, dict):
             return None
-        status = entry.get("status") if isinstance(entry.get("status"), dict) else {}
+        given = entry.get("status")
+        status: dict[str, Any] = given if isinstance(given, dict) else {}
         for message in status.get("messages") or ():
             kind, details = message if isinstance(message, list) and len(message) == 2 else (None, None)
             if kind in ("execution_error", "execution_interrupted") and isinstance(details, dict):

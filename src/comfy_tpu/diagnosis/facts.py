@@ -162,7 +162,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         error = f"JAX {_ending(done.returncode)} while starting: {said[-1] if said else 'it said nothing'}"
         return Devices(None, requested=requested, error=error, holders=find_holders(message=error))
     answer = json.loads(done.stdout.splitlines()[-1])
-    said = " ".join((*answer["messages"], answer["error"] or ""))
+    message = " ".join((*answer["messages"], answer["error"] or ""))
     return Devices(
         platform=answer["platform"],
         devices=tuple(Device(**device) for device in answer["devices"]),
@@ -171,7 +171,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         error=answer["error"],
         tracing=answer["tracing"],
         demo_models=answer["demo_models"],
-        holders=() if answer["platform"] == "tpu" else find_holders(message=said),
+        holders=() if answer["platform"] == "tpu" else find_holders(message=message),
     )
 
 

@@ -150,12 +150,13 @@ def _descend(small: SmallModel, tolerance: float) -> tuple[int, list[ComparedCal
     path = [_compare(small, whole)]
     if path[0].failure:
         raise UnsupportedError(f"{path[0].failure}; see what `comfy-tpu port check` says of it")
-    compared, inside = 1, []
+    compared = 1
+    inside: list[_Call] = []
     current: _Call | None = whole
     while current is not None and _differs(path[-1], tolerance):
         _, inside = _record(small, None if current is whole else current)
-        opened, current = inside, None
-        for call in opened:
+        current = None
+        for call in inside:
             result = _compare(small, call)
             compared += 1
             if _differs(result, tolerance):
