@@ -167,6 +167,15 @@ def test_a_tpu_that_does_not_start_for_another_reason(machine, only_cpu, monkeyp
         find_devices(root=machine.root)
 
 
+def test_jax_that_starts_nothing_because_the_tpu_is_held(machine, monkeypatch):
+    def devices(platform):
+        raise RuntimeError(IN_USE)
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(MeshError, match=r"^the TPU cannot be used: it is held by process 4711; end that first"):
+        find_devices(root=machine.root)
+
+
 @pytest.mark.parametrize("requested", [["cpu"], ["cuda", "cpu"]])
 def test_whoever_asks_for_the_cpu_gets_it(machine, only_cpu, monkeypatch, requested):
     machine.add_device("accel0")

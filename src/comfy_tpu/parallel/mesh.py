@@ -95,6 +95,8 @@ def find_devices(platform: str = "auto", *, root: Path = ROOT) -> list[jax.Devic
             _check_fallback("; ".join(reasons), root)
             _notice_cpu(len(devices), "; ".join(reasons))
         return devices
+    if use := describe_use(root, "; ".join(reasons)):  # with JAX_PLATFORMS=tpu,cpu jax starts none without the first
+        raise MeshError(f"the TPU cannot be used: {use[0]}; {use[1]}")
     raise MeshError(f"jax could start none of {', '.join(PLATFORMS)} ({'; '.join(reasons)}); look at JAX_PLATFORMS")
 
 
