@@ -34,6 +34,7 @@ LAYERS = [
     "comfy",
     "cli",
     "bench",
+    "comfyui_api",
     "diagnosis",
     "installation",
     "planning",

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
+    ("docs/debugging.md", "docs/debugging.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),
     ("docs/porting.md", "docs/porting.zh-CN.md"),
     ("docs/torchax-vs-flax.md", "docs/torchax-vs-flax.zh-CN.md"),

@@ -117,6 +117,8 @@ class RuntimeConfig:
     cache: CacheConfig = CacheConfig()
     memory: ResidencyConfig | None = None
     """None: the models of this process share the devices' memory by the default rules."""
+    dump: Path | None = None
+    """A directory for the text of every program that is compiled or read from the cache."""
 
 
 LoraNoise = Literal["all", "high", "low"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import types
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from comfy_tpu.bench.models import find_bench_model
 from comfy_tpu.bench.random_modules import float32_copy, random_module
 from comfy_tpu.bench.results import Row
 from comfy_tpu.bench.timing import compile_module, prefer_attention
-from comfy_tpu.bench.transformer import Forward, measure_ceilings
+from comfy_tpu.bench.transformer import Forward, describe_expectation, measure_ceilings
 from comfy_tpu.bench.vae import VaeStream, vae_inputs
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.compiler.weights import alias_torch_tensor
+from comfy_tpu.config import MeshSizes
 from comfy_tpu.families.registry import family_cards
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.parallel.mesh import make_placement
 from tests.covering import covering
 
@@ -251,3 +255,14 @@ def test_versions_and_processor():
     assert {"torch", "jax", "diffusers", "python"} <= {name for name, version in facts["versions"].items() if version}
     assert facts["hardware"]["platform"] == "cpu"
     assert 1 <= facts["hardware"]["processor_cores"] <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(("chip", "is_known"), [("v6e", True), ("nvidia h100", False)])
+def test_a_step_on_a_tpu_has_the_plans_estimate_beside_it(chip, is_known):
+    model = find_bench_model("small:flux")
+    work = model.workload(model.settings(model.default_sizes[0]))
+    placement = types.SimpleNamespace(chip=chip, sizes=MeshSizes(dp=2, sp=4))
+    facts = describe_expectation(types.SimpleNamespace(placement=placement, model=model), work)
+    assert facts["classes"] == ["FluxTransformer2DModel"]
+    expected = estimate(work, MeshSizes(dp=2, sp=4), parse_slice("v6e-8")).step_seconds
+    assert facts.get("expected_s") == (expected if is_known else None)

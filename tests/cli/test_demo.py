@@ -1,11 +1,13 @@
 """The real command with the demo model, in processes of its own."""
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +38,9 @@ def test_a_second_process_compiles_nothing_and_makes_the_same_video(
     words = ["generate", "a red circle moving left", "--steps", "2", "--mesh", "single", "--json", "-o"]
     assert main([*words, str(tmp_path / "a.npy")]) == 0
     assert json.loads(capsys.readouterr().out)["outputs"] == [str(tmp_path / "a.npy")]
+    flags = ("--verbose", "--profile", str(tmp_path / "traces"), "--dump", str(tmp_path / "programs"))
     done = subprocess.run(
-        [sys.executable, "-c", COUNTING, *words, str(tmp_path / "b.npy")],
+        [sys.executable, "-c", COUNTING, *words, str(tmp_path / "b.npy"), *flags],
         env=environment(),
         capture_output=True,
         text=True,
@@ -47,12 +50,32 @@ def test_a_second_process_compiles_nothing_and_makes_the_same_video(
     count = json.loads(done.stderr.splitlines()[-1])
     assert count["requested"] > 0
     assert count["compiled"] == 0
-    programs = json.loads(done.stdout)["programs"]
-    assert programs
-    assert all(program["from_cache"] for program in programs)
+    report = json.loads(done.stdout)
+    assert report["programs"]
+    assert all(program["from_cache"] for program in report["programs"])
     one, other = (np.load(tmp_path / name) for name in ("a.npy", "b.npy"))
     assert one.shape == (17, 64, 64, 3)
     assert (one == other).all()
+    check_debugging(tmp_path, report, done.stderr)
+
+
+def check_debugging(tmp_path: Path, report: dict[str, Any], said: str) -> None:
+    """Of a run whose programs all came from the cache."""
+    (trace,) = tmp_path.glob("traces/plugins/profile/*/perfetto_trace.json.gz")
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert names.count("denoising step") == 2
+    assert names.count("decode latent frame") == 5
+    assert {"load transformer", "compile transformer.denoise_step", "encode prompt with text_encoder"} <= set(names)
+    texts = sorted(path.name for path in (tmp_path / "programs").iterdir())
+    assert len(texts) == 3 * len(report["programs"])
+    assert {name.partition("-")[0] for name in texts} == {
+        program["what"].partition(" at ")[0] for program in report["programs"]
+    }
+    assert {name.split(".", 2)[2] for name in texts if "denoise_step-64x64x17-" in name} == {
+        name.split(".", 2)[2] for name in texts if name.startswith("transformer.denoise_step")
+    }
+    for component in ("text_encoder", "transformer", "vae"):
+        assert f"comfy-tpu: demo {component} is loaded; mesh dp=1,sp=1,tp=1: " in said
 
 
 @pytest.mark.parametrize(

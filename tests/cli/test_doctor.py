@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.cli import doctor
+from comfy_tpu.cli.main import main
 from comfy_tpu.diagnosis import Probes, examination, examine, facts
 from comfy_tpu.diagnosis.repairs import TESTED_VERSIONS
+from comfy_tpu.parallel.tpu_holders import TpuHolder
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -119,6 +121,12 @@ BLOCKING = {
         machine(devices=facts.Devices(None, error=f"RuntimeError: {HELD}")),
         "devices",
         "the TPU is held by process 4711",
+        "end that process: kill 4711",
+    ),
+    "TPU held, and by whom is known": (
+        machine(devices=dataclasses.replace(CPU, holders=(TpuHolder(4711, "python main.py", "anna"),))),
+        "devices",
+        "the TPU is held by process 4711 (python main.py, user anna)",
         "end that process: kill 4711",
     ),
     "stale lock file": (
@@ -285,8 +293,8 @@ def test_problem(case, status, monkeypatch, capsys):
     others = {other.status for other in findings(probes).values() if other.name != name}
     assert others == {"ok"}
 
-    monkeypatch.setattr(doctor, "examine", lambda: examine(probes))
-    assert doctor.run(argparse.Namespace(json=False)) == (1 if status == "blocked" else 0)
+    monkeypatch.setattr(doctor, "examine", lambda model: examine(probes))
+    assert doctor.run(argparse.Namespace(json=False, model=None)) == (1 if status == "blocked" else 0)
     assert f"fix: {fix}" in capsys.readouterr().out
 
 
@@ -349,9 +357,9 @@ def test_verdict_counts():
 
 KEYS = {
     "": "schema blocked python versions devices torch_extensions hardware host_memory compile_cache model_cache "
-    "findings",
+    "findings model",
     "python": "version executable required",
-    "devices": "platform devices requested messages error tracing demo_models",
+    "devices": "platform devices requested messages error tracing demo_models holders",
     "torch_extensions": "torchvision torchaudio",
     "hardware": "tpu tpu_variable nvidia nvidia_driver",
     "host_memory": "total_bytes available_bytes",
@@ -382,7 +390,8 @@ def test_json_keys():
             assert f"    {key}" in doctor.__doc__
 
 
-def test_real_command(tmp_path):
+@pytest.mark.parametrize("flags", [[], pytest.param(["--model", "demo"], marks=pytest.mark.slow)], ids=" ".join)
+def test_real_command(tmp_path, flags):
     cache = tmp_path / "xla"
     environment = {
         **os.environ,
@@ -391,7 +400,7 @@ def test_real_command(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(cache),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "comfy_tpu.cli", "doctor", "--json"],
+        [sys.executable, "-m", "comfy_tpu.cli", "doctor", "--json", *flags],
         env=environment,
         capture_output=True,
         text=True,
@@ -406,3 +415,116 @@ def test_real_command(tmp_path):
     assert len(document["devices"]["devices"]) == 8
     assert document["compile_cache"]["path"] == str(cache)
     assert not cache.exists(), "looking must not leave anything behind"
+    if not flags:
+        assert document["model"] is None
+        return
+    model = document["model"]
+    assert (model["family"], model["mesh"], model["error"], model["incomplete"]) == (
+        *("Wan 2.1", "dp=2,sp=4,tp=1", None, None),
+    )
+    for component in model["components"]:
+        assert component["bytes_on_disk"] > 0
+        assert component["sharding"]["total"]["tensors"] > 0
+    assert model["needed_bytes"] < model["usable_bytes"]
+
+
+SHARDING = {
+    "mesh": {"dp": 2, "sp": 4, "tp": 1},
+    "sharded": {"tensors": 1, "nbytes": 10**9, "bytes_per_device": 10**9 // 8},
+    "gathered": {"tensors": 17, "nbytes": 28 * 10**9, "bytes_per_device": 7 * 10**9},
+    "replicated": {"tensors": 25, "nbytes": 13 * 10**6, "bytes_per_device": 13 * 10**6},
+    "total": {"tensors": 43, "nbytes": 29_013 * 10**6, "bytes_per_device": 7_138 * 10**6},
+    "could_not_split": ["patch.weight"],
+}
+MODEL = facts.ModelFacts(
+    name="some/model",
+    family="Wan 2.1",
+    directory="/models/wan",
+    error=None,
+    incomplete=None,
+    size="1280x720x81",
+    mesh="dp=2,sp=4,tp=1",
+    components=(facts.ModelComponent("transformer", 28 * 10**9, SHARDING), facts.ModelComponent("vae", 10**6, None)),
+    needed_bytes=9_570 * 10**6,
+    usable_bytes=28_800 * 10**6,
+)
+
+
+def model_report(**changed):
+    model = dataclasses.replace(MODEL, **changed)
+    return examine(machine(), model="some/model", look_at_model=lambda name, devices, memory: model)
+
+
+def test_a_model_that_would_run():
+    report = model_report()
+    assert not report.blocked
+    assert doctor.as_text(report, "utf-8").splitlines()[-8:-4] == [
+        "✓ model          some/model is Wan 2.1",
+        "✓ model files    complete in /models/wan: transformer 28.0 GB, vae 1 MB; 28.0 GB in all",
+        "✓ model memory   9.57 GB of a device at 1280x720x81 on mesh dp=2,sp=4,tp=1, 28.8 GB usable",
+        "✓ transformer    mesh dp=2,sp=4,tp=1: 43 tensors, 29.0 GB, 7.14 GB of it on each device; 1 split (1 GB), "
+        "17 stored in pieces and gathered (28.0 GB), 25 replicated (13 MB); could not be split, because no dimension "
+        "divides: patch.weight",
+    ]
+    document = json.loads(doctor.as_json(report))
+    assert document["model"]["components"][0] == {
+        "name": "transformer",
+        "bytes_on_disk": 28 * 10**9,
+        "sharding": SHARDING,
+    }
+    for key in document["model"]:
+        assert key in doctor.__doc__
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "status", "detail", "fix"),
+    [
+        (
+            {"family": None, "error": "some/model is not on this machine"},
+            "model",
+            "blocked",
+            "some/model is not on this machine",
+            "give a directory in diffusers' layout, the hub id of a published model, or demo",
+        ),
+        (
+            {"incomplete": "model=some/model lacks vae;\n  it has …"},
+            "model files",
+            "blocked",
+            "model=some/model lacks vae; it has …",
+            "download the model again",
+        ),
+        (
+            {"directory": None},
+            "model files",
+            "warning",
+            "not on this machine",
+            "download it with its first run: comfy-tpu generate PROMPT --model some/model",
+        ),
+        (
+            {"needed_bytes": 33 * 10**9},
+            "model memory",
+            "blocked",
+            "it does not fit: 33.0 GB of a device at 1280x720x81 on mesh dp=2,sp=4,tp=1, 28.8 GB usable",
+            "choose a smaller size, or more chips: comfy-tpu plan some/model --tpu v6e-8",
+        ),
+    ],
+)
+def test_a_model_that_would_not(changed, name, status, detail, fix):
+    report = model_report(**changed)
+    (finding,) = [finding for finding in report.findings if finding.status != "ok"]
+    assert (finding.name, finding.status, finding.detail, finding.fix) == (name, status, detail, fix)
+    assert report.blocked == (status == "blocked")
+
+
+def test_a_look_at_a_model_that_fails_is_a_finding():
+    def fail(*_):
+        raise TimeoutError("still looking")
+
+    report = examine(machine(), model="x", look_at_model=fail)
+    assert report.findings[-1].detail == "could not be checked: TimeoutError: still looking"
+    assert report.model is None
+
+
+def test_an_empty_model(capsys):
+    assert main(["doctor", "--model", ""]) == 1
+    assert capsys.readouterr() == ("", "comfy-tpu: --model is empty; give a path\n")

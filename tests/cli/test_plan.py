@@ -45,6 +45,8 @@ def test_text(capsys, exported):
     assert "sequence exchange (Ulysses)" in out
     assert "weight gather" in out
     assert "unexplained" not in out
+    (sharding,) = (line for line in lines if line.startswith("Weights of the transformer, mesh dp=2,sp=2,tp=1: "))
+    assert " stored in pieces and gathered (" in sharding
     assert "Times are estimates" in lines[-1]
     assert "counting dp=2,sp=2,tp=1" in err
 
@@ -115,6 +117,10 @@ def test_json(capsys, exported):
     assert layout["partitioned"]["unexplained"] == 0
     assert layout["partitioned"]["sent_bytes"] == sum(item["nbytes"] for item in layout["partitioned"]["traffic"]) > 0
     assert layout["seconds"]["step"] > 0
+    sharding = layout["sharding"]
+    assert sharding["mesh"] == layout["mesh"]
+    assert sharding["gathered"]["bytes_per_device"] * 2 == sharding["gathered"]["nbytes"] > 0
+    assert sharding["total"]["bytes_per_device"] == pytest.approx(layout["memory"]["weights"], rel=0.01)
 
 
 def test_the_export_is_a_program_that_jax_reads(exported):
@@ -173,7 +179,7 @@ def test_files_that_are_none_of_ours(capsys, tmp_path, exported):
         archive.writestr("something", "else")
     refused("is not a program that `comfy-tpu plan --export` wrote")
     changed(exported, path, header=lambda header: header | {"format": "comfy-tpu program 9"})
-    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 2'")
+    refused("is a 'comfy-tpu program 9', expected 'comfy-tpu program 3'")
     changed(exported, path, header=lambda header: header | {"unknown": 1})
     refused("is damaged")
     changed(exported, path, header=lambda header: header | {"sizes": {"dp": 1, "sp": 2, "tp": 1}})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.cli.main import main
 from comfy_tpu.porting.checklists import list_after_port, list_before_port
 from comfy_tpu.porting.trial import Trial
@@ -308,3 +309,59 @@ def test_the_checklists_have_the_guides_items():
     assert [len(items) for items in (list_before_port([], None, has_family=False), list_after_port(None))] == [7, 4]
     passed = Trial(traced=True, low_precision="float32", arrays_left=2)
     assert [item.status for item in list_after_port(passed, ["worker"])] == ["fail", "fail", "fail", "not applicable"]
+
+
+def measured(path, seconds, expected, *, name="Mended", date="2026-11-16T10:00:00+00:00"):
+    facts = {"classes": [name], **({"expected_s": expected} if expected else {})}
+    rows = (
+        Row("transformer", "forward", "ours", size="832x480x81", samples=(1.0,), facts={**facts}),
+        Row("transformer", "forward", "ours", size="1280x720x81", samples=(9.0, seconds, 0.1), facts=facts),
+        Row("transformer", "forward", "eager", size="1280x720x81", samples=(99.0,), facts=facts),
+    )
+    run = Run(date, "comfy-tpu bench", "some/model", "bfloat16", {"device": "TPU v6 lite"}, {}, rows, "dp=2,sp=4,tp=1")
+    write_runs(path, [*(read_runs(path) if path.exists() else []), run])
+
+
+def speed_item(capsys, path, *flags):
+    _, out, err = run(capsys, "check", "--static", "--json", f"{CORPUS}/mask_indexing.py:Mended", *flags)
+    return json.loads(out)["checks"][0]["after"][-1] if out else err
+
+
+MEASURED_BY = "; on the TPU: comfy-tpu bench --what transformer --peers ours --model MODEL --mesh auto --json FILE"
+
+
+def test_speed_is_compared_with_the_plans_estimate(capsys, tmp_path):
+    path = tmp_path / "bench.json"
+    item = speed_item(capsys, path)
+    assert item["status"] == "not applicable"
+    assert item["note"] == f"not measured{MEASURED_BY}, then --bench FILE"
+    measured(path, 4.0, 3.2)
+    item = speed_item(capsys, path, "--bench", path)
+    assert item["text"] == "It is as fast as expected"
+    assert (item["status"], item["note"]) == (
+        "pass",
+        "4 s a step at 1280x720x81 on TPU v6 lite, mesh dp=2,sp=4,tp=1, 1.25 times the plan's 3.2 s; 1.5 are allowed",
+    )
+    measured(path, 5.0, 3.2)  # a later run
+    assert speed_item(capsys, path, "--bench", path)["status"] == "fail"
+
+
+def test_results_that_say_nothing_of_the_model(capsys, tmp_path):
+    path = tmp_path / "bench.json"
+    measured(path, 4.0, None)
+    item = speed_item(capsys, path, "--bench", path)
+    assert item["status"] == "not applicable"
+    assert item["note"].startswith(f"{path} has a step on TPU v6 lite, of which the plan says nothing{MEASURED_BY}")
+    path.unlink()
+    measured(path, 4.0, 3.2, name="Other")
+    assert speed_item(capsys, path, "--bench", path)["note"].startswith(f"{path} has no step of Mended; on the TPU: ")
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema": 1}'])
+def test_a_file_that_has_no_results(capsys, tmp_path, content):
+    path = tmp_path / "bench.json"
+    if content is not None:
+        path.write_text(content)
+    status, out, err = run(capsys, "check", "--static", f"{CORPUS}/mask_indexing.py:Mended", "--bench", path)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"comfy-tpu: {path} is not a file of benchmark results (")

@@ -33,6 +33,8 @@ EMPTY = {
     "last image": (["encode", "x", "--last-image", ""], "--last-image"),
     "lora": (["generate", "x", "--lora", ""], "--lora"),
     "cache": (["generate", "x", "--cache-dir", ""], "--cache-dir"),
+    "profile": (["generate", "x", "--profile", ""], "--profile"),
+    "dump": (["encode", "x", "--dump", ""], "--dump"),
     "encode": (["encode", "x", "-o", ""], "--output"),
     "denoise": (["denoise", ""], "TEXT"),
     "decode": (["decode", ""], "LATENTS"),
@@ -40,6 +42,8 @@ EMPTY = {
     "export": (["plan", "demo", "--tpu", "v6e-8", "--export", ""], "--export"),
     "from": (["plan", "--from", ""], "--from"),
     "install": (["install", ""], "COMFYUI_DIR"),
+    "workflow": (["comfyui", "run", ""], "WORKFLOW"),
+    "measured": (["port", "check", "x.py", "--bench", ""], "--bench"),
     "bench": (["bench", "--json", ""], "--json"),
     "report": (["bench", "report", "", "-o", "x.md"], "FILE"),
 }

@@ -1,8 +1,18 @@
 """What the node says and the panel shows, from what a pipeline tells. Needs no ComfyUI."""
 
+import logging
+
+import jax.numpy as jnp
 import pytest
 
+from comfy_tpu.comfy import status as status_module
 from comfy_tpu.comfy.status import Status
+from comfy_tpu.compiler import residency as residency_module
+from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.config import MeshSizes, ResidencyConfig
+from comfy_tpu.errors import MeshError
+from comfy_tpu.parallel import mesh as mesh_module
+from comfy_tpu.parallel.report import ReportGroup, ShardingReport
 from comfy_tpu.pipeline.progress import Progress
 
 
@@ -107,3 +117,50 @@ def test_at_rest_nothing_goes_on(status: Status) -> None:
     status.set_idle()
     assert status.text() == ""
     assert status.snapshot()["activity"]["stage"] == "idle"
+
+
+REPORT = ShardingReport(
+    MeshSizes(dp=2, sp=4),
+    sharded=ReportGroup(0, 0, 0),
+    gathered=ReportGroup(17, 28_000_000_000, 7_000_000_000),
+    replicated=ReportGroup(25, 13_000_000, 13_000_000),
+    could_not_split=("patch.weight",),
+)
+
+
+def test_how_weights_are_split_is_logged_shown_and_given_to_the_panel(
+    status: Status, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    residency = Residency(ResidencyConfig(budget_bytes=10**9))
+    monkeypatch.setattr(residency_module, "shared_residency", lambda: residency)
+    status.start()
+    arguments = {"label": "demo transformer", "nbytes_per_device": 8, "load": lambda: {"w": jnp.ones(2)}}
+    with caplog.at_level(logging.INFO), residency.use("a", **arguments, sharding=REPORT):
+        pass
+    lines = [
+        "mesh dp=2,sp=4,tp=1: 42 tensors, 28.0 GB, 7.01 GB of it on each device; 0 split (0 MB), "
+        "17 stored in pieces and gathered (28.0 GB), 25 replicated (13 MB)",
+        "could not be split, because no dimension divides: patch.weight",
+    ]
+    assert "demo transformer is loaded; " + "\n".join(lines) in caplog.messages
+    (entry,) = status.snapshot()["resident"]
+    assert entry["sharding"] == REPORT.as_dict()
+    report = status.report().splitlines()
+    shown = report.index("resident: demo transformer, 0.0 MB")
+    assert report[shown + 1 : shown + 3] == [f"  {line}" for line in lines]
+    with residency.use("b", **{**arguments, "label": "something else"}):
+        pass
+    assert [entry["sharding"] for entry in status.snapshot()["resident"]] == [REPORT.as_dict(), None]
+
+
+def test_a_tpu_that_another_process_holds_is_no_cpu(status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TPU Info says so, and the panel asks no device."""
+
+    def find_devices() -> None:
+        raise MeshError("this machine has a TPU (/dev/accel0), but it is held by process 4711")
+
+    monkeypatch.setattr(mesh_module, "find_devices", find_devices)
+    monkeypatch.setattr(status_module, "_devices", lambda: pytest.fail("a device was asked"))
+    with pytest.raises(MeshError, match="held by process 4711"):
+        status.start()
+    assert status.snapshot()["started"] is False

@@ -35,6 +35,9 @@ from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.config import AttentionConfig, Quantization
 from comfy_tpu.families.card import Config
 from comfy_tpu.kernels.dispatch import attention
+from comfy_tpu.parallel.chips import find_slice
+from comfy_tpu.parallel.layouts import estimate
+from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import (
     StepPrograms,
@@ -111,6 +114,16 @@ def _over_devices(bench: Bench, size: str, count: int) -> Candidate:
     return candidate
 
 
+def describe_expectation(bench: Bench, work: Workload) -> dict[str, Any]:
+    """Facts for `comfy-tpu port check --bench`: the classes of the transformer, and on a TPU the seconds that the
+    formulas of `comfy-tpu plan` give for the same step."""
+    placement, classes = bench.placement, list(bench.model.family.transformer.classes)
+    slice_ = find_slice(placement.chip, placement.sizes.device_count)
+    if slice_ is None:
+        return {"classes": classes}
+    return {"classes": classes, "expected_s": estimate(work, placement.sizes, slice_).step_seconds}
+
+
 Load = Callable[[Quantization], tuple[Component, dict[str, jax.Array]]]
 
 
@@ -145,6 +158,7 @@ class Forward:
         work = self.bench.model.workload(self.settings)
         linear, attention_flops = count_step_operations(work)
         facts = {"tokens": work.tokens, "attention_flops": attention_flops, **self.bench.mesh_facts}
+        facts |= describe_expectation(self.bench, work)
         if self.bench.mesh_facts:
             facts["batch"] = self.settings.num_videos
         return Row(part, "forward", "", size=self.size, flops=linear + attention_flops, facts=facts)

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_report(parser)
     options.add_model(parser, default=None)
     options.add_vae_backend(parser)
+    options.add_debugging(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

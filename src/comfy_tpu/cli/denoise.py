@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_settings(parser, without=options.TEXT_SETTINGS, from_input="TEXT")
     options.add_model(parser, default=None)
     options.add_loras(parser)
+    options.add_debugging(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

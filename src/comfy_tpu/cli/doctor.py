@@ -8,13 +8,16 @@ With --json, one object. Its keys stay; new ones may be added:
     versions        installed version, or null, by distribution name
     devices         platform ("tpu", "gpu", "cpu", or null), devices (id, kind, memory_bytes), requested
                     (JAX_PLATFORMS), messages, error, tracing (why torch code cannot be traced, or null), demo_models
-                    (why each cannot be opened, or null)
+                    (why each cannot be opened, or null), holders (pid, command and user of processes that hold the TPU)
     torch_extensions  for torchvision and torchaudio: version (or null), error (why torch and it do not import
                     together, or null)
     hardware        tpu, tpu_variable, nvidia, nvidia_driver: what the system shows, whether or not JAX can use it
     host_memory     total_bytes, available_bytes
     compile_cache   path, exists, writable, entries, size_bytes, free_bytes
     model_cache     the same
+    model           with --model: name, family, directory, error (why it was not recognised), incomplete (what its files
+                    lack), size (of its default request), mesh, components (name, bytes_on_disk, sharding as in the
+                    JSON of plan), needed_bytes and usable_bytes of a device; else null
     findings        name, status ("ok", "warning", "blocked"), detail, fix (or null)
 
 A fact that could not be gathered is null, and a finding gives the reason.
@@ -29,15 +32,22 @@ import sys
 from typing import Any
 
 from comfy_tpu.cli.findings import finding_lines, printable, verdict
+from comfy_tpu.cli.options import path_parser
 from comfy_tpu.diagnosis import Report, examine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=path_parser("--model", str),
+        metavar="MODEL",
+        help="also look at a model: its files, whether it fits, how its weights would be split; no weight is read",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = examine()
+    report = examine(model=arguments.model)
     print(as_json(report) if arguments.json else as_text(report, sys.stdout.encoding))
     return 1 if report.blocked else 0
 

@@ -49,6 +49,7 @@ COMMANDS = (
     Command("bench", "measure speed and error beside diffusers", "comfy_tpu.cli.bench"),
     Command("plan", "say what a TPU slice would do with a model, before renting it", "comfy_tpu.cli.plan"),
     Command("port", "say what stands between a PyTorch model and a TPU", "comfy_tpu.cli.port"),
+    Command("comfyui", "run a workflow on a running ComfyUI", "comfy_tpu.cli.comfyui", False),
     Command("install", "put the nodes into a ComfyUI, and say what is missing", "comfy_tpu.cli.install", False),
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
@@ -68,7 +69,10 @@ def _run(argv: Sequence[str]) -> int:
                 names = arguments.names
                 if arguments.runs_models:
                     _check_address_space()
-                with warning_lines(lambda text, field: rename_field(text, field, find_flag(field, names))):
+                with warning_lines(
+                    lambda text, field: rename_field(text, field, find_flag(field, names)),
+                    verbose=getattr(arguments, "verbose", False),
+                ):
                     status: int = arguments.run(arguments)
             except SystemExit:  # of --help, which has printed it
                 sys.stdout.flush()

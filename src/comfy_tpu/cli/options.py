@@ -55,6 +55,7 @@ _SAME_AS_FIELD = (
     *(
         "config",
         "dtype",
+        "dump",
         "export",
         "frames",
         "from",
@@ -68,6 +69,7 @@ _SAME_AS_FIELD = (
         "peers",
         "platform",
         "plot",
+        "profile",
     ),
     *("quantize", "repeats", "size", "steps", "strength", "tpu"),
 )
@@ -224,6 +226,26 @@ def add_vae_backend(parser: argparse.ArgumentParser) -> None:
         default=VAE_BACKEND,
         help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx for {nnx} ({VAE_BACKEND})",
     )
+
+
+def add_debugging(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("debugging")
+    group.add_argument("--verbose", action="store_true", help="also say how weights are split, and what is evicted")
+    group.add_argument(
+        "--profile", type=path_parser("--profile"), metavar="DIR", help="record the run for TensorBoard and Perfetto"
+    )
+    group.add_argument(
+        "--dump", type=path_parser("--dump"), metavar="DIR", help="write the jaxpr, StableHLO and HLO of every program"
+    )
+
+
+def check_debugging(arguments: argparse.Namespace) -> None:
+    """Raises InvalidValueError for a directory that cannot be written, before the model is opened."""
+    from comfy_tpu.pipeline.atomic import check_directory
+
+    for name in ("profile", "dump"):
+        if (directory := getattr(arguments, name, None)) is not None:
+            check_directory(directory, field=name)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

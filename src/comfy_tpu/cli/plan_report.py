@@ -11,7 +11,9 @@ One object. Its keys stay; new ones may be added:
     layouts         best first: mesh, attention, fits, memory (weights, prompt, latents, temporaries, total), flops,
                     memory_bytes, sent_bytes, seconds (compute, memory, interconnect, step), bound, traffic (cause,
                     kind, axes, group, count, nbytes, detail); partitioned and compiled: what was counted, or null;
-                    temporaries of a compiled one are all that the compiler wants beside the other three
+                    temporaries of a compiled one are all that the compiler wants beside the other three;
+                    sharding: of the weights of one transformer, tensors, nbytes and bytes_per_device that are sharded,
+                    gathered, replicated and in total, and could_not_split (names), or null where nothing was counted
     seed            mesh of the seed's layout, and share: bytes sent by the chosen one, of its own; or null
     larger          tpu and mesh that would fit, or null
     compiler        "libtpu", or null; refused: why it did not compile, or null
@@ -84,6 +86,7 @@ def _layout_document(layout: LayoutPlan, plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(item) for item in guess.traffic],
         "partitioned": _counts_document(layout.partitioned, layout),
         "compiled": _counts_document(layout.compiled, layout),
+        "sharding": layout.facts.sharding.as_dict() if layout.facts else None,
     }
 
 
@@ -170,6 +173,9 @@ def _chosen_lines(plan: Plan) -> Iterable[str]:
             yield f"{plan.larger[0].name} would do, as {plan.larger[1]}."
         else:
             yield "No slice up to 256 chips would do; choose a smaller size."
+    if layout.facts is not None:
+        whose = "the transformer" if plan.work.models == 1 else f"each of {plan.work.models} transformers"
+        yield f"Weights of {whose}, {layout.facts.sharding.summary()}."
     counts = layout.counts
     if counts is not None:
         yield ""

@@ -13,6 +13,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
     reused      numbers of the steps, from 1, at which the transformer did not run
+    profile     the directory of --profile, or null; dump: that of --dump, or null
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 from PIL.Image import Image
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
 from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, CacheConfig, GenerationSettings, RuntimeConfig
@@ -39,6 +41,7 @@ from comfy_tpu.pipeline.images import as_frame, fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
+from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.terminal_text import excerpt
 
 
@@ -166,6 +169,8 @@ class Session:
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
             "reused": account.reused,
+            "profile": _text(getattr(self.arguments, "profile", None)),
+            "dump": _text(getattr(self.arguments, "dump", None)),
         }
         print(json.dumps(document, indent=2))
         return 0
@@ -183,7 +188,13 @@ def open_next_stage(
 @contextlib.contextmanager
 def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str | None = None) -> Iterator[Session]:
     """Opens a model and shows its progress. `name` replaces `model` in messages."""
-    with Display() as display:
+    options.check_debugging(arguments)
+    with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
+
+        def on_progress(progress: Progress) -> None:
+            profile(progress)
+            display(progress)
+
         pipeline = video.VideoPipeline.open(
             model,
             RuntimeConfig(
@@ -193,9 +204,10 @@ def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str 
                 quantize=arguments.quantize,
                 vae_backend=getattr(arguments, "vae_backend", VAE_BACKEND),
                 cache=CacheConfig(directory=arguments.cache_dir),
+                dump=getattr(arguments, "dump", None),
             ),
             name=name,
-            on_progress=display,
+            on_progress=on_progress,
             loras=getattr(arguments, "lora", ()),
             check=lambda files: _check_settings(arguments, files),
         )
@@ -242,6 +254,10 @@ def read_existing_artifact(path: Path, stage: artifacts.Stage, arguments: argpar
             "it",
             field="output",
         ) from error
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def warn_of_cut(cut: str) -> None:

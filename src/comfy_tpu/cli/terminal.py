@@ -34,19 +34,26 @@ def print_message(text: str) -> None:
 
 
 @contextlib.contextmanager
-def warning_lines(rename: Callable[[str, str | None], str]) -> Iterator[None]:
-    """Shows the package's warnings as lines of the command, each as `rename` returns it for the text and its field."""
-    logger, handler = logging.getLogger("comfy_tpu"), _WarningLines(rename)
+def warning_lines(rename: Callable[[str, str | None], str], *, verbose: bool = False) -> Iterator[None]:
+    """Shows the package's warnings as lines of the command, each as `rename` returns it for the text and its field.
+
+    If `verbose`, what it logs at INFO too.
+    """
+    logger, before = logging.getLogger("comfy_tpu"), logging.getLogger("comfy_tpu").level
+    handler = _WarningLines(rename, logging.INFO if verbose else logging.WARNING)
     logger.addHandler(handler)
+    if verbose:
+        logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 class _WarningLines(logging.Handler):
-    def __init__(self, rename: Callable[[str, str | None], str]) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, rename: Callable[[str, str | None], str], level: int) -> None:
+        super().__init__(level)
         self._rename = rename
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -9,6 +9,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCompileVAE, TPULoadDiffusionModel
 from comfy_tpu.comfy.family_nodes import make_nodes
+from comfy_tpu.comfy.held_tpu import warn_of_held_tpu
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
 from comfy_tpu.comfy.routes import add_routes
@@ -50,6 +51,7 @@ def sanitize_warnings() -> None:
 
 async def comfy_entrypoint() -> ComfyExtension:
     sanitize_warnings()
+    warn_of_held_tpu()
     add_routes()
     return TPUExtension("comfy-tpu", NODES)
 

@@ -31,7 +31,9 @@ class Status:
 
     def start(self) -> None:
         """Lets `snapshot` ask JAX for devices, which it starts."""
-        _devices()  # first: where it fails, or takes long, a browser that asks meanwhile must not meet that
+        # First: where it fails, or takes long, a browser that asks meanwhile must not meet that.
+        _check_devices()
+        _devices()
         with self._lock:
             self._started = True
 
@@ -91,7 +93,9 @@ class Status:
         count = len(now["devices"])
         lines = [f"{count} {now['platform']} device{'' if count == 1 else 's'}"]
         lines += [_device_line(device) for device in now["devices"]]
-        lines += [f"resident: {entry['label']}, {_bytes(entry['bytes_per_device'])}" for entry in now["resident"]]
+        for entry in now["resident"]:
+            lines.append(f"resident: {entry['label']}, {_bytes(entry['bytes_per_device'])}")
+            lines += _sharding_lines(entry["sharding"])
         if not now["resident"]:
             lines.append("resident: nothing")
         compiled = now["compiled"]
@@ -154,10 +158,26 @@ def _device_line(device: dict[str, Any]) -> str:
     return f"{device['id']}: {device['kind']}, {memory}"
 
 
+def _sharding_lines(sharding: dict[str, Any] | None) -> list[str]:
+    if sharding is None:
+        return []
+    from comfy_tpu.parallel.report import summarize
+
+    return [f"  {line}" for line in summarize(sharding).splitlines()]
+
+
 def _clock_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _check_devices() -> None:
+    """Raises MeshError on a machine whose TPU another process holds: JAX itself would say nothing and take the CPU."""
+    import_jax()
+    from comfy_tpu.parallel.mesh import find_devices
+
+    find_devices()
 
 
 def _devices() -> dict[str, Any]:
@@ -181,7 +201,12 @@ def _devices() -> dict[str, Any]:
             }
         )
     resident = [
-        {"label": entry.label, "bytes_per_device": entry.bytes_per_device, "in_use": entry.in_use}
+        {
+            "label": entry.label,
+            "bytes_per_device": entry.bytes_per_device,
+            "in_use": entry.in_use,
+            "sharding": entry.sharding.as_dict() if entry.sharding else None,
+        }
         for entry in residency.entries()
     ]
     return {"platform": jax.default_backend(), "devices": devices, "resident": resident}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, Shardin
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors
 from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.report import ShardingReport
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings, replicate
 from comfy_tpu.quiet import quiet
 
@@ -104,6 +106,10 @@ class Component:
             attention=attention if spec.shard_attention else dataclasses.replace(attention, over_mesh=False),
             weight_axes={name: self._layer_axes(name, name in stacked) for name in shapes},
         )
+
+    @functools.cached_property
+    def sharding_report(self) -> ShardingReport:
+        return self.plan.report()
 
     def _shapes(self, dtype: torch.dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
         blocks = stacked_blocks(self.module)

@@ -179,7 +179,14 @@ class HostedModule:
             return arrays
 
         nbytes = sum(slot.bytes_per_device for slot in self._component.slots)
-        with self._lock, self._residency.use(self._key, label=self.name, nbytes_per_device=nbytes, load=load) as arrays:
+        resident = self._residency.use(
+            self._key,
+            label=self.name,
+            nbytes_per_device=nbytes,
+            load=load,
+            sharding=self._component.sharding_report,
+        )
+        with self._lock, resident as arrays:
             if changed := self._change_detector.find_changed(module):
                 self._update(module, arrays, changed)
             yield arrays

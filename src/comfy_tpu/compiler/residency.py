@@ -20,6 +20,7 @@ import jax
 
 from comfy_tpu.config import ResidencyConfig
 from comfy_tpu.errors import DeviceMemoryError, is_out_of_memory, see
+from comfy_tpu.parallel.report import ShardingReport
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class ResidentEntry:
     bytes_per_device: int
     """Bytes on the device that holds most of the entry."""
     in_use: bool
+    sharding: ShardingReport | None = None
+    """How its weights are split; None where nobody said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class _Entry:
     held: dict[jax.Device, int] = dataclasses.field(default_factory=dict)
     users: int = 0
     evict_at_release: bool = False
+    sharding: ShardingReport | None = None
 
     @property
     def in_use(self) -> bool:
@@ -67,7 +71,7 @@ class _Entry:
         return self.reserved if self.loader is not None else max(self.held.values(), default=0)
 
     def view(self) -> ResidentEntry:
-        return ResidentEntry(self.key, self.label, self.bytes_per_device, self.in_use)
+        return ResidentEntry(self.key, self.label, self.bytes_per_device, self.in_use, self.sharding)
 
 
 class Residency:
@@ -90,14 +94,22 @@ class Residency:
         return self._budget
 
     @contextlib.contextmanager
-    def use(self, key: Hashable, *, label: str, nbytes_per_device: int, load: Callable[[], Arrays]) -> Iterator[Arrays]:
+    def use(
+        self,
+        key: Hashable,
+        *,
+        label: str,
+        nbytes_per_device: int,
+        load: Callable[[], Arrays],
+        sharding: ShardingReport | None = None,
+    ) -> Iterator[Arrays]:
         """The arrays of a key, loaded if they are not on the devices, and kept there until the with block ends.
 
         nbytes_per_device is what load will take, at most, on one device. Do not keep the arrays after the block:
-        they may be deleted. load must not use the registry itself.
+        they may be deleted. load must not use the registry itself. `sharding` is logged after a load, and shown.
         """
         thread = threading.get_ident()
-        entry, events = self._acquire(key, label, nbytes_per_device, load, thread)
+        entry, events = self._acquire(key, label, nbytes_per_device, load, thread, sharding)
         try:
             self._notify(events)
             yield entry.arrays
@@ -143,7 +155,13 @@ class Residency:
         return stop
 
     def _acquire(
-        self, key: Hashable, label: str, nbytes: int, load: Callable[[], Arrays], thread: int
+        self,
+        key: Hashable,
+        label: str,
+        nbytes: int,
+        load: Callable[[], Arrays],
+        thread: int,
+        sharding: ShardingReport | None,
     ) -> tuple[_Entry, list[ResidencyEvent]]:
         """The entry, pinned, and the events that callbacks are still to receive."""
         if nbytes > self.budget_bytes:
@@ -170,7 +188,7 @@ class Residency:
                     raise RuntimeError(f"the load function of {label} uses the registry; it must only load")
                 self._changed.wait()
             events = self._evict_or_mark(victims)
-            entry = self._entries[key] = _Entry(key, label, reserved=nbytes, loader=thread)
+            entry = self._entries[key] = _Entry(key, label, reserved=nbytes, loader=thread, sharding=sharding)
             self._pin(entry, thread)
         try:
             self._notify(events)
@@ -206,6 +224,8 @@ class Residency:
             # More than was announced? Then others go after all; what is in use cannot.
             events = self._evict_or_mark(self._find_evictable(0) or [])
             self._changed.notify_all()
+        if entry.sharding is not None:
+            logger.info("%s is loaded; %s", entry.label, entry.sharding.summary())
         return [*events, ResidencyEvent("loaded", entry.view())]
 
     def _release(self, entry: _Entry, thread: int) -> None:

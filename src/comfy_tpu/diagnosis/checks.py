@@ -12,8 +12,18 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from comfy_tpu.diagnosis import repairs
-from comfy_tpu.diagnosis.facts import CUDA_PLUGINS, Devices, Directory, Hardware, HostMemory, Python, TorchExtension
+from comfy_tpu.diagnosis.facts import (
+    CUDA_PLUGINS,
+    Devices,
+    Directory,
+    Hardware,
+    HostMemory,
+    ModelFacts,
+    Python,
+    TorchExtension,
+)
 from comfy_tpu.distribution import restore_command
+from comfy_tpu.parallel.report import format_gb, summarize
 
 Status = Literal["ok", "warning", "blocked"]
 """blocked: a run cannot start, or would land on the CPU of a machine that has a TPU."""
@@ -159,6 +169,45 @@ def check_model_cache(cache: Directory) -> Finding:
     return Finding("model cache", "ok", detail)
 
 
+def check_model(model: ModelFacts) -> list[Finding]:
+    """Its family, its files, its memory, and how its weights would be split."""
+    if model.error is not None or model.family is None:
+        fix = "give a directory in diffusers' layout, the hub id of a published model, or demo"
+        return [Finding("model", "blocked", model.error or f"{model.name} was not recognised", fix)]
+    findings = [Finding("model", "ok", f"{model.name} is {model.family}"), _check_model_files(model)]
+    if model.needed_bytes is not None and model.mesh is not None:
+        findings.append(_check_model_memory(model, model.needed_bytes, model.mesh))
+    findings += [
+        Finding(component.name, "ok", summarize(component.sharding).replace("\n", "; "))
+        for component in model.components
+        if component.sharding is not None
+    ]
+    return findings
+
+
+def _check_model_files(model: ModelFacts) -> Finding:
+    if model.directory is None:
+        fix = f"download it with its first run: comfy-tpu generate PROMPT --model {model.name}"
+        return Finding("model files", "warning", "not on this machine", fix)
+    if model.incomplete is not None:
+        return Finding("model files", "blocked", " ".join(model.incomplete.split()), "download the model again")
+    sizes = [(component.name, component.bytes_on_disk or 0) for component in model.components]
+    total = format_gb(sum(size for _, size in sizes))
+    parts = ", ".join(f"{name} {format_gb(size)}" for name, size in sizes)
+    return Finding("model files", "ok", f"complete in {model.directory}: {parts}; {total} in all")
+
+
+def _check_model_memory(model: ModelFacts, needed: int, mesh: str) -> Finding:
+    what = f"{format_gb(needed)} of a device at {model.size} on mesh {mesh}"
+    if model.usable_bytes is None:
+        return Finding("model memory", "ok", f"{what}; these devices do not say how much they have")
+    what += f", {format_gb(model.usable_bytes)} usable"
+    if needed <= model.usable_bytes:
+        return Finding("model memory", "ok", what)
+    fix = f"choose a smaller size, or more chips: comfy-tpu plan {model.name} --tpu v6e-8"
+    return Finding("model memory", "blocked", f"it does not fit: {what}", fix)
+
+
 def format_bytes(count: int) -> str:
     if count < 1 << 30:
         return f"{count / (1 << 20):.1f} MiB"
@@ -181,6 +230,10 @@ def _describe(devices: Devices) -> str:
 
 
 def _tpu_holder(devices: Devices) -> Finding | None:
+    if devices.holders and (devices.requested is None or "tpu" in devices.requested.split(",")):
+        pids = " ".join(str(holder.pid) for holder in devices.holders)
+        held = " and ".join(map(str, devices.holders))
+        return Finding("devices", "blocked", f"the TPU is held by {held}", f"end that process: kill {pids}")
     for message in (*devices.messages, devices.error or ""):
         if match := re.search(r"already in use by (?:a )?process with pid (\d+)", message):
             pid = match[1]

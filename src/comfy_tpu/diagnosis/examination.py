@@ -46,6 +46,8 @@ class Report:
     compile_cache: facts.Directory | None
     model_cache: facts.Directory | None
     findings: tuple[Finding, ...]
+    model: facts.ModelFacts | None = None
+    """Where one was asked about."""
 
     @property
     def blocked(self) -> bool:
@@ -71,7 +73,13 @@ class _Findings:
             self.found.append(finding)
 
 
-def examine(probes: Probes | None = None) -> Report:
+def examine(
+    probes: Probes | None = None,
+    *,
+    model: str | None = None,
+    look_at_model: Callable[[str, facts.Devices, facts.HostMemory | None], facts.ModelFacts] = facts.model,
+) -> Report:
+    """`model`: also whether it would run here. Its weights are not read, and nothing is downloaded."""
     probes = probes or Probes()
     findings = _Findings()
 
@@ -103,6 +111,12 @@ def examine(probes: Probes | None = None) -> Report:
     model_cache = findings.attempt("model cache", probes.model_cache)
     findings.judge("model cache", checks.check_model_cache, model_cache)
 
+    found = None
+    if model is not None and devices is not None:
+        found = findings.attempt("model", look_at_model, model, devices, host_memory)
+        for finding in checks.check_model(found) if found is not None else ():
+            findings.found.append(finding)
+
     return Report(
         python=python,
         versions={"comfy-tpu": comfy_tpu.__version__, **versions},
@@ -113,4 +127,5 @@ def examine(probes: Probes | None = None) -> Report:
         compile_cache=compile_cache,
         model_cache=model_cache,
         findings=tuple(findings.found),
+        model=found,
     )

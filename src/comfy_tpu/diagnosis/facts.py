@@ -13,12 +13,15 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import comfy_tpu
+from comfy_tpu.parallel.tpu_holders import TpuHolder, find_holders, find_tpu
 
 # A single TPU host starts in about 10 s. One host of a pod waits for the others without end.
 DEVICE_TIMEOUT_S = 120.0
 IMPORT_TIMEOUT_S = 120.0
+MODEL_TIMEOUT_S = 300.0
 
 # Reported beside the required packages: they decide whether the required ones work.
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -56,6 +59,8 @@ class Devices:
     """Why torch code cannot be traced with these versions; None where it can."""
     demo_models: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Why each demo model cannot be opened, None where it can; empty where that could not be tried."""
+    holders: tuple[TpuHolder, ...] = ()
+    """Where JAX did not get a TPU: the processes that hold it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,35 @@ class Hardware:
     nvidia: str | None = None
     nvidia_driver: int | None = None
     """The driver's major version."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelComponent:
+    name: str
+    bytes_on_disk: int | None
+    """Of its weights; None where the model is not on this machine."""
+    sharding: Mapping[str, Any] | None
+    """As `ShardingReport.as_dict` has it; None where the devices did not start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """A model on the devices of this machine, without its weights."""
+
+    name: str
+    family: str | None
+    directory: str | None
+    error: str | None
+    """Why it was not recognised."""
+    incomplete: str | None
+    """What its files lack."""
+    size: str | None
+    """Width x height x frames of its default request."""
+    mesh: str | None
+    components: tuple[ModelComponent, ...] = ()
+    needed_bytes: int | None = None
+    """Of one device: on a TPU for a step at that size, elsewhere for the weights of the largest component."""
+    usable_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,21 +148,21 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
     """Starts JAX in a subprocess, where it can crash, hang, or hold the accelerator without harm."""
-    environment = dict(os.environ)
+    environment = _environment()
     requested = environment.get("JAX_PLATFORMS") or None
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # or the probe takes 75% of a GPU that is in use
-    source = str(Path(comfy_tpu.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), source]))
     command = [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.device_probe"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Devices(None, requested=requested, error=f"JAX was still starting after {timeout_s:.0f} s")
+        error = f"JAX was still starting after {timeout_s:.0f} s"
+        return Devices(None, requested=requested, error=error, holders=find_holders())
     if done.returncode != 0 or not done.stdout.strip():
         said = done.stderr.strip().splitlines()
-        error = f"JAX {_describe_exit(done.returncode)}: {said[-1] if said else 'it said nothing'}"
-        return Devices(None, requested=requested, error=error)
+        error = f"JAX {_describe_exit(done.returncode)} while starting: {said[-1] if said else 'it said nothing'}"
+        return Devices(None, requested=requested, error=error, holders=find_holders(message=error))
     answer = json.loads(done.stdout.splitlines()[-1])
+    message = " ".join((*answer["messages"], answer["error"] or ""))
     return Devices(
         platform=answer["platform"],
         devices=tuple(Device(**device) for device in answer["devices"]),
@@ -137,7 +171,53 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
         error=answer["error"],
         tracing=answer["tracing"],
         demo_models=answer["demo_models"],
+        holders=() if answer["platform"] == "tpu" else find_holders(message=message),
     )
+
+
+def model(name: str, found: Devices, memory: HostMemory | None) -> ModelFacts:
+    """In a process of its own, which starts the CPU only: libraries may fail in any way while a model is built."""
+    count = len(found.devices)
+    memory_bytes = found.devices[0].memory_bytes if count else None
+    if memory_bytes is None and memory is not None and count:
+        memory_bytes = memory.total_bytes // count  # virtual devices share the machine's memory
+    asked = {
+        "model": name,
+        "platform": found.platform,
+        "kind": found.devices[0].kind if count else "",
+        "device_count": count,
+        "memory_bytes": memory_bytes,
+    }
+    command = [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.model_probe"]
+    done = subprocess.run(
+        command,
+        env={**_environment(), "JAX_PLATFORMS": "cpu"},
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=MODEL_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0 or not done.stdout.strip():
+        said = done.stderr.strip().splitlines()
+        ending = said[-1] if said else "it said nothing"
+        error = f"the process that looked at it {_describe_exit(done.returncode)}: {ending}"
+        return ModelFacts(name, None, None, error, None, None, None)
+    return parse_model(json.loads(done.stdout.splitlines()[-1]))
+
+
+def parse_model(answer: Mapping[str, Any]) -> ModelFacts:
+    """From what the probe prints."""
+    components = tuple(ModelComponent(**component) for component in answer["components"])
+    return ModelFacts(**{**answer, "components": components})
+
+
+def _environment() -> dict[str, str]:
+    """Of a process that imports this package."""
+    environment = dict(os.environ)
+    source = str(Path(comfy_tpu.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), source]))
+    return environment
 
 
 def torch_extensions() -> dict[str, TorchExtension]:
@@ -164,7 +244,7 @@ def hardware(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) ->
     driver_file = root / "proc/driver/nvidia/version"
     driver = re.search(r"Kernel Module.*?\s(\d+)\.\d", driver_file.read_text()) if driver_file.exists() else None
     return Hardware(
-        tpu=_tpu_device(root),
+        tpu=find_tpu(root),
         tpu_variable=_tpu_variable(environ),
         nvidia=_nvidia_device(root),
         nvidia_driver=int(driver[1]) if driver else None,
@@ -222,20 +302,8 @@ def _version(name: str) -> str | None:
 
 def _describe_exit(returncode: int) -> str:
     if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name} while starting"
-    return f"exited with status {returncode} while starting"
-
-
-def _tpu_device(root: Path) -> str | None:
-    for device in sorted((root / "dev").glob("accel[0-9]*")):
-        return f"/dev/{device.name}"
-    # Newer TPU machines bind the chips to vfio, where their device files look like anybody's. Google's other PCI
-    # functions in a virtual machine are its network card (class 02) and its disks (class 01).
-    for vendor in sorted((root / "sys/bus/pci/devices").glob("*/vendor")):
-        kind = (vendor.parent / "class").read_text().strip()
-        if vendor.read_text().strip() == "0x1ae0" and not kind.startswith(("0x01", "0x02")):
-            return f"PCI {vendor.parent.name}"
-    return None
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"exited with status {returncode}"
 
 
 def _tpu_variable(environ: Mapping[str, str]) -> str | None:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -21,7 +22,9 @@ from comfy_tpu.parallel.chips import find_slice
 from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
+from comfy_tpu.parallel.tpu_holders import ROOT, describe_use, find_tpu
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.terminal_text import excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +63,20 @@ _ABSTRACT_DEVICES = {
 }
 
 
-def find_devices(platform: str = "auto") -> list[jax.Device]:
-    """The devices of a platform; with "auto" those of the first of tpu, gpu and cpu that jax can start."""
+def find_devices(platform: str = "auto", *, root: Path = ROOT) -> list[jax.Device]:
+    """The devices of a platform; with "auto" those of the first of tpu, gpu and cpu that jax can start.
+
+    Raises MeshError rather than take the CPU of a machine that has a TPU, unless JAX_PLATFORMS leaves the TPU out.
+    `root`: where /dev, /proc and /sys are looked for.
+    """
     check_runtime_flags()
     if platform != "auto":
         _check_platform(platform, ("auto", *PLATFORMS))
         try:
             return jax.devices(platform)
         except RuntimeError as error:
+            if platform == "tpu" and (use := describe_use(root, str(error))):
+                raise MeshError(f"the TPU cannot be used: {use[0]}; {use[1]}") from error
             raise MeshError(
                 f"platform {platform!r} was asked for but jax could not start it ({error}); install its jax plugin "
                 f"(`pip install 'comfy-tpu[{'cuda' if platform == 'gpu' else 'tpu'}]'`), look at JAX_PLATFORMS, "
@@ -83,9 +92,35 @@ def find_devices(platform: str = "auto") -> list[jax.Device]:
             reasons.append(f"{candidate}: {error}")
             continue
         if candidate == "cpu":
+            _check_fallback("; ".join(reasons), root)
             _log_cpu_fallback(len(devices), "; ".join(reasons))
         return devices
+    if use := describe_use(root, "; ".join(reasons)):  # with JAX_PLATFORMS=tpu,cpu jax starts none without the first
+        raise MeshError(f"the TPU cannot be used: {use[0]}; {use[1]}")
     raise MeshError(f"jax could start none of {', '.join(PLATFORMS)} ({'; '.join(reasons)}); look at JAX_PLATFORMS")
+
+
+def _check_fallback(reasons: str, root: Path) -> None:
+    """A model on the CPU of a TPU machine would run for days, and nobody would know why."""
+    requested = requested_platforms()
+    if requested and "tpu" not in requested:
+        return
+    place = find_tpu(root)
+    if place is None:
+        return
+    use = describe_use(root, reasons)
+    problem = use[0] if use else f"jax could not start it ({excerpt(reasons)})"
+    advice = use[1] if use else "`comfy-tpu doctor` says what to mend"
+    raise MeshError(
+        f"this machine has a TPU ({place}), but {problem}; {advice}, or ask for the CPU: JAX_PLATFORMS=cpu, or "
+        "--platform cpu of the command"
+    )
+
+
+def requested_platforms() -> list[str]:
+    """Those that JAX_PLATFORMS or jax.config name, which keeps jax from looking further; none: all."""
+    text = getattr(jax.config, "jax_platforms", None)  # an option that its type does not know
+    return [name for name in (text or "").split(",") if name]
 
 
 @functools.cache  # once per process, however many placements are made
@@ -101,7 +136,12 @@ def _log_cpu_fallback(count: int, reasons: str) -> None:
 
 def chip_name(device: jax.Device) -> str:
     """The name a device has in the tuning tables, else what its driver calls it, in lower case."""
-    kind = device.device_kind.lower()
+    return find_chip(device.device_kind)
+
+
+def find_chip(kind: str) -> str:
+    """The same from what a driver calls the device."""
+    kind = kind.lower()
     for prefix, chip in _CHIPS:
         if kind == prefix or kind.startswith(prefix + " "):
             return chip

@@ -1,15 +1,17 @@
-"""What a sharding plan costs, to read and as JSON."""
+"""What a sharding plan costs: as a table, in a few lines, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any, Protocol
-
-from jax.sharding import PartitionSpec
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from comfy_tpu.config import MeshSizes
+from comfy_tpu.errors import join_names
+
+if TYPE_CHECKING:  # the doctor reads reports also where jax is broken
+    from jax.sharding import PartitionSpec
 
 _GROUPS = {
     "sharded": "split while computing",
@@ -72,9 +74,39 @@ class ShardingReport:
             lines.append(f"could not be split (no dimension divides): {', '.join(self.could_not_split)}")
         return "\n".join(lines)
 
+    def summary(self) -> str:
+        """In one line, or in two where weights could not be split."""
+        return summarize(self.as_dict())
+
     def as_dict(self) -> dict[str, Any]:
         groups = {name: dataclasses.asdict(getattr(self, name)) for name in (*_GROUPS, "total")}
         return {"mesh": dataclasses.asdict(self.sizes), **groups, "could_not_split": list(self.could_not_split)}
+
+
+def summarize(document: Mapping[str, Any]) -> str:
+    """The summary of a report from what its `as_dict` returned."""
+    mesh, total = document["mesh"], document["total"]
+    text = (
+        f"mesh {MeshSizes(**mesh)}: {total['tensors']} tensors, {format_gb(total['nbytes'])}, "
+        f"{format_gb(total['bytes_per_device'])} of it on each device"
+    )
+    if MeshSizes(**mesh).device_count > 1:
+        words = {"sharded": "split", "gathered": "stored in pieces and gathered", "replicated": "replicated"}
+        parts = [
+            f"{document[name]['tensors']} {word} ({format_gb(document[name]['nbytes'])})"
+            for name, word in words.items()
+        ]
+        text += f"; {', '.join(parts)}"
+    if document["could_not_split"]:
+        text += f"\ncould not be split, because no dimension divides: {join_names(document['could_not_split'])}"
+    return text
+
+
+def format_gb(nbytes: float) -> str:
+    """Three figures, or one behind the point; in MB below a hundred."""
+    if nbytes < 1e8:
+        return f"{nbytes / 1e6:.3g} MB"
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e10 else f"{nbytes / 1e9:.3g} GB"
 
 
 def make_report(sizes: MeshSizes, weights: Iterable[_Planned]) -> ShardingReport:

@@ -61,6 +61,24 @@ def check_place(path: Path, *, field: str = "output", new_directories: int = 1) 
         ) from error
 
 
+def check_directory(path: Path, *, field: str) -> None:
+    """Files can be put into the directory `path`, which may be missing itself; the one above it must be there."""
+    check_name(path / "x", field=field)
+    _check_links(path, path, field)
+    if path.exists() and not path.is_dir():
+        raise InvalidValueError(f"{field}={path} is a file, expected a directory; choose another name", field=field)
+    place = path if path.exists() else path.parent
+    if not place.is_dir():
+        raise InvalidValueError(f"{field}={path} is in {place}, and there is no such directory; create it", field=field)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise InvalidValueError(
+            f"{field}={path} cannot be written: {place}: {error.strerror}; choose another place", field=field
+        ) from error
+
+
 def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "output") -> None:
     """Raises InvalidValueError unless all entries of `directory` with such names can be replaced."""
     for entry in _list_entries(directory, names):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from jax.profiler import TraceAnnotation
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.errors import DeviceMemoryError
@@ -41,8 +42,9 @@ def decode_frames(
     try:
         cache = first_cache(latents.shape[2])
         for index, latent in enumerate(_parts(latents, all_frames)):
-            frames, cache = decode_frame(latent, cache)
-            ahead.append(to_host(frames, consume=True))
+            with TraceAnnotation("decode latent frame", number=index + 1):
+                frames, cache = decode_frame(latent, cache)
+                ahead.append(to_host(frames, consume=True))
             if index >= 1:
                 begun = True
                 yield from ahead
@@ -74,8 +76,9 @@ def decode_tiles(
         weight: torch.Tensor | None = None
         for row, column in corners:
             part = latent[..., row : row + tiles.side, column : column + tiles.side]
-            array, caches[row, column] = decode_frame(part, caches[row, column])
-            frames = to_host(array, consume=True)
+            with TraceAnnotation("decode tile", row=row, column=column):
+                array, caches[row, column] = decode_frame(part, caches[row, column])
+                frames = to_host(array, consume=True)
             scale = frames.shape[2] // part.shape[3]
             if total is None or weight is None:
                 total = torch.zeros(*frames.shape[:2], height * scale, width * scale, 3)

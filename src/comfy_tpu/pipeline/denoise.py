@@ -47,14 +47,16 @@ def denoise_steps(
     for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
-            prompt_weights, prepared = _prepare(programs, loaded, embeddings, guided, settings)
+            with jax.profiler.TraceAnnotation("prepare prompt"):
+                prompt_weights, prepared = _prepare(programs, loaded, embeddings, guided, settings)
             weights = {**loaded, **prompt_weights}
             if done == 0:
                 running.report("denoising", "", 0, len(plan), size=size)
             for step in steps:
-                samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
-                # So that a step that is reported is done, and Ctrl-C is heard between two.
-                samples[0].block_until_ready()
+                with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
+                    samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                    # So that a step that is reported is done, and Ctrl-C is heard between two.
+                    samples[0].block_until_ready()
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)

@@ -20,6 +20,7 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.program_dump import dump_program
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback, Stage, ignore_progress
 from comfy_tpu.pipeline.step import StepPrograms
 from comfy_tpu.pipeline.vae_backend import vae_functions
@@ -139,9 +140,9 @@ class RunningModel:
 
         def load() -> dict[str, jax.Array]:
             changes = {"changes": loras} if loras.key else {}
-            loaded: dict[str, jax.Array] = component.load(
-                self.files.checkpoint(spec), functools.partial(self.report, "loading", spec.name), **changes
-            )
+            on_progress = functools.partial(self.report, "loading", spec.name)
+            with jax.profiler.TraceAnnotation(f"load {spec.name}"):
+                loaded: dict[str, jax.Array] = component.load(self.files.checkpoint(spec), on_progress, **changes)
             return loaded
 
         backend = self.runtime.vae_backend if spec is self.family.vae.component else ""
@@ -153,6 +154,7 @@ class RunningModel:
             label=f"{self.files.name} {spec.name}{loras.label}",
             nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
             load=load,
+            sharding=component.sharding_report,
         ) as weights:
             yield weights
 
@@ -166,6 +168,8 @@ class RunningModel:
         self.on_progress(Progress(stage, what, done, total, **fields))
 
     def _on_program(self, event: ProgramEvent) -> None:
+        if self.runtime.dump is not None and event.stages is not None:
+            dump_program(self.runtime.dump, event.program, self.size, event.stages)
         if event.stage in ("compiling", "ready"):
             is_ready = event.stage == "ready"
             self.report("compiling", event.program, int(is_ready), 1, size=self.size, from_cache=event.from_cache)

@@ -172,7 +172,8 @@ class VideoPipeline:
             program = running.program(encoder.component, encoder.encode)
             with running.weights(encoder.component) as weights:
                 running.report("encoding", "prompt", done, len(encoders))
-                made = {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
+                with jax.profiler.TraceAnnotation(f"encode prompt with {encoder.component.name}"):
+                    made = {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
                 check_finite(f"the {encoder.component.name}", made, self.dtype_name)
                 rows |= made
                 running.report("encoding", "prompt", done + 1, len(encoders))
@@ -184,7 +185,8 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_images(self.model_name, self.family.card.image, len(images), settings)
         self.running.size = size_text(settings)
-        return encode_images(self.running, images, settings)
+        with jax.profiler.TraceAnnotation("encode images"):
+            return encode_images(self.running, images, settings)
 
     def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
         """Encodes the image that denoising starts from, [1, height, width, 3] in 0..1. `strength`: the share of the
@@ -192,7 +194,8 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_init_image(image, settings, strength)
         self.running.size = size_text(settings)
-        return encode_init_image(self.running, image, settings, strength)
+        with jax.profiler.TraceAnnotation("encode the image to start from"):
+            return encode_init_image(self.running, image, settings, strength)
 
     def denoise(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings, init_image: InitImage | None = None

@@ -17,6 +17,7 @@ from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.mesh import abstract_placement
+from comfy_tpu.parallel.report import ShardingReport
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.schedule import HISTORY
@@ -59,6 +60,8 @@ class ProgramFacts:
     """The number of calls of splash in the text: a scanned block has two."""
     square_arrays: tuple[str, ...]
     """Types that hold a score for every pair of tokens of one device."""
+    sharding: ShardingReport
+    """Of the weights of one transformer."""
 
     @property
     def unread_bytes(self) -> int:
@@ -108,6 +111,7 @@ def _lower_step(
         argument_bytes=_argument_bytes(exported.compute, placement.mesh),
         kernels=text.count("tpu_custom_call"),
         square_arrays=square_arrays(stablehlo_shapes(text), work, sizes),
+        sharding=component.sharding_report,
     )
     return StepProgram(facts, bytes(serialize(exported.compute)))
 

@@ -15,11 +15,12 @@ from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.report import ReportGroup, ShardingReport
 from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
 from comfy_tpu.planning.program import ProgramFacts, StepProgram
 
-_FORMAT = "comfy-tpu program 2"
+_FORMAT = "comfy-tpu program 3"
 _HEADER, _PROGRAM = "plan.json", "program.jax-export"
 
 
@@ -65,6 +66,7 @@ def read_program(path: Path) -> StepProgram:
                 "work": _workload(header["work"]),
                 "weight_shapes": tuple(tuple(shape) for shape in header["weight_shapes"]),
                 "square_arrays": tuple(header["square_arrays"]),
+                "sharding": _sharding_report(header["sharding"]),
             }
         )
         exported = jax.export.deserialize(bytearray(serialized))
@@ -89,6 +91,11 @@ def read_program(path: Path) -> StepProgram:
 def _workload(values: dict[str, Any]) -> Workload:
     stacks = tuple(Stack(**{**stack, "matrices": _matrices(stack["matrices"])}) for stack in values["stacks"])
     return Workload(**{**values, "stacks": stacks, "outer": _matrices(values["outer"])})
+
+
+def _sharding_report(values: dict[str, Any]) -> ShardingReport:
+    groups = {name: ReportGroup(**values[name]) for name in ("sharded", "gathered", "replicated")}
+    return ShardingReport(MeshSizes(**values["sizes"]), **groups, could_not_split=tuple(values["could_not_split"]))
 
 
 def _matrices(values: list[dict[str, Any]]) -> tuple[Matrix, ...]:

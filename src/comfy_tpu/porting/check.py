@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError, UnsupportedError
-from comfy_tpu.porting.checklists import Item, list_after_port, list_before_port
+from comfy_tpu.porting.checklists import Item, Speed, list_after_port, list_before_port
 from comfy_tpu.porting.small_models import SmallModel, full_skeleton, make_small_model
 from comfy_tpu.porting.structure import family_rules, find_structure_traps
 from comfy_tpu.porting.targets import Target
@@ -62,7 +62,10 @@ def check(
     static: bool = False,
     config: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    speed: Speed | None = None,
+    no_speed: str = "",
 ) -> Check:
+    """`speed` was measured with the model at full size; `no_speed` says why there is none."""
     findings = read_source(target)
     threads = set(threading.enumerate())
     small: SmallModel | None = None
@@ -89,7 +92,7 @@ def check(
         *judge(findings, trial, why),
         tuple(findings),
         tuple(list_before_port(findings, trial, has_family=bool(family_rules(target.name)))),
-        tuple(list_after_port(trial, left)),
+        tuple(list_after_port(trial, left, speed, no_speed)),
         trial,
         small.config if small is not None else None,
     )

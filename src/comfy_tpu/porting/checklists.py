@@ -21,6 +21,26 @@ class Item:
     note: str = ""
 
 
+SPEED_FACTOR = 1.5
+"""How many times the plan's estimate a measured step may take and still be as fast as expected. The shares of a chip's
+peak in the plan are those of one published run on v6e; on other generations they are guesses."""
+MEASURE = "comfy-tpu bench --what transformer --peers ours --model MODEL --mesh auto --json FILE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """A step that was measured, beside what the plan's formulas say of it."""
+
+    seconds: float
+    expected: float
+    where: str
+    """The size, the device and the mesh."""
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.expected
+
+
 _TRAP_ITEMS = {
     "No GPU-only code (CUDA, flash attention, NCCL)": ("cuda", "distributed", "gpu-only-import"),
     "No decision or number from the value of a tensor (if, assert, .item())": (
@@ -41,8 +61,11 @@ def list_before_port(findings: Sequence[Finding], trial: Trial | None, *, has_fa
     return [*items, _dtype_item(findings, trial), _attention_item(findings, trial), sharding]
 
 
-def list_after_port(trial: Trial | None, threads_left: Sequence[str] = ()) -> list[Item]:
-    """The checklist after a port; `threads_left` are the names of threads that still run."""
+def list_after_port(
+    trial: Trial | None, threads_left: Sequence[str] = (), speed: Speed | None = None, no_speed: str = ""
+) -> list[Item]:
+    """The checklist after a port. `threads_left`: names of threads that still run; `no_speed`: why there is no measured
+    speed."""
     trial = trial or Trial(refusal="not tried")
     ends = None if trial.refusal is not None else not threads_left
     is_narrow = None if trial.low_precision is None else trial.low_precision == "bfloat16"
@@ -56,8 +79,19 @@ def list_after_port(trial: Trial | None, threads_left: Sequence[str] = ()) -> li
             f"{trial.arrays_left} arrays more",
             "at full size, ask comfy-tpu plan",
         ),
-        Item("It is as fast as expected", "not applicable", "needs the device: comfy-tpu bench"),
+        _speed_item(speed, no_speed),
     ]
+
+
+def _speed_item(speed: Speed | None, no_speed: str) -> Item:
+    text = "It is as fast as expected"
+    if speed is None:
+        return Item(text, "not applicable", f"{no_speed or 'not measured'}; on the TPU: {MEASURE}, then --bench FILE")
+    note = (
+        f"{speed.seconds:.3g} s a step at {speed.where}, {speed.ratio:.2f} times the plan's {speed.expected:.3g} s; "
+        f"{SPEED_FACTOR} are allowed"
+    )
+    return Item(text, "pass" if speed.ratio <= SPEED_FACTOR else "fail", note)
 
 
 def _trial_item(text: str, is_passed: bool | None, fail_note: str, pass_note: str = "") -> Item:

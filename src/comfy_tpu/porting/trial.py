@@ -281,11 +281,11 @@ def _largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> 
     """Infinite where shapes differ, or a value is NaN."""
     if _shapes(actual) != _shapes(expected):
         return float("inf")
-    errors = [_relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+    errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
     return max(float("inf") if error != error else error for error in errors)
 
 
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     actual, expected = actual.to(wide), expected.to(wide)
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))

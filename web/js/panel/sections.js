@@ -135,14 +135,31 @@ class ResidentRow {
     this.label = element("span", "comfy-tpu-grow")
     this.badge = element("span", "comfy-tpu-badge")
     this.size = element("span", "comfy-tpu-muted comfy-tpu-figures")
-    this.root = element("li", "comfy-tpu-line", this.label, this.badge, this.size)
+    this.sharding = new Rows(element("dl", "comfy-tpu-facts comfy-tpu-sharding"), () => new Fact())
+    const line = element("div", "comfy-tpu-line", this.label, this.badge, this.size)
+    this.root = element("li", "", line, this.sharding.root)
   }
 
-  set({ label, bytes_per_device: size, in_use: inUse, several }) {
+  set({ label, bytes_per_device: size, in_use: inUse, several, sharding }) {
     setText(this.label, label)
     setText(this.badge, this.strings.get("in_use"))
     setHidden(this.badge, !inUse)
     setText(this.size, several ? this.strings.get("per_device", { size: bytes(size) }) : bytes(size))
+    // One device holds everything: there is nothing to tell.
+    this.sharding.set(several && sharding ? this.#shares(sharding) : [])
+  }
+
+  #shares({ mesh, sharded, gathered, replicated }) {
+    const facts = []
+    facts.push(["mesh", Object.entries(mesh).map(([axis, size]) => `${axis}=${size}`).join(" ")])
+    facts.push(["sharded", this.#share(sharded)])
+    facts.push(["gathered", this.#share(gathered)])
+    facts.push(["replicated", this.#share(replicated)])
+    return facts.map(([key, value]) => [this.strings.get(key), value])
+  }
+
+  #share({ tensors, nbytes }) {
+    return this.strings.get("tensors", { count: tensors, size: bytes(nbytes) })
   }
 }
 

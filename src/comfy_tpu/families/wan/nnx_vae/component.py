@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import torch
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.compiler.cache import enable_cache
@@ -20,6 +23,8 @@ from comfy_tpu.families.wan.nnx_vae.loading import ChannelsLast, checkpoint_name
 from comfy_tpu.families.wan.nnx_vae.vae import WanVAE, read_architecture
 from comfy_tpu.families.wan.vae import VAE
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.report import ShardingReport, make_report
+from comfy_tpu.parallel.rules import WeightSharding, replicate
 
 
 class NnxComponent:
@@ -45,6 +50,19 @@ class NnxComponent:
         self.slots = tuple(
             WeightSlot(name, (name,), parameter.shape, parameter.dtype, placement.sharding())
             for name, (_, parameter) in zip(self._paths, nnx.to_flat_state(state), strict=True)
+        )
+
+    @functools.cached_property
+    def sharding_report(self) -> ShardingReport:
+        whole = PartitionSpec()
+        return make_report(
+            self.placement.sizes,
+            [
+                WeightSharding(
+                    slot.name, replicate("*"), math.prod(slot.shape) * slot.dtype.itemsize, whole, whole, False
+                )
+                for slot in self.slots
+            ],
         )
 
     def load(
