@@ -92,7 +92,7 @@ def test_generate_makes_what_the_original_makes(installed: Path, model: Path, tm
 
 
 def test_plan_knows_its_published_model(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--tpu", "v6e-8", "--no-compile", "--json")
+    arguments = ("--tpu", "v6e-8", "--mesh", "dp=2,sp=4", "--no-compile", "--json")
     ours = json.loads(run(installed, "-m", "comfy_tpu.cli", "plan", "Outside-Video", *arguments).stdout)
     assert main(["plan", "LTX-Video", *arguments]) == 0
     theirs = json.loads(capsys.readouterr().out)
