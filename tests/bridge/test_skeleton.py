@@ -63,7 +63,7 @@ def test_large_modules_take_no_memory() -> None:
     ],
 )
 def test_modules_that_ask_for_too_much_are_stopped(factory: Callable[[], Any], text: str) -> None:
-    limits = SkeletonLimits(tensors=8, elements=1000, computed=5000, known="and its checkpoint has 2")
+    limits = SkeletonLimits(tensors=8, elements=1000, computed=5000, error_suffix="and its checkpoint has 2")
     with pytest.raises(SkeletonSizeError, match=text):
         build_skeleton(factory, limits)
 
@@ -71,7 +71,7 @@ def test_modules_that_ask_for_too_much_are_stopped(factory: Callable[[], Any], t
 def test_limits_leave_room_for_tied_weights_and_dropped_layers() -> None:
     limits = skeleton_limits(tensor.shape for tensor in weight_shapes(build_skeleton(Model)).values())
     assert weight_shapes(build_skeleton(Model, limits)).keys() == weight_shapes(build_skeleton(Model)).keys()
-    assert limits.known == "and its checkpoint has 7 with 61 numbers"
+    assert limits.error_suffix == "and its checkpoint has 7 with 61 numbers"
 
 
 def test_a_factory_with_a_generator_of_its_own_is_not_disturbed() -> None:

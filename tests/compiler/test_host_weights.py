@@ -59,16 +59,16 @@ def test_a_quantized_weight_is_read_as_what_it_stands_for():
 
 
 def test_everything_changed_before_the_first_look():
-    assert WeightChangeDetector().changed(Model()) == NAMES
+    assert WeightChangeDetector().find_changed(Model()) == NAMES
 
 
 def test_nothing_changed():
     module = Model()
     watch = watched(module)
-    assert watch.changed(module) == set()
+    assert watch.find_changed(module) == set()
     module.one(torch.ones(1, 4))
     module.eval()
-    assert watch.changed(module) == set()
+    assert watch.find_changed(module) == set()
 
 
 def test_replaced_and_written_tensors():
@@ -77,10 +77,10 @@ def test_replaced_and_written_tensors():
     replace(module, "one.bias", torch.zeros(4))
     module.kept.add_(1)
     module.computed.add_(1)
-    assert watch.changed(module) == {"one.bias", "kept"}
-    assert watch.changed(module) == {"one.bias", "kept"}, "until it is remembered"
+    assert watch.find_changed(module) == {"one.bias", "kept"}
+    assert watch.find_changed(module) == {"one.bias", "kept"}, "until it is remembered"
     watch.record(module)
-    assert watch.changed(module) == set()
+    assert watch.find_changed(module) == set()
 
 
 def test_a_tensor_at_the_address_of_one_that_is_gone():
@@ -89,7 +89,7 @@ def test_a_tensor_at_the_address_of_one_that_is_gone():
     watch = watched(module)
     for value in range(50):
         replace(module, "one.bias", torch.full((4,), float(value)))
-        assert watch.changed(module) == {"one.bias"}
+        assert watch.find_changed(module) == {"one.bias"}
         watch.record(module)
 
 
@@ -100,11 +100,11 @@ def test_tensors_that_are_not_held():
     replace(module, "one.bias", torch.zeros(4))
     gc.collect()
     assert old() is None
-    assert watch.changed(module) == {"one.bias"}
+    assert watch.find_changed(module) == {"one.bias"}
 
 
 def test_a_tied_weight_that_is_no_longer_tied():
     module = Model()
     watch = watched(module)
     replace(module, "tied.weight", torch.zeros(4, 4))
-    assert watch.changed(module) == {"tied.weight"}
+    assert watch.find_changed(module) == {"tied.weight"}

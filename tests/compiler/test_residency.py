@@ -291,7 +291,7 @@ def test_listener_that_fails_does_not_fail_the_run(caplog):
     residency.add_callback(lambda event: 1 / 0)
     with a.use(residency) as arrays:
         assert not arrays["split"].is_deleted()
-    assert "a residency listener failed" in caplog.text
+    assert "a residency callback failed" in caplog.text
     assert [entry.in_use for entry in residency.entries()] == [False]
 
 

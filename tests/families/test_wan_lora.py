@@ -71,7 +71,7 @@ def test_both_get_it_where_nothing_is_said(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", small_loras.diffusers_style())
     files = ModelFiles.open(wan_pipelines.directory("2.2"))
     assert open_loras([Lora(path)], files).key == open_loras([Lora(path, 1.0, "all")], files).key
-    assert all(open_loras([Lora(path)], files).of(transformer).key for transformer in (0, 1))
+    assert all(open_loras([Lora(path)], files).for_transformer(transformer).key for transformer in (0, 1))
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4"])
