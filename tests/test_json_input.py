@@ -183,6 +183,7 @@ def test_nothing_else_parses_json_that_others_wrote() -> None:
     own = {
         "cli/session.py",
         "diagnosis/facts.py",
+        "diagnosis/model_probe.py",
         "json_input.py",
         "planning/compilation.py",
         "pipeline/step_work.py",

@@ -186,10 +186,10 @@ def test_whoever_asks_for_the_cpu_gets_it(machine, only_cpu, monkeypatch, reques
 
 def test_a_machine_without_a_tpu_falls_back_with_a_notice(machine, only_cpu, monkeypatch, caplog):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    mesh_module._notice_cpu.cache_clear()
+    mesh_module._log_cpu_fallback.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert find_devices(root=machine.root) == ["a cpu"]
-    mesh_module._notice_cpu.cache_clear()
+    mesh_module._log_cpu_fallback.cache_clear()
     assert "no TPU or GPU was found" in caplog.text
 
 
