@@ -358,9 +358,10 @@ def _read_prompts(
     ]
     positive, negative = (*branches, ())[:2]
     first = negative[0].embeddings if negative else None
-    is_timed = len(positive) > 1 or len(negative) > 1
-    timed = {"timed_positive": positive, "timed_negative": negative} if is_timed else {}
-    return PromptEmbeddings("", positive[0].embeddings, first, **timed)
+    embeddings = PromptEmbeddings("", positive[0].embeddings, first)
+    if len(positive) == 1 and len(negative) <= 1:
+        return embeddings
+    return dataclasses.replace(embeddings, timed_positive=positive, timed_negative=negative)
 
 
 def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:

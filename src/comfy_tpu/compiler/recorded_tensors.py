@@ -70,12 +70,14 @@ class RecordedTensor(torch.Tensor):
 
 def record_tensors(source: WeightSource) -> Tensors:
     """The tensors of a checkpoint without their data, to be converted."""
-    return {
-        name: RecordedTensor.make(
-            torch.empty(info.shape, dtype=info.dtype, device="meta"), lambda read, name=name: read(name), (name,)
+
+    def stored(name: str) -> RecordedTensor:
+        info = source.tensors[name]
+        return RecordedTensor.make(
+            torch.empty(info.shape, dtype=info.dtype, device="meta"), lambda read: read(name), (name,)
         )
-        for name, info in source.tensors.items()
-    }
+
+    return {name: stored(name) for name in source.tensors}
 
 
 class RecordedSource(SourceWrapper):
