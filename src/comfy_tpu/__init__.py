@@ -11,7 +11,15 @@ Importing this package starts nothing: neither jax nor torch is loaded until a n
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from comfy_tpu.config import AttentionConfig, CacheConfig, GenerationSettings, Lora, ResidencyConfig, RuntimeConfig
+    from comfy_tpu.config import (
+        AttentionConfig,
+        CacheConfig,
+        GenerationSettings,
+        Lora,
+        ResidencyConfig,
+        RuntimeConfig,
+        SingleFiles,
+    )
     from comfy_tpu.errors import ComfyTpuError
     from comfy_tpu.facade import Pipeline, Video, open
     from comfy_tpu.pipeline.progress import Progress
@@ -28,6 +36,7 @@ __all__ = [
     "Progress",
     "ResidencyConfig",
     "RuntimeConfig",
+    "SingleFiles",
     "Video",
     "open",
 ]

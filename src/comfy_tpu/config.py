@@ -135,6 +135,27 @@ class Lora:
     """The transformer that gets the LoRA, for a model with two."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SingleFiles:
+    """A model in single safetensors files, as ComfyUI's model folders hold them, instead of a model directory."""
+
+    transformers: tuple[Path, ...]
+    """One; or two, for high and for low noise."""
+    text_encoders: tuple[Path, ...]
+    """In any order."""
+    vae: Path
+    image_encoder: Path | None = None
+    """For models that need one."""
+    base: str | None = None
+    """The model directory or hub id with the configurations and tokenizers, which single files lack. None: the
+    published model that the transformer's shapes are those of."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        image_encoder = () if self.image_encoder is None else (self.image_encoder,)
+        return (*self.transformers, *self.text_encoders, self.vae, *image_encoder)
+
+
 INIT_IMAGE_STRENGTH = 0.6
 """The default strength of image-to-image: the share of the image that is replaced."""
 

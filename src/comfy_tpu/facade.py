@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, GenerationSettings, Lora, RuntimeConfig
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
@@ -256,12 +256,13 @@ class Pipeline:
 
 
 def open(
-    model: str | Path = "demo",
+    model: str | Path | SingleFiles = "demo",
     runtime: RuntimeConfig = RuntimeConfig(),
     *,
     on_progress: ProgressCallback = ignore_progress,
 ) -> Pipeline:
-    """Opens a demo model, a directory in diffusers' layout, or a model by its hub id, which is downloaded if needed.
+    """Opens a demo model, a directory in diffusers' layout, single files (`SingleFiles`), or a model by its hub id,
+    which is downloaded if needed.
 
     Weights are loaded and programs compiled at the first call.
     """

@@ -50,6 +50,8 @@ SCHEDULER = (
     {"default": "unipc", "options": ["unipc", "euler", "dpm++"], "optional": True},
 )
 LORA = ("lora", "TPU_LORA", {"optional": True})
+PIPELINE = ("pipeline", "TPU_PIPELINE", {"optional": True})
+FILE = {"default": "none", "options": ["none", "a_model.safetensors"]}
 FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 
 CHOICES = [
@@ -250,6 +252,19 @@ SPECIFIED = {
         ],
         [("lora", "TPU_LORA")],
     ),
+    "TPULoadPipeline": (
+        "TPU Load Pipeline",
+        "TPU",
+        [
+            *((name, "COMBO", FILE) for name in ("transformer", "text_encoder", "vae")),
+            ("base_model", "COMBO", {"default": "auto"}),
+            *(
+                (name, "COMBO", {**FILE, "optional": True})
+                for name in ("transformer_2", "text_encoder_2", "image_encoder")
+            ),
+        ],
+        [("pipeline", "TPU_PIPELINE")],
+    ),
     "TPUCompileModel": ("TPU Compile Model", "TPU", [("model", "MODEL", {}), *CHOICES], [("model", "MODEL")]),
     "TPUCompileVAE": ("TPU Compile VAE", "TPU", [("vae", "VAE", {}), *CHOICES], [("vae", "VAE")]),
     "TPUCompileCLIP": ("TPU Compile CLIP", "TPU", [("clip", "CLIP", {}), *CHOICES], [("clip", "CLIP")]),
@@ -260,6 +275,12 @@ SPECIFIED = {
         [("model", "MODEL")],
     ),
     "TPUInfo": ("TPU Info", "TPU", [("after", "*", {"optional": True})], [("info", "STRING")]),
+}
+
+
+SPECIFIED = {
+    node_id: (shown, category, inputs if node_id.startswith("TPU") else [*inputs, PIPELINE], outputs)
+    for node_id, (shown, category, inputs, outputs) in SPECIFIED.items()
 }
 
 

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     images = options.read_images(arguments)
     output = arguments.output or Path(OUTPUT)
     there = sessions.read_existing_artifact(output, "text", arguments)
-    with sessions.open_session(arguments, arguments.model) as session:
+    with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         session.check_outputs(output)
         settings = session.settings()
         session.set_images(images)

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = options.read_prompt(arguments)
     images = options.read_images(arguments)
     sessions.check_video_output(arguments, arguments.num_videos or 1)
-    with sessions.open_session(arguments, arguments.model) as session:
+    with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         settings = session.settings()
         session.set_images(images)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT

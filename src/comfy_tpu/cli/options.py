@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 from comfy_tpu.cli import card_texts
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, VAE_BACKENDS, Lora
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, VAE_BACKENDS, Lora, SingleFiles
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 Name = TypeVar("Name", bound=str)
@@ -71,7 +71,7 @@ _SAME_AS_FIELD = (
         "plot",
         "profile",
     ),
-    *("quantize", "repeats", "size", "steps", "strength", "tpu"),
+    *("quantize", "repeats", "size", "steps", "strength", "tpu", "transformer", "vae"),
 )
 
 FLAGS = {
@@ -79,6 +79,8 @@ FLAGS = {
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "contact_sheet": "--contact-sheet",
     "vae_backend": "--vae-backend",
+    "text_encoder": "--text-encoder",
+    "image_encoder": "--image-encoder",
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
@@ -134,7 +136,8 @@ def list_input_files(arguments: argparse.Namespace) -> list[Path]:
     """All input files on the command line."""
     single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
-    return [*getattr(arguments, "image", ()), *loras, *(path for path in single if path is not None)]
+    lists = [getattr(arguments, name, []) for name in ("image", "transformer", "text_encoder", "vae", "image_encoder")]
+    return [*(path for paths in lists for path in paths), *loras, *(path for path in single if path is not None)]
 
 
 def add_settings(
@@ -163,7 +166,52 @@ def add_fps(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     group = add_machine(parser, "model and machine")
     shown = default or "the one the input was made with, if it is on this machine"
-    group.add_argument("--model", default=default, help=f"a directory, a hub id, demo or demo-image (default: {shown})")
+    group.add_argument(
+        "--model",
+        help=f"a directory, a hub id, demo or demo-image (default: {shown}); with --transformer, the model that the "
+        "files belong to (default: found by their shapes)",
+    )
+    for flag, count, what in _PART_FLAGS:
+        group.add_argument(
+            flag,
+            action="append",
+            default=[],
+            type=path_parser(flag),
+            metavar="FILE",
+            help=f"{what}, a single .safetensors file as in ComfyUI's models{count}",
+        )
+    parser.set_defaults(default_model=default)
+
+
+_PART_FLAGS = (
+    ("--transformer", "; twice for two transformers, high noise first", "the transformer"),
+    ("--text-encoder", "; as often as the model has one", "a text encoder"),
+    ("--vae", "", "the VAE"),
+    ("--image-encoder", "", "the image encoder, for models that need one"),
+)
+
+
+def chosen_model(arguments: argparse.Namespace) -> str | SingleFiles | None:
+    """The model of the command line: a name, single files, or the command's default, which may be None."""
+    parts = {name: getattr(arguments, name, []) for name in ("transformer", "text_encoder", "vae", "image_encoder")}
+    if not any(parts.values()):
+        return arguments.default_model if arguments.model is None else arguments.model
+    for name in ("transformer", "text_encoder", "vae"):
+        if not parts[name]:
+            raise InvalidValueError(
+                f"{name} is missing: a model in single files is given by --transformer, --text-encoder and --vae",
+                field=name,
+            )
+    for name in ("vae", "image_encoder"):
+        if len(parts[name]) > 1:
+            raise InvalidValueError(f"{name} is given {len(parts[name])} times; a model has one", field=name)
+    return SingleFiles(
+        tuple(parts["transformer"]),
+        tuple(parts["text_encoder"]),
+        parts["vae"][0],
+        next(iter(parts["image_encoder"]), None),
+        arguments.model,
+    )
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:

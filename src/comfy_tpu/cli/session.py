@@ -32,7 +32,14 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, CacheConfig, GenerationSettings, RuntimeConfig
+from comfy_tpu.config import (
+    INIT_IMAGE_STRENGTH,
+    VAE_BACKEND,
+    CacheConfig,
+    GenerationSettings,
+    RuntimeConfig,
+    SingleFiles,
+)
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings
@@ -179,15 +186,19 @@ class Session:
 def open_next_stage(
     arguments: argparse.Namespace, path: Path, header: artifacts.Header
 ) -> contextlib.AbstractContextManager[Session]:
-    """Opens a session with the model of --model, else with the model that made the artifact at `path`."""
-    if arguments.model is not None:
-        return open_session(arguments, arguments.model)
+    """Opens a session with the model of the command line, else with the model that made the artifact at `path`."""
+    chosen = options.chosen_model(arguments)
+    if chosen is not None:
+        return open_session(arguments, chosen)
     return open_session(arguments, artifacts.find_model(path, header), name=header.model_name)
 
 
 @contextlib.contextmanager
-def open_session(arguments: argparse.Namespace, model: str | Path, *, name: str | None = None) -> Iterator[Session]:
+def open_session(
+    arguments: argparse.Namespace, model: str | Path | SingleFiles | None, *, name: str | None = None
+) -> Iterator[Session]:
     """Opens a model and shows its progress. `name` replaces `model` in messages."""
+    assert model is not None
     options.check_debugging(arguments)
     with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
 

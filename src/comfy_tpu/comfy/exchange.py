@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from comfy_api.latest import InputImpl, Types, io
@@ -17,20 +17,36 @@ if TYPE_CHECKING:
 Conditioning = list[list[Any]]
 Latent = dict[str, Any]
 
-_NEUTRAL_VALUES = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
-_UNSUPPORTED_KEYS = (
-    *_NEUTRAL_VALUES,
-    "guidance",
-    "area",
-    "mask",
-    "control",
-    "gligen",
-    "hooks",
-    "clip_vision_output",
-    "concat_latent_image",
-    "reference_latents",
-)
-"""Options of other nodes in a CONDITIONING that we do not support. Ignoring them would give a different video."""
+_UNSUPPORTED_KEYS = {
+    "area": "Conditioning (Set Area)",
+    "mask": "Conditioning (Set Mask)",
+    "strength": "Conditioning (Set Area Strength)",
+    "guidance": "FluxGuidance",
+    "control": "Apply ControlNet",
+    "gligen": "GLIGENTextBoxApply",
+    "hooks": "a hook node",
+    "clip_vision_output": "unCLIPConditioning or WanImageToVideo",
+    "concat_latent_image": "WanImageToVideo or InpaintModelConditioning",
+    "reference_latents": "ReferenceLatent",
+}
+"""Options of other nodes in a CONDITIONING that we do not support, and a node that sets each. Ignoring one would give a
+different video."""
+_INSTEAD = {
+    "guidance": "set guidance_scale on the sampler",
+    "clip_vision_output": "connect the family's Image Encoder (TPU) to image_embeds",
+    "concat_latent_image": "connect the family's Image Encoder (TPU) to image_embeds",
+    "reference_latents": "connect the family's Image Encoder (TPU) to image_embeds",
+}
+
+
+class TimedPrompt(NamedTuple):
+    """An entry of a CONDITIONING."""
+
+    embeds: Any
+    extra: dict[str, Any]
+    start: float
+    """The share of the steps before its first one."""
+    end: float
 
 
 def to_conditioning(embeddings: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> Conditioning:
@@ -38,33 +54,45 @@ def to_conditioning(embeddings: Mapping[str, torch.Tensor], keys: Mapping[str, s
     return [[embeddings["text"].float(), {key: embeddings[name].float() for name, key in keys.items()}]]
 
 
-def from_conditioning(
-    name: str, conditioning: Any, *, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str], pads_text: bool
-) -> dict[str, torch.Tensor]:
-    """The embeddings of one prompt, by the family's names. `pads_text`: a shorter text is padded with zeros."""
+def check_conditioning(name: str, conditioning: Any, steps: int) -> list[TimedPrompt]:
+    """The prompts of a CONDITIONING, exactly one of them for each step; raises InvalidValueError for any other."""
     try:
         entries = [(entry[0], dict(entry[1])) for entry in conditioning]
     except (TypeError, ValueError, IndexError, KeyError):
         raise InvalidValueError(
             f"{name} is not a CONDITIONING; connect a Text Encoder (TPU) or CLIP Text Encode", field=name
         ) from None
-    if len(entries) != 1:
-        raise InvalidValueError(
-            f"{name} holds {len(entries)} prompts, expected one; prompts that were combined, or limited to areas or "
-            "steps, are not read here: write them as one",
-            field=name,
-        )
+    for _, extra in entries:
+        for key, node in _UNSUPPORTED_KEYS.items():
+            if extra.get(key) is not None and not (key == "strength" and extra[key] == 1.0):
+                instead = _INSTEAD.get(key, "connect the text encoder without it")
+                raise InvalidValueError(
+                    f"{name} comes with {key}, from {node}, which is not read here; {instead}", field=name
+                )
+    prompts = [
+        TimedPrompt(embeds, extra, extra.get("start_percent", 0.0), extra.get("end_percent", 1.0))
+        for embeds, extra in entries
+    ]
+    for step in range(steps):
+        count = sum(prompt.start <= step / steps < prompt.end for prompt in prompts)
+        if count != 1:
+            raise InvalidValueError(
+                f"{name} holds {len(prompts)} prompts, {count or 'none'} of them for step {step + 1} of {steps}, "
+                "expected one for each step; prompts of Conditioning (Combine) cannot overlap: write them as one, "
+                "average them with Conditioning (Average), or give them ranges that follow each other with "
+                "ConditioningSetTimestepRange",
+                field=name,
+            )
+    return prompts
+
+
+def from_conditioning(
+    name: str, prompt: TimedPrompt, *, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str], pads_text: bool
+) -> dict[str, torch.Tensor]:
+    """The embeddings of one prompt, by the family's names. `pads_text`: a shorter text is padded with zeros."""
     from comfy_tpu.bridge.dtypes import is_finite  # brings jax, which loading the pack must not
 
-    embeds, extra = entries[0]
-    if unsupported := [
-        key for key in _UNSUPPORTED_KEYS if extra.get(key) is not None and extra[key] != _NEUTRAL_VALUES.get(key)
-    ]:
-        raise InvalidValueError(
-            f"{name} comes with {', '.join(unsupported)}, which is not read here; connect the text encoder without the "
-            "nodes that limit or steer its prompt",
-            field=name,
-        )
+    embeds, extra = prompt.embeds, prompt.extra
     tokens, features = shapes["text"]
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
         got = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__

@@ -14,6 +14,8 @@ from comfy_tpu.comfy import inputs
 from comfy_tpu.comfy.exchange import (
     Conditioning,
     Latent,
+    TimedPrompt,
+    check_conditioning,
     from_conditioning,
     from_images,
     from_latent,
@@ -23,13 +25,14 @@ from comfy_tpu.comfy.exchange import (
     to_latent,
     to_video,
 )
-from comfy_tpu.comfy.run import pipeline_run
+from comfy_tpu.comfy.run import pipeline_run, show_note
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.terminal_text import excerpt
 
 if TYPE_CHECKING:
     from comfy_tpu.config import GenerationSettings
+    from comfy_tpu.pipeline.text import PromptEmbeddings
     from comfy_tpu.pipeline.video import VideoPipeline
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ class FamilyNode(io.ComfyNode):
             display_name=f"{family.name} {title}",
             category=family.category,
             description=description,
-            inputs=input_list,
+            inputs=[*input_list, inputs.pipeline()],
             outputs=output_list,
         )
 
@@ -80,9 +83,11 @@ class TextEncoder(FamilyNode):
         return what if prompt is not None and not prompt.strip() else True
 
     @classmethod
-    def execute(cls, prompt: str, model_id: str, negative_prompt: str | None = None) -> io.NodeOutput:
+    def execute(
+        cls, prompt: str, model_id: str, negative_prompt: str | None = None, pipeline: Any = None
+    ) -> io.NodeOutput:
         family = cls.FAMILY
-        with pipeline_run(family, model_id, {"encoding": 1}) as pipeline:
+        with pipeline_run(family, inputs.choose_model(model_id, pipeline), {"encoding": 1}) as pipeline:
             from comfy_tpu.pipeline.checks import warn_of_ignored
 
             chosen = pipeline.settings(negative_prompt=negative_prompt)
@@ -123,11 +128,11 @@ class ImageEncoder(FamilyNode):
         return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
-    def execute(cls, model_id: str, **chosen: Any) -> io.NodeOutput:
+    def execute(cls, model_id: str, pipeline: Any = None, **chosen: Any) -> io.NodeOutput:
         given = _take_images(chosen)
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
-        with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
+        with pipeline_run(cls.FAMILY, inputs.choose_model(model_id, pipeline), {"encoding": count}) as pipeline:
             settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
@@ -171,21 +176,22 @@ class Sampler(FamilyNode):
         negative_prompt_embeds: Conditioning | None = None,
         lora: Any = None,
         image_embeds: Any = None,
+        pipeline: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
         family = cls.FAMILY
         inputs.check_integers(**_pick_counts(chosen))
+        steps = chosen["num_inference_steps"]
+        prompts = {"prompt_embeds": check_conditioning("prompt_embeds", prompt_embeds, steps)}
+        if family.has_negative_prompt:
+            name = "negative_prompt_embeds"
+            prompts[name] = check_conditioning(name, negative_prompt_embeds or [], steps)
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
-        with pipeline_run(family, model_id, stages, inputs.check_loras(lora)) as pipeline:
-            from comfy_tpu.pipeline.text import PromptEmbeddings
-
+        model = inputs.choose_model(model_id, pipeline)
+        with pipeline_run(family, model, stages, inputs.check_loras(lora)) as pipeline:
             settings = _make_settings(pipeline, **chosen)
-            given = {"prompt_embeds": prompt_embeds}
-            if family.has_negative_prompt:
-                given["negative_prompt_embeds"] = negative_prompt_embeds or []
-            positive, *negative = _read_branches(family, pipeline, settings, given)
-            embeddings = PromptEmbeddings("", positive, negative[0] if negative else None, shared=shared)
+            embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
         latents = to_latent(made, is_image=family.makes_images)
         return node_output(latents) if family.makes_images else node_output(latents, settings.num_frames)
@@ -206,11 +212,12 @@ class VAEDecoder(FamilyNode):
         )
 
     @classmethod
-    def execute(cls, latents: Latent, model_id: str, fps: int | None = None) -> io.NodeOutput:
+    def execute(cls, latents: Latent, model_id: str, fps: int | None = None, pipeline: Any = None) -> io.NodeOutput:
         samples = from_latent("latents", latents)
         if fps is not None:
             inputs.check_integers(fps=fps)
-        with pipeline_run(cls.FAMILY, model_id, {"decoding": samples.shape[2]}) as pipeline:
+        model = inputs.choose_model(model_id, pipeline)
+        with pipeline_run(cls.FAMILY, model, {"decoding": samples.shape[2]}) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
         return _frames_output(images, fps)
@@ -250,12 +257,14 @@ class Pipeline(FamilyNode):
         fps: int | None = None,
         lora: Any = None,
         strength: float = 1.0,
+        pipeline: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
         inputs.check_integers(**_pick_counts(chosen), **({} if fps is None else {"fps": fps}))
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
-        with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
+        model = inputs.choose_model(model_id, pipeline)
+        with pipeline_run(cls.FAMILY, model, stages, inputs.check_loras(lora)) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _make_settings(pipeline, fps=fps, **chosen)
@@ -320,20 +329,39 @@ def _check_image_embeds(image_embeds: Any) -> dict[str, torch.Tensor]:
     return image_embeds
 
 
-def _read_branches(
-    family: NodeSet, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, Conditioning]
-) -> list[dict[str, torch.Tensor]]:
-    """The embeddings of each prompt, padded to the same length."""
+def _read_prompts(
+    family: NodeSet, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, list[TimedPrompt]]
+) -> PromptEmbeddings:
+    """The embeddings of all prompts, padded to the same length."""
+    from comfy_tpu.pipeline.text import PromptEmbeddings, TimedEmbeddings
+
     shapes = pipeline.embedding_shapes(settings)
-    read = [
-        from_conditioning(name, embeds, shapes=shapes, keys=family.conditioning_keys, pads_text=family.pads_text)
-        for name, embeds in given.items()
+    read = {
+        name: [
+            from_conditioning(name, prompt, shapes=shapes, keys=family.conditioning_keys, pads_text=family.pads_text)
+            for prompt in prompts
+        ]
+        for name, prompts in given.items()
+    }
+    longest = max(embeds["text"].shape[1] for branch in read.values() for embeds in branch)
+    branches = [
+        tuple(
+            TimedEmbeddings(
+                prompt.start,
+                prompt.end,
+                embeds
+                | {"text": torch.nn.functional.pad(embeds["text"], (0, 0, 0, longest - embeds["text"].shape[1]))},
+            )
+            for prompt, embeds in zip(given[name], embeddings, strict=True)
+        )
+        for name, embeddings in read.items()
     ]
-    longest = max(embeds["text"].shape[1] for embeds in read)
-    return [
-        embeds | {"text": torch.nn.functional.pad(embeds["text"], (0, 0, 0, longest - embeds["text"].shape[1]))}
-        for embeds in read
-    ]
+    positive, negative = (*branches, ())[:2]
+    first = negative[0].embeddings if negative else None
+    embeddings = PromptEmbeddings("", positive[0].embeddings, first)
+    if len(positive) == 1 and len(negative) <= 1:
+        return embeddings
+    return dataclasses.replace(embeddings, timed_positive=positive, timed_negative=negative)
 
 
 def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
@@ -341,9 +369,8 @@ def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
         if (height, width) != (own.height, own.width):
-            logger.info(
-                "%s draws %d×%d only; height and width are not used", pipeline.model_name, own.width, own.height
-            )
+            note = f"{pipeline.model_name} draws {own.width}×{own.height} only: height and width have no effect"
+            show_note(pipeline, note)
         height, width = own.height, own.width
     if len(pipeline.family.denoiser.transformers) == 1:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)

@@ -10,7 +10,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import model_choices
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 
@@ -20,6 +20,9 @@ LORA_TYPE = io.Custom("TPU_LORA")
 """A tuple of `Lora`."""
 
 REFERENCES = ("image", "image_2", "image_3", "image_4")
+
+PIPELINE_TYPE = io.Custom("TPU_PIPELINE")
+"""A model: the name of a `model_id`, or `SingleFiles`."""
 
 IMAGE_TYPE = io.Custom("TPU_IMAGE_EMBEDS")
 """Encoded images: tensors by name."""
@@ -242,6 +245,21 @@ def lora() -> io.Input:
     return LORA_TYPE.Input(
         "lora", optional=True, tooltip="From TPU Load LoRA. Another file or strength loads the model again."
     )
+
+
+def pipeline() -> io.Input:
+    return PIPELINE_TYPE.Input(
+        "pipeline", optional=True, tooltip="From TPU Load Pipeline: the model, in place of model_id."
+    )
+
+
+def choose_model(model_id: str, given: Any) -> str | SingleFiles:
+    """The model of a pipeline link, or of `model_id` where it is absent (None)."""
+    if given is not None and not isinstance(given, (str, SingleFiles)):
+        raise InvalidValueError(
+            f"pipeline is a {type(given).__name__}, expected what TPU Load Pipeline gives", field="pipeline"
+        )
+    return model_id if given is None else given
 
 
 def frame_outputs(family: NodeSet) -> list[io.Output]:

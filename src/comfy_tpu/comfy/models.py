@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
-from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, SingleFiles
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.card import NodeSet
+from comfy_tpu.families.registry import family_cards
 from comfy_tpu.json_input import read_json
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _DEPTH = 2
 
 _DEMO_MODELS = (DEMO_MODEL, DEMO_IMAGE_MODEL)
 _Stamp = tuple[tuple[str, int, int], ...]
-_pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
+_pipelines: dict[str | SingleFiles, tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
 
 
@@ -33,7 +34,45 @@ def model_choices(family: NodeSet) -> list[str]:
     return [*family.model_ids, *(name for name in sorted(_local_models(family)) if name not in family.model_ids)]
 
 
-def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) -> VideoPipeline:
+def all_model_choices() -> list[str]:
+    """`model_choices` of all families."""
+    sets = (nodes for card in family_cards() for nodes in card.node_sets)
+    return list(dict.fromkeys(name for nodes in sets for name in model_choices(nodes)))
+
+
+def local_directory(name: str) -> str:
+    """The directory of a choice in ComfyUI's model folders; the name itself where there is none."""
+    sets = (nodes for card in family_cards() for nodes in card.node_sets)
+    return next((str(found[name]) for found in map(_local_models, sets) if name in found), name)
+
+
+def check_single_files(files: SingleFiles) -> None:
+    """Raises where the files are no model. Reads headers and configurations; may download tokenizers."""
+    import_jax()
+    from comfy_tpu.pipeline.single_files import open_model
+
+    open_model(files)
+
+
+def _open_single_files(files: SingleFiles, family: NodeSet) -> VideoPipeline:
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+    stamp = tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files.paths)
+    with _lock:
+        known = _pipelines.get(files)
+        if known is None or known[0] != stamp:
+            _pipelines[files] = stamp, VideoPipeline.open(files)
+        opened = _pipelines[files][1]
+    if opened.family.name not in (model.name for model in family.models):
+        raise InvalidValueError(
+            f"pipeline is a {opened.family.name} model, and this is a node of {family.name}; use the nodes of the "
+            "model's own family",
+            field="pipeline",
+        )
+    return opened
+
+
+def open_pipeline(model_id: str | SingleFiles, family: NodeSet, on_fetch: Callable[[], None]) -> VideoPipeline:
     """The pipeline of a model; the same object until the model's files change, so that nothing is loaded twice.
 
     `on_fetch` is called before a download, which can take an hour.
@@ -41,6 +80,8 @@ def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) 
     import_jax()
     from comfy_tpu.pipeline.video import VideoPipeline
 
+    if isinstance(model_id, SingleFiles):
+        return _open_single_files(model_id, family)
     local = _local_models(family)
     if model_id not in (*family.model_ids, *local):
         raise InvalidValueError(

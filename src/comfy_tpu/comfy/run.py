@@ -22,7 +22,7 @@ from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.routes import send_status
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import register_with_comfyui
-from comfy_tpu.config import Lora
+from comfy_tpu.config import Lora, SingleFiles
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.pipeline.progress import Progress, ignore_progress
@@ -41,7 +41,7 @@ _run_lock = threading.RLock()
 
 @contextlib.contextmanager
 def pipeline_run(
-    family: NodeSet, model_id: str, stages: Mapping[str, int], loras: Sequence[Lora] = ()
+    family: NodeSet, model_id: str | SingleFiles, stages: Mapping[str, int], loras: Sequence[Lora] = ()
 ) -> Iterator[VideoPipeline]:
     """The model's pipeline with these LoRAs, reporting to the current node. `stages`: the stages that its progress bar
     counts, with totals."""
@@ -51,7 +51,7 @@ def pipeline_run(
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
-                pipeline = open_pipeline(model_id, family, lambda: report(Progress("loading", model_id, 0, 0)))
+                pipeline = open_pipeline(model_id, family, lambda: report(Progress("loading", str(model_id), 0, 0)))
             except ModuleNotFoundError as error:
                 raise UnsupportedError(
                     f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "
@@ -67,6 +67,13 @@ def pipeline_run(
                 pipeline.on_progress = ignore_progress
         finally:
             report_idle()
+
+
+def show_note(pipeline: VideoPipeline, note: str) -> None:
+    """Shows a note on the current node for as long as it runs, and writes it to the log."""
+    logger.warning(note)
+    if isinstance(pipeline.on_progress, NodeReport):
+        pipeline.on_progress.note = note
 
 
 @functools.cache
@@ -98,12 +105,15 @@ class NodeReport:
         known = getattr(comfy.latent_formats, latent_format, None) if wanted else None  # an older ComfyUI may lack it
         self._previewer = latent_preview.get_previewer(torch.device("cpu"), known()) if known else None
         self._shown_text, self._shown_at = "", 0.0
+        self.note = ""
+        """Shown before every text: what the node does otherwise than its inputs say."""
 
     def __call__(self, progress: Progress) -> None:
         # Raising here ends the run: that is how Cancel takes effect within a step.
         comfy.model_management.throw_exception_if_processing_interrupted()
         STATUS.record(progress, self._node)
-        self._show_text(STATUS.text(), immediately=progress.stage != "loading" or progress.done in (0, progress.total))
+        text = " · ".join(filter(None, (self.note, STATUS.text())))
+        self._show_text(text, immediately=progress.stage != "loading" or progress.done in (0, progress.total))
         if progress.stage in self._stages:
             self._bar.update_absolute(self._bar_position(progress), preview=self._preview_image(progress))
         send_status(immediately=progress.done in (0, progress.total))

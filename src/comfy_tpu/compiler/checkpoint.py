@@ -22,7 +22,7 @@ REMAP_BYTES = 64 * 1024**2
 until it is unmapped, so one mapping per file would end at the size of the file (measured: +256 MB for 256 MB read).
 Mapping anew parses one header again, well under a millisecond per shard of a 14B model."""
 
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_REASON = (
     "such files are pickles, and opening a pickle runs the code inside it; use the model's safetensors version, or "
     "convert it once in a sandbox with safetensors.torch.save_file(torch.load(path, weights_only=True), ...)"
@@ -183,7 +183,12 @@ def _no_files_message(directory: Path) -> str:
 def _check_suffix(path: Path) -> None:
     if path.suffix in _PICKLE_SUFFIXES:
         raise CheckpointError(f"{path} is not read: {_PICKLE_REASON}")
-    if path.suffix != ".safetensors":
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{path} is a GGUF file, whose quantized blocks are not read here; use the model's safetensors file, in "
+            "bf16, fp16 or fp8"
+        )
+    if path.suffix not in (".safetensors", ".sft"):
         raise CheckpointError(f"{path} is not a .safetensors file; convert it to safetensors first")
 
 

@@ -94,6 +94,8 @@ class ModelCard:
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
     with. A model directory's own reuse.json takes precedence."""
+    reads_single_files: bool = False
+    """Whether the model may be given as single files, as ComfyUI's model folders hold them."""
 
     @property
     def makes_images(self) -> bool:

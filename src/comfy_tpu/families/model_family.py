@@ -15,6 +15,7 @@ import torch
 from PIL.Image import Image
 
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, ModelCard
 from comfy_tpu.parallel.constraints import Axes
@@ -180,6 +181,8 @@ class ModelFamily:
     vae: Vae
     scheduling: Scheduling
     image: ImageEncoding | None = None
+    single_files: Mapping[str, PartFile] = dataclasses.field(default_factory=dict)
+    """How components are read from single files, by the component's name. Empty: the model needs a directory."""
 
     @property
     def name(self) -> str:

@@ -108,6 +108,7 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
         ("transformer_count", card.transformer_count, len(family.denoiser.transformers)),
         ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
         ("an image input", encodes, family.image is not None),
+        ("reads_single_files", card.reads_single_files, bool(family.single_files)),
     ):
         if said != found:
             raise CardError(f"the card of {card.name} says {fact}: {said}, {package}.model {found}; make them the same")

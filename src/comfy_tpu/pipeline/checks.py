@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def check_embeddings(
     files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
 ) -> None:
-    for branch in filter(None, (embeddings.positive, embeddings.negative)):
+    for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
         every = {**branch, **embeddings.shared}
         shapes = files.embedding_shapes(settings)
         _check_images(files, embeddings.shared, shapes, settings)
@@ -40,7 +40,8 @@ def check_embeddings(
             )
         if odd := [name for name, rows in every.items() if not is_finite(rows)]:
             raise InvalidValueError(f"embeddings hold NaN or infinity ({odd[0]}); encode the prompt again")
-    _check_branches(embeddings)
+    for pair in embeddings.each:
+        _check_branches(pair)
     if guided and embeddings.negative is None:
         raise InvalidValueError(
             "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1",

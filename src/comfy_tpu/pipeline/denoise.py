@@ -44,11 +44,15 @@ def denoise_steps(
         samples: list[Any] = [sample, *(jax.numpy.zeros_like(sample) for _ in range(HISTORY - 1))]
         outputs: list[Any] = [jax.numpy.zeros_like(sample) for _ in range(HISTORY)]
     done, size = 0, running.size
-    for (number, guided), steps in itertools.groupby(plan, lambda step: (step.transformer, step.guided)):
+    # Another prompt is other inputs of the same programs.
+    prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
+    runs = itertools.groupby(zip(plan, prompts, strict=True), lambda pair: _run_key(*pair))
+    for (number, guided, *_), run in runs:
+        steps, (current, *_) = zip(*run, strict=True)
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
-                prompt_weights, prepared = _prepare(programs, loaded, embeddings, guided, settings)
+                prompt_weights, prepared = _prepare(programs, loaded, current, guided, settings)
             weights = {**loaded, **prompt_weights}
             if done == 0:
                 running.report("denoising", "", 0, len(plan), size=size)
@@ -65,6 +69,11 @@ def denoise_steps(
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
             del weights, prompt_weights, prepared
+
+
+def _run_key(step: PlannedStep, prompts: PromptEmbeddings) -> tuple[int, bool, int, int]:
+    """Equal for neighbouring steps that one preparation serves."""
+    return step.transformer, step.guided, id(prompts.positive), id(prompts.negative)
 
 
 def _first_sample(

@@ -18,6 +18,7 @@ import numpy as np
 
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
@@ -38,6 +39,7 @@ DEMO_DIRECTORIES = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_IMAGE_MODEL: DEMO_DIRECTORY
 
 # Weights of components only: beside them some repositories have the whole model once more, in one file for other tools.
 _DOWNLOAD_PATTERNS = ["*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.jinja"]
+_SMALL_FILE_PATTERNS = [pattern for pattern in _DOWNLOAD_PATTERNS if "safetensors" not in pattern]
 _SAMPLE_BYTES = 4096
 _CHANNELS_MAX = 2**16
 _COUNT = re.compile("^num_|layers|blocks|depth|channels")
@@ -109,7 +111,7 @@ class ModelFiles:
         """The component's configuration, without the keys that the library adds for itself."""
         return {name: value for name, value in _read_json(self._config_path(spec)).items() if not name.startswith("_")}
 
-    def checkpoint(self, spec: ComponentSpec) -> Checkpoint:
+    def checkpoint(self, spec: ComponentSpec) -> WeightSource:
         return Checkpoint.open(self.path(spec.name))
 
     def tokenizer(self, folder: str) -> Any:
@@ -381,18 +383,41 @@ def _find_download(model: str) -> Path | None:
 
 
 def _download(model: str) -> Path:
+    try:
+        return _download_files(model, _DOWNLOAD_PATTERNS)
+    except _DownloadError as error:
+        raise CheckpointError(
+            f"model={model} is not a directory here and could not be downloaded from the hub ({error}); check the "
+            "name and the network, or download it elsewhere and give its directory",
+            field="model",
+        ) from error
+
+
+def download_small_files(base: str, name: str) -> Path:
+    """The directory of a hub id without its weights: the configurations and tokenizers that single files lack."""
+    try:
+        return _download_files(base, _SMALL_FILE_PATTERNS)
+    except _DownloadError as error:
+        raise CheckpointError(
+            f"{name} holds no tokenizer, and that of {base} is not on this machine and could not be downloaded from "
+            f"the hub ({error}); download it elsewhere, a few MB, and give its directory: "
+            f'`hf download {base} --include "*.json" "tokenizer*/*"`',
+            field="model",
+        ) from error
+
+
+class _DownloadError(Exception):
+    """The reason why the hub gave no files, in one line."""
+
+
+def _download_files(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_DOWNLOAD_PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"model={model} is not a directory here and could not be downloaded from the hub ({reason}); check the "
-            "name and the network, or download it elsewhere and give its directory",
-            field="model",
-        ) from error
+        raise _DownloadError(str(error).strip().splitlines()[0]) from error
 
 
 def _advice(path: Path) -> str:

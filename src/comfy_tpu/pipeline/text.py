@@ -18,6 +18,21 @@ Embeddings = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
+class TimedEmbeddings:
+    """The embeddings of a prompt that holds for a part of the steps."""
+
+    start: float
+    """The share of the steps before its first one."""
+    end: float
+    """The share of the steps after its last one is reached."""
+    embeddings: Embeddings
+
+    def holds(self, share: float) -> bool:
+        """Whether the prompt is that of a step before which this share of the steps is done."""
+        return self.start <= share < self.end
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptEmbeddings:
     prompt: str
     positive: Embeddings
@@ -29,6 +44,21 @@ class PromptEmbeddings:
     """Embeddings of the given images, which both prompts share."""
     images_fingerprint: str = ""
     """The fingerprint of the given images."""
+    timed_positive: tuple[TimedEmbeddings, ...] = ()
+    """Prompts that follow each other, one at each step, all of the shapes of `positive`. Empty: `positive` holds."""
+    timed_negative: tuple[TimedEmbeddings, ...] = ()
+
+    def at(self, share: float) -> PromptEmbeddings:
+        """The prompts of a step before which this share of the steps is done."""
+        positive = next((timed.embeddings for timed in self.timed_positive if timed.holds(share)), self.positive)
+        negative = next((timed.embeddings for timed in self.timed_negative if timed.holds(share)), self.negative)
+        return dataclasses.replace(self, positive=positive, negative=negative)
+
+    @property
+    def each(self) -> tuple[PromptEmbeddings, ...]:
+        """All pairs of prompts that may hold together."""
+        starts = {timed.start for timed in (*self.timed_positive, *self.timed_negative)}
+        return tuple(self.at(start) for start in sorted(starts)) or (self,)
 
 
 @dataclasses.dataclass(frozen=True)

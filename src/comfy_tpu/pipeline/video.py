@@ -13,7 +13,7 @@ from PIL import Image
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
-from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig
+from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
 from comfy_tpu.families.model_family import ModelFamily
@@ -41,6 +41,7 @@ from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel, check_dtype
 from comfy_tpu.pipeline.schedule import make_schedule
+from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
@@ -59,7 +60,7 @@ class VideoPipeline:
     @classmethod
     def open(
         cls,
-        model: str | Path = "demo",
+        model: str | Path | SingleFiles = "demo",
         runtime: RuntimeConfig = RuntimeConfig(),
         *,
         name: str | None = None,
@@ -74,7 +75,7 @@ class VideoPipeline:
         is called after the model is found and before devices are started, so that its errors come first.
         """
         check_dtype(runtime.dtype)
-        files = ModelFiles.open(model, name=name)
+        files = open_model(model, name=name)
         check(files)
         check_vae_backend(runtime.vae_backend, files)
         opened = open_loras(loras, files)

@@ -47,6 +47,7 @@ FLUX_DEV = ModelCard(
     published={"black-forest-labs/FLUX.1-dev": {**TRANSFORMER, "guidance_embeds": True}},
     guidance="embedded",
     image=ImageInput("initial"),
+    reads_single_files=True,
 )
 
 FLUX_SCHNELL = dataclasses.replace(

@@ -6,6 +6,7 @@ import dataclasses
 
 from comfy_tpu.families.flux import card, schedulers, text, transformer, vae
 from comfy_tpu.families.flux.lora import lora_names
+from comfy_tpu.families.flux.single_files import SINGLE_FILES
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding, Vae
 
 FLUX_DEV = ModelFamily(
@@ -25,6 +26,7 @@ FLUX_DEV = ModelFamily(
         encode_image=vae.encode_image,
     ),
     Scheduling(schedulers.DEV_SCHEDULERS),
+    single_files=SINGLE_FILES,
 )
 FLUX_SCHNELL = dataclasses.replace(
     FLUX_DEV, card=card.FLUX_SCHNELL, scheduling=Scheduling(schedulers.SCHNELL_SCHEDULERS)

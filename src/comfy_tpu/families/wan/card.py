@@ -77,6 +77,7 @@ WAN21 = ModelCard(
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,
     },
     vae_backends=("torchax", "nnx"),
+    reads_single_files=True,
     reuse_curves={
         "wan21-t2v-14b.json": {"num_layers": 40, "num_attention_heads": 40},
         "wan21-t2v-1.3b.json": {"num_layers": 30, "num_attention_heads": 12},

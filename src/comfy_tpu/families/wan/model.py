@@ -11,6 +11,7 @@ from comfy_tpu.families.shared.schedulers import FLOW_SCHEDULERS, own_shift
 from comfy_tpu.families.wan import card, image, text, transformer, vae
 from comfy_tpu.families.wan.lora import lora_names
 from comfy_tpu.families.wan.nnx_vae import nnx_functions
+from comfy_tpu.families.wan.single_files import SINGLE_FILES
 
 _TEXT = TextEncoding(
     encoders=(TextEncoder(text.TEXT_ENCODER, text.encode_prompt),),
@@ -52,9 +53,15 @@ def _with_low_noise(spec: ComponentSpec) -> tuple[ComponentSpec, ComponentSpec]:
     return spec, dataclasses.replace(spec, name="transformer_2")
 
 
-WAN21 = ModelFamily(card.WAN21, _TEXT, _DENOISER, _VAE, _SCHEDULING)
+WAN21 = ModelFamily(card.WAN21, _TEXT, _DENOISER, _VAE, _SCHEDULING, single_files=SINGLE_FILES)
 WAN21_IMAGE = ModelFamily(
-    card.WAN21_IMAGE, _TEXT_AND_IMAGE, _IMAGE_DENOISER, _VAE, _OWN_SHIFT, image.LATENT_AND_CLIP_ENCODING
+    card.WAN21_IMAGE,
+    _TEXT_AND_IMAGE,
+    _IMAGE_DENOISER,
+    _VAE,
+    _OWN_SHIFT,
+    image.LATENT_AND_CLIP_ENCODING,
+    SINGLE_FILES,
 )
 WAN21_FIRST_LAST = dataclasses.replace(
     WAN21_IMAGE,
@@ -91,6 +98,7 @@ WAN22_5B = ModelFamily(
     _VAE_5B,
     _OWN_SHIFT,
     image.FIRST_FRAME_ENCODING,
+    SINGLE_FILES,
 )
 
 MODELS = {family.name: family for family in (WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B)}

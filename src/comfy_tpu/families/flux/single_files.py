@@ -1,0 +1,95 @@
+"""Flux.1 in single files, under the names of its authors, which ComfyUI's files have too."""
+
+from __future__ import annotations
+
+import torch
+
+from comfy_tpu.compiler.recorded_tensors import Tensors
+from comfy_tpu.compiler.single_file import PartFile
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.shared.encoder_files import CLIP, T5, rename_tensors
+
+_NAMES = {
+    r"^img_in\.": "x_embedder.",
+    r"^txt_in\.": "context_embedder.",
+    r"^time_in\.": "time_text_embed.timestep_embedder.",
+    r"^vector_in\.": "time_text_embed.text_embedder.",
+    r"^guidance_in\.": "time_text_embed.guidance_embedder.",
+    r"_embedder\.in_layer\.": "_embedder.linear_1.",
+    r"_embedder\.out_layer\.": "_embedder.linear_2.",
+    r"^final_layer\.linear\.": "proj_out.",
+    r"^final_layer\.adaLN_modulation\.1\.": "norm_out.linear.",
+    r"^double_blocks\.": "transformer_blocks.",
+    r"^single_blocks\.": "single_transformer_blocks.",
+    r"\.img_mod\.lin\.": ".norm1.linear.",
+    r"\.txt_mod\.lin\.": ".norm1_context.linear.",
+    r"\.modulation\.lin\.": ".norm.linear.",
+    r"\.img_attn\.proj\.": ".attn.to_out.0.",
+    r"\.txt_attn\.proj\.": ".attn.to_add_out.",
+    r"\.img_attn\.norm\.query_norm\.scale$": ".attn.norm_q.weight",
+    r"\.img_attn\.norm\.key_norm\.scale$": ".attn.norm_k.weight",
+    r"\.txt_attn\.norm\.query_norm\.scale$": ".attn.norm_added_q.weight",
+    r"\.txt_attn\.norm\.key_norm\.scale$": ".attn.norm_added_k.weight",
+    r"\.norm\.query_norm\.scale$": ".attn.norm_q.weight",
+    r"\.norm\.key_norm\.scale$": ".attn.norm_k.weight",
+    r"\.img_mlp\.0\.": ".ff.net.0.proj.",
+    r"\.img_mlp\.2\.": ".ff.net.2.",
+    r"\.txt_mlp\.0\.": ".ff_context.net.0.proj.",
+    r"\.txt_mlp\.2\.": ".ff_context.net.2.",
+    r"\.linear2\.": ".proj_out.",
+}
+"""Patterns, in order."""
+_PACKED = {
+    ".img_attn.qkv.": (".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
+    ".txt_attn.qkv.": (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."),
+    ".linear1.": (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."),
+}
+"""Tensors of the file that are several here, one below the other."""
+
+
+def _convert_transformer(tensors: Tensors, config: Config) -> Tensors:
+    """As diffusers' converter, which knows the width of the published models only."""
+    converted: Tensors = {}
+    for name, tensor in rename_tensors(tensors, _NAMES).items():
+        packed = next((part for part in _PACKED if part in name), None)
+        if packed is not None:
+            width = tensor.shape[0] // 3 if packed.endswith(".qkv.") else config["num_attention_heads"] * _head(config)
+            rest = tensor.shape[0] - 3 * width
+            pieces = tensor.split((width,) * 3 + ((rest,) if rest else ()))
+            for part, piece in zip(_PACKED[packed], pieces, strict=True):
+                converted[name.replace(packed, part)] = piece
+        elif name.startswith("norm_out.linear."):
+            shift, scale = tensor.chunk(2)
+            converted[name] = torch.cat((scale, shift))
+        else:
+            converted[name] = tensor
+    return converted
+
+
+def _head(config: Config) -> int:
+    return int(config.get("attention_head_dim", 128))
+
+
+def _convert_vae(tensors: Tensors, config: Config) -> Tensors:
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
+    converted: Tensors = convert_ldm_vae_checkpoint(tensors, config)
+    return converted
+
+
+SINGLE_FILES = {
+    "transformer": PartFile(
+        own="transformer_blocks.0.attn.to_q.weight",
+        original="double_blocks.0.img_attn.qkv.weight",
+        convert=_convert_transformer,
+        prefixes=("model.diffusion_model.",),
+    ),
+    "text_encoder": CLIP,
+    "text_encoder_2": T5,
+    "vae": PartFile(
+        own="decoder.mid_block.attentions.0.to_q.weight",
+        original="decoder.mid.attn_1.q.weight",
+        convert=_convert_vae,
+        prefixes=("vae.", "first_stage_model."),
+    ),
+}
