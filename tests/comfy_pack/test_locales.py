@@ -19,6 +19,7 @@ IDS = (
         if kind != "ImageEncoder" or nodes.image_role in ("first_frame", "reference")
     ),
     "TPULoraLoader",
+    "TPUOptions",
     "TPUCompileModel",
     "TPUCompileVAE",
     "TPUCompileCLIP",

@@ -11,6 +11,7 @@ from comfy_tpu.comfy.compile_nodes import TPUCompileCLIP, TPUCompileModel, TPUCo
 from comfy_tpu.comfy.family_nodes import make_nodes
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
+from comfy_tpu.comfy.options_node import TPUOptions
 from comfy_tpu.comfy.routes import add_routes
 from comfy_tpu.families.registry import family_cards, register_family
 from comfy_tpu.terminal_text import SanitizeRecords
@@ -18,6 +19,7 @@ from comfy_tpu.terminal_text import SanitizeRecords
 NODES: tuple[type[io.ComfyNode], ...] = (
     *(node for card in family_cards() for nodes in card.node_sets for node in make_nodes(nodes)),
     TPULoraLoader,
+    TPUOptions,
     TPUCompileModel,
     TPUCompileVAE,
     TPUCompileCLIP,

@@ -67,7 +67,7 @@ class TextEncoder(FamilyNode):
         return cls.schema(
             "Text Encoder (TPU)",
             f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device.",
-            [*given, inputs.model_id(family)],
+            [*given, inputs.model_id(family), inputs.options()],
             [
                 io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
                 for name in made
@@ -80,9 +80,11 @@ class TextEncoder(FamilyNode):
         return what if prompt is not None and not prompt.strip() else True
 
     @classmethod
-    def execute(cls, prompt: str, model_id: str, negative_prompt: str | None = None) -> io.NodeOutput:
-        family = cls.FAMILY
-        with pipeline_run(family, model_id, {"encoding": 1}) as pipeline:
+    def execute(
+        cls, prompt: str, model_id: str, negative_prompt: str | None = None, options: Any = None
+    ) -> io.NodeOutput:
+        family, runtime = cls.FAMILY, inputs.check_options(options).runtime
+        with pipeline_run(family, model_id, {"encoding": 1}, runtime=runtime) as pipeline:
             from comfy_tpu.pipeline.checks import warn_of_ignored
 
             chosen = pipeline.settings(negative_prompt=negative_prompt)
@@ -115,6 +117,7 @@ class ImageEncoder(FamilyNode):
             ending = " and, for models that take one, the last" if family.has_last_image else ""
             what, size = f"Encodes the first frame of a video{ending}", ", at the same size"
             given = [frame, *inputs.size_inputs(family), model, *last]
+        given.append(inputs.options())
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
         return cls.schema("Image Encoder (TPU)", f"{what}, on the device.", given, [made])
 
@@ -123,11 +126,11 @@ class ImageEncoder(FamilyNode):
         return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
-    def execute(cls, model_id: str, **chosen: Any) -> io.NodeOutput:
-        given = _take_images(chosen)
+    def execute(cls, model_id: str, options: Any = None, **chosen: Any) -> io.NodeOutput:
+        given, runtime = _take_images(chosen), inputs.check_options(options).runtime
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
-        with pipeline_run(cls.FAMILY, model_id, {"encoding": count}) as pipeline:
+        with pipeline_run(cls.FAMILY, model_id, {"encoding": count}, runtime=runtime) as pipeline:
             settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
@@ -155,7 +158,7 @@ class Sampler(FamilyNode):
         return cls.schema(
             "TPU Sampler",
             f"Denoises {_noun(family)}'s latents from the prompt, on all chips.",
-            [*given, *([inputs.image_embeds(family)] if has_image_encoder(family) else [])],
+            [*given, *([inputs.image_embeds(family)] if has_image_encoder(family) else []), inputs.options()],
             [latents] if family.makes_images else [latents, frames],
         )
 
@@ -171,16 +174,17 @@ class Sampler(FamilyNode):
         negative_prompt_embeds: Conditioning | None = None,
         lora: Any = None,
         image_embeds: Any = None,
+        options: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
-        family = cls.FAMILY
+        family, run_options = cls.FAMILY, inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen))
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
-        with pipeline_run(family, model_id, stages, inputs.check_loras(lora)) as pipeline:
+        with pipeline_run(family, model_id, stages, inputs.check_loras(lora), run_options.runtime) as pipeline:
             from comfy_tpu.pipeline.text import PromptEmbeddings
 
-            settings = _make_settings(pipeline, **chosen)
+            settings = _make_settings(pipeline, **chosen, **run_options.settings)
             given = {"prompt_embeds": prompt_embeds}
             if family.has_negative_prompt:
                 given["negative_prompt_embeds"] = negative_prompt_embeds or []
@@ -201,16 +205,21 @@ class VAEDecoder(FamilyNode):
             "TPU VAE Decoder",
             f"Decodes latents to {'images' if family.makes_images else 'frames'}, on all chips; in tiles where whole "
             f"{'ones' if family.makes_images else 'frames'} do not fit.",
-            [inputs.latents(family), *([] if family.makes_images else [inputs.fps(family)]), inputs.model_id(family)],
+            [
+                inputs.latents(family),
+                *([] if family.makes_images else [inputs.fps(family)]),
+                inputs.model_id(family),
+                inputs.options(),
+            ],
             inputs.frame_outputs(family),
         )
 
     @classmethod
-    def execute(cls, latents: Latent, model_id: str, fps: int | None = None) -> io.NodeOutput:
-        samples = from_latent("latents", latents)
+    def execute(cls, latents: Latent, model_id: str, fps: int | None = None, options: Any = None) -> io.NodeOutput:
+        samples, runtime = from_latent("latents", latents), inputs.check_options(options).runtime
         if fps is not None:
             inputs.check_integers(fps=fps)
-        with pipeline_run(cls.FAMILY, model_id, {"decoding": samples.shape[2]}) as pipeline:
+        with pipeline_run(cls.FAMILY, model_id, {"decoding": samples.shape[2]}, runtime=runtime) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
         return _frames_output(images, fps)
@@ -234,7 +243,7 @@ class Pipeline(FamilyNode):
         return cls.schema(
             "TPU Full Pipeline",
             f"From a prompt to {_noun(family)} in one node: text encoder, transformer and VAE, all on the device.",
-            [*given, *inputs.image_inputs(family)],
+            [*given, *inputs.image_inputs(family), inputs.options()],
             inputs.frame_outputs(family),
         )
 
@@ -250,15 +259,17 @@ class Pipeline(FamilyNode):
         fps: int | None = None,
         lora: Any = None,
         strength: float = 1.0,
+        options: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
+        run_options = inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen), **({} if fps is None else {"fps": fps}))
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
-        with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora)) as pipeline:
+        with pipeline_run(cls.FAMILY, model_id, stages, inputs.check_loras(lora), run_options.runtime) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
-            settings = _make_settings(pipeline, fps=fps, **chosen)
+            settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
             init_image = None
             if given and cls.FAMILY.image_role == "initial":
                 init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
-from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.json_input import read_json
@@ -24,7 +24,7 @@ _DEPTH = 2
 
 _DEMO_MODELS = (DEMO_MODEL, DEMO_IMAGE_MODEL)
 _Stamp = tuple[tuple[str, int, int], ...]
-_pipelines: dict[str, tuple[_Stamp, VideoPipeline]] = {}
+_pipelines: dict[tuple[str, RuntimeConfig], tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
 
 
@@ -33,8 +33,11 @@ def model_choices(family: NodeSet) -> list[str]:
     return [*family.model_ids, *(name for name in sorted(_local_models(family)) if name not in family.model_ids)]
 
 
-def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) -> VideoPipeline:
-    """The pipeline of a model; the same object until the model's files change, so that nothing is loaded twice.
+def open_pipeline(
+    model_id: str, family: NodeSet, on_fetch: Callable[[], None], runtime: RuntimeConfig = RuntimeConfig()
+) -> VideoPipeline:
+    """The pipeline of a model and a runtime; the same object until the model's files change, so that nothing is loaded
+    or compiled twice. The weights of all pipelines share the devices' memory, least recently used out first.
 
     `on_fetch` is called before a download, which can take an hour.
     """
@@ -50,12 +53,12 @@ def open_pipeline(model_id: str, family: NodeSet, on_fetch: Callable[[], None]) 
     place = local.get(model_id)
     stamp = _stamp(place) if place else ()
     with _lock:
-        known = _pipelines.get(model_id)
+        known = _pipelines.get((model_id, runtime))
         if known is None or known[0] != stamp:
             if place is None and model_id not in _DEMO_MODELS:
                 on_fetch()
-            _pipelines[model_id] = stamp, VideoPipeline.open(place or model_id, name=model_id)
-        return _pipelines[model_id][1]
+            _pipelines[model_id, runtime] = stamp, VideoPipeline.open(place or model_id, runtime, name=model_id)
+        return _pipelines[model_id, runtime][1]
 
 
 def _local_models(family: NodeSet) -> dict[str, Path]:
