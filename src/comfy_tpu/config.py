@@ -53,10 +53,53 @@ class BlockSizes:
     key: int
     key_compute: int
 
+    def __str__(self) -> str:
+        return f"{self.query},{self.key},{self.key_compute}"
+
+
+AttentionImplementation = Literal["auto", "splash", "hopper", "cudnn", "chunked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenWindow:
+    """A video token attends to the tokens near it in the sequence, which goes by frames, rows and columns."""
+
+    left: int
+    """The number of tokens before it."""
+    right: int
+    """The number of tokens after it."""
+
+    def __str__(self) -> str:
+        return f"{self.left},{self.right}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TileWindow:
+    """A video token attends to the tiles near its own, in time and space, and to all text: sliding tile attention."""
+
+    tile: tuple[int, int, int]
+    """Frames, rows and columns of the largest tile, in tokens. An axis is divided into tiles as equal as possible."""
+    tiles: tuple[int, int, int]
+    """Tiles that a token attends to along frames, rows and columns. At a border the window moves inwards."""
+    is_clipped: bool = False
+    """Whether a tile that is larger than the video is cut to it. False: it is refused."""
+
+    def __str__(self) -> str:
+        return ":".join("x".join(map(str, sides)) for sides in (self.tile, self.tiles))
+
+
+ATTENTION_WINDOWS: dict[str, TokenWindow | TileWindow | None] = {
+    "full": None,
+    # 1,024 tokens a tile: with fewer, a TPU spends more time between blocks than in them. At 720p and 81 frames 27 of
+    # 90 tiles are attended to.
+    "video": TileWindow(tile=(4, 16, 16), tiles=(3, 3, 3), is_clipped=True),
+}
+"""Attention windows by name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    implementation: Literal["auto", "splash", "hopper", "cudnn", "chunked"] = "auto"
+    implementation: AttentionImplementation = "auto"
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
     smooth_keys: bool = True
     """Subtract the mean key before the splash kernel: the softmax is the same, its exponents smaller."""
@@ -64,6 +107,9 @@ class AttentionConfig:
     """The tile of the splash kernel. None: from the table by chip and length."""
     dense_max_tokens: int = 4096
     """The most keys for which an L×L score array may be made, on any backend."""
+    window: TokenWindow | TileWindow | None = None
+    """The tokens that a video token attends to in the transformer's self-attention. None: all of them. Text encoders,
+    VAEs and attention to the prompt are never limited."""
     over_mesh: bool = True
     """Whether attention is split over the mesh. False: every device computes all heads, for models that are too small
     to split."""
@@ -119,6 +165,22 @@ class RuntimeConfig:
     """None: the models of this process share the devices' memory by the default rules."""
     dump: Path | None = None
     """A directory for the text of every program that is compiled or read from the cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How a model runs in a node, and the settings of a run that nodes have no other inputs for."""
+
+    runtime: RuntimeConfig = RuntimeConfig()
+    reuse: float | None = None
+    """None, here and below: the model's default."""
+    guidance_until: float | None = None
+    num_videos: int | None = None
+
+    @property
+    def settings(self) -> dict[str, float | int | None]:
+        """The chosen values by field of `GenerationSettings`."""
+        return {"reuse": self.reuse, "guidance_until": self.guidance_until, "num_videos": self.num_videos}
 
 
 LoraNoise = Literal["all", "high", "low"]

@@ -248,6 +248,7 @@ class Pipeline:
             self.stages,
             images_fingerprint=fingerprint(request.images),
             loras=self.stages.loras.text,
+            attention_window=self.stages.attention_window,
         )
         return [
             Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})

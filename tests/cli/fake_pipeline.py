@@ -66,6 +66,7 @@ class FakePipeline:
         pipeline = cls(name, on_progress)
         check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
         pipeline.opened_with = dataclasses.asdict(runtime)
+        pipeline.attention_window = str(runtime.attention.window or "")
         notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]
         pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "")
         return pipeline

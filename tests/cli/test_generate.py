@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import StageTimes, format_spans
-from comfy_tpu.config import GenerationSettings, Lora
+from comfy_tpu.config import AttentionConfig, BlockSizes, GenerationSettings, Lora, TileWindow
 from comfy_tpu.errors import rename_field
 from comfy_tpu.pipeline import artifacts, media, video
 from comfy_tpu.pipeline.progress import Progress
@@ -82,7 +82,8 @@ def test_every_flag_arrives(opened, capsys):
     flags = (
         "--negative-prompt blue --height 48 --width 80 --num-frames 5 --steps 2 --guidance-scale 3 --flow-shift 2.5 "
         "--seed 7 --scheduler euler --num-videos 2 --fps 8 --model other --mesh dp=2 --platform cpu --dtype float32 "
-        "--reuse 0.12 --guidance-until 0.5 --quantize int8 --vae-backend nnx --cache-dir c --output x.npy --json"
+        "--reuse 0.12 --guidance-until 0.5 --quantize int8 --vae-backend nnx --cache-dir c --output x.npy --json "
+        "--attention chunked --attention-window 2x4x4:3x3x3 --attention-blocks 256,256,128 --dense-max-tokens 64"
     )
     status, out, err = run(capsys, "generate", PROMPT, *flags.split())
     assert (status, err) == (0, "")
@@ -95,7 +96,65 @@ def test_every_flag_arrives(opened, capsys):
     assert pipeline.opened_with["cache"]["directory"] == Path("c")
     names = ("mesh", "platform", "dtype", "quantize", "vae_backend")
     assert [pipeline.opened_with[name] for name in names] == ["dp=2", "cpu", "float32", "int8", "nnx"]
+    attention = AttentionConfig(
+        "chunked",
+        block_sizes=BlockSizes(256, 256, 128),
+        dense_max_tokens=64,
+        window=TileWindow((2, 4, 4), (3, 3, 3)),
+    )
+    assert pipeline.opened_with["attention"] == dataclasses.asdict(attention)
     assert np.load("x-1.npy").shape == (5, 48, 80, 3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--attention", "flash", "--attention 'flash' is unknown; choose from auto, splash, hopper, cudnn, chunked"),
+        (
+            "--attention-window",
+            "4x16x16",
+            "--attention-window '4x16x16' is no window; write full, video, tokens before and after as 2048,2048, or "
+            "frames×rows×columns of a tile and of the window in tiles as 4x16x16:3x3x3",
+        ),
+        (
+            "--attention-window",
+            "2x8x2:1x1x1",
+            "--attention-window 2x8x2:1x1x1: a tile of 8 rows does not fit into the video's 4 (its tokens are 5×4×4); "
+            "choose at most 4",
+        ),
+        (
+            "--attention-blocks",
+            "2048",
+            "--attention-blocks '2048' are no block sizes; write auto, or rows of queries, of keys, and of keys "
+            "computed at a time as 2048,2048,1024",
+        ),
+        (
+            "--attention-blocks",
+            "200,256,128",
+            "--attention-blocks 200,256,128 is not a possible tile; query, key and key_compute must be multiples of "
+            "128 and key a multiple of key_compute; choose for example 2048,2048,1024",
+        ),
+        ("--dense-max-tokens", "many", "--dense-max-tokens 'many' is not a whole number from 1"),
+    ],
+)
+def test_attention_that_cannot_work_is_refused_in_one_sentence(flag, value, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "generate", PROMPT, flag, value) == (1, "", f"comfy-tpu: {message}\n")
+    assert files() == []
+
+
+def test_latents_of_another_window_are_made_again(opened, capsys):
+    assert run(capsys, "encode", PROMPT)[0] == 0
+    commands = [("denoise", "text.safetensors"), ("decode", "latents.safetensors")]
+    window = ("--attention-window", "2x4x4:3x3x3")
+    ran = []
+    for chosen in ((), (), window, window):
+        for command, path in commands:
+            status, _, _ = run(capsys, command, path, *(chosen if command == "denoise" else ()))
+            assert status == 0
+        ran.append([pipeline.ran for pipeline in opened[-2:]])
+    made, kept = [["denoise"], ["decode"]], [[], []]
+    assert ran == [made, kept, made, kept]
 
 
 def test_every_setting_has_a_flag():

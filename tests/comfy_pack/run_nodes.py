@@ -44,7 +44,7 @@ def run(kind: str) -> dict[str, str]:
     for name, function in replaced.items():
         setattr(pipeline, name, function)
     pipeline.encode = lambda *given: PromptEmbeddings("", rows, rows)
-    family_nodes.pipeline_run = lambda *given: contextlib.nullcontext(pipeline)
+    family_nodes.pipeline_run = lambda *given, **options: contextlib.nullcontext(pipeline)
     family_nodes.to_images = lambda parts, frames: tensor[0]
     family_nodes.to_video = lambda images, fps: types.SimpleNamespace(images=images)
 

@@ -20,6 +20,7 @@ IDS = (
     ),
     "TPULoraLoader",
     "TPULoadPipeline",
+    "TPUOptions",
     "TPUCompileModel",
     "TPUCompileVAE",
     "TPUCompileCLIP",

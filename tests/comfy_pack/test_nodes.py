@@ -52,6 +52,7 @@ SCHEDULER = (
 LORA = ("lora", "TPU_LORA", {"optional": True})
 PIPELINE = ("pipeline", "TPU_PIPELINE", {"optional": True})
 FILE = {"default": "none", "options": ["none", "a_model.safetensors"]}
+OPTIONS = ("options", "TPU_OPTIONS", {"optional": True})
 FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 
 CHOICES = [
@@ -265,6 +266,24 @@ SPECIFIED = {
         ],
         [("pipeline", "TPU_PIPELINE")],
     ),
+    "TPUOptions": (
+        "TPU Options",
+        "TPU",
+        [
+            ("mesh", "STRING", {"default": "auto"}),
+            ("dtype", "COMBO", {"default": "auto", "options": ["auto", "bfloat16", "float32"]}),
+            ("quantize", "COMBO", {"default": "none", "options": ["none", "fp8", "int8"]}),
+            ("vae_backend", "COMBO", {"default": "torchax", "options": ["torchax", "nnx"]}),
+            ("reuse", "FLOAT", {"default": 0.0, "min": 0, "max": 1, "step": 0.01}),
+            ("guidance_until", "FLOAT", {"default": 1.0, "min": 0, "max": 1, "step": 0.05}),
+            ("num_videos", "INT", {"default": 1, "min": 1, "max": 16}),
+            CHOICES[2],
+            ("attention_window", "STRING", {"default": "full"}),
+            ("attention_blocks", "STRING", {"default": "auto"}),
+            ("dense_max_tokens", "INT", {"default": 4096, "min": 1, "max": 65536}),
+        ],
+        [("options", "TPU_OPTIONS")],
+    ),
     "TPUCompileModel": ("TPU Compile Model", "TPU", [("model", "MODEL", {}), *CHOICES], [("model", "MODEL")]),
     "TPUCompileVAE": ("TPU Compile VAE", "TPU", [("vae", "VAE", {}), *CHOICES], [("vae", "VAE")]),
     "TPUCompileCLIP": ("TPU Compile CLIP", "TPU", [("clip", "CLIP", {}), *CHOICES], [("clip", "CLIP")]),
@@ -276,11 +295,15 @@ SPECIFIED = {
     ),
     "TPUInfo": ("TPU Info", "TPU", [("after", "*", {"optional": True})], [("info", "STRING")]),
 }
-
-
 SPECIFIED = {
     node_id: (shown, category, inputs if node_id.startswith("TPU") else [*inputs, PIPELINE], outputs)
     for node_id, (shown, category, inputs, outputs) in SPECIFIED.items()
+}
+WITHOUT_OPTIONS = ("TPULoraLoader", "TPULoadPipeline", "TPUOptions", "TPUInfo")
+"""Nodes that run no model; `options` is the last input of every other one."""
+SPECIFIED = {
+    node_id: (name, category, [*inputs, *([] if node_id in WITHOUT_OPTIONS else [OPTIONS])], outputs)
+    for node_id, (name, category, inputs, outputs) in SPECIFIED.items()
 }
 
 

@@ -223,7 +223,7 @@ Q = array(2, 4, 8, 16)
         (
             (Q, Q, Q),
             {"config": AttentionConfig(implementation="splash", block_sizes=BlockSizes(100, 256, 128))},
-            r"BlockSizes\(query=100, .* is not a possible tile; .* multiples of 128",
+            r"attention_blocks=100,.* is not a possible tile; .* multiples of 128",
         ),
     ],
 )

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from comfy_tpu.bench.machine import describe_machine
-from comfy_tpu.config import RuntimeConfig
+from comfy_tpu.config import AttentionConfig, Quantization, RuntimeConfig
+from comfy_tpu.kernels.windows import parse_window
 from comfy_tpu.pipeline.video import VideoPipeline
 from tools.demo_model.clips import evaluation_prompts
 from tools.demo_model.evaluate import tally
@@ -34,7 +35,14 @@ logger = logging.getLogger("tools.demo_model")
 class Variant:
     name: str
     settings: dict[str, float] = field(default_factory=dict)
-    quantize: str = "none"
+    quantize: Quantization = "none"
+    attention_window: str = "full"
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        return RuntimeConfig(
+            quantize=self.quantize, attention=AttentionConfig(window=parse_window(self.attention_window))
+        )
 
 
 LOSSLESS = Variant("lossless")
@@ -73,19 +81,19 @@ class Runner:
     def __init__(self, model: str, variants: list[Variant], steps: int) -> None:
         self._steps = steps
         self._pipelines = {
-            way: VideoPipeline.open(model, RuntimeConfig(quantize=way)) for way in {v.quantize for v in variants}
+            runtime: VideoPipeline.open(model, runtime) for runtime in {variant.runtime for variant in variants}
         }
 
     def settings(self, variant: Variant, seed: int) -> Any:
-        pipeline = self._pipelines[variant.quantize]
+        pipeline = self._pipelines[variant.runtime]
         return pipeline.settings(num_inference_steps=self._steps, seed=seed, **variant.settings)
 
     def forwards(self, variant: Variant) -> int:
-        return self._pipelines[variant.quantize].plan(self.settings(variant, 0)).forwards
+        return self._pipelines[variant.runtime].plan(self.settings(variant, 0)).forwards
 
     def make(self, variant: Variant, prompt: str, seed: int) -> tuple[float, np.ndarray, torch.Tensor]:
         """Seconds, frames [F, H, W, 3], latents."""
-        pipeline, settings = self._pipelines[variant.quantize], self.settings(variant, seed)
+        pipeline, settings = self._pipelines[variant.runtime], self.settings(variant, seed)
         began = time.perf_counter()
         latents = pipeline.denoise(pipeline.encode(prompt, settings), settings)
         frames = torch.cat(list(pipeline.decode(latents, settings)), dim=1)
@@ -106,12 +114,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=2025)
     parser.add_argument("--without", nargs="*", default=[], choices=[variant.name for variant in VARIANTS[1:]])
+    parser.add_argument("--windows", nargs="*", default=[], help="attention windows, each a further variant")
     parser.add_argument("--report", type=Path, required=True)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
     circumstances = describe_run({name: value for name, value in vars(arguments).items() if name != "report"})
     variants = [variant for variant in VARIANTS if variant.name not in arguments.without]
+    variants += [Variant(f"window {window}", attention_window=window) for window in arguments.windows]
     runner = Runner(arguments.model, variants, arguments.steps)
     accounts = {variant.name: Account(runner.forwards(variant)) for variant in variants}
     prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)

@@ -3,11 +3,11 @@
 from comfy_tpu.bridge.boundary import check_host_data, to_device, to_host
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
-from comfy_tpu.bridge.joint import joint_attention
+from comfy_tpu.bridge.joint import joint_attention, video_attention
 from comfy_tpu.bridge.layers import BlockCall, map_layers, run_layer, run_layers, tensor_content
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
-from comfy_tpu.bridge.scope import TraceContext, current_trace, trace_scope
+from comfy_tpu.bridge.scope import TraceContext, current_trace, token_grid_scope, trace_scope
 from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_shapes
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "tensor_content",
     "to_device",
     "to_host",
+    "token_grid_scope",
     "trace_scope",
+    "video_attention",
     "weight_shapes",
 ]

@@ -33,6 +33,8 @@ class TraceContext:
     weight_axes: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
     """How each weight is split while it computes, by name. In storage a weight may be split further, and is gathered
     for each use."""
+    token_grid: tuple[int, int, int] | None = None
+    """Frames, rows and columns of the video tokens, in a denoising step."""
 
     def constrain_weight(self, name: str, weight: jax.Array) -> jax.Array:
         if self.placement is None or name not in self.weight_axes:
@@ -57,6 +59,17 @@ def current_trace() -> TraceContext:
     if not _active.contexts:
         raise TraceError("this operator needs a trace scope; call the model through a Program")
     return _active.contexts[-1]
+
+
+@contextlib.contextmanager
+def token_grid_scope(grid: tuple[int, int, int]) -> Iterator[None]:
+    """Sets the grid of the video tokens of the current trace, for windows of `video_attention` and
+    `joint_attention`."""
+    _active.contexts.append(dataclasses.replace(current_trace(), token_grid=grid))
+    try:
+        yield
+    finally:
+        _active.contexts.pop()
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_next_stage(arguments, arguments.latents, header) as session:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.images_fingerprint = header.loras, header.images_fingerprint
+        session.attention_window = header.attention_window
         settings = session.settings(header.settings)
         own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
         paths = media.check_output(arguments.output or own, settings)

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_report(parser)
     options.add_settings(parser, without=options.TEXT_SETTINGS, from_input="TEXT")
     options.add_model(parser, default=None)
+    options.add_attention(parser)
     options.add_loras(parser)
     options.add_debugging(parser)
 
@@ -46,5 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
                 cut=header.cut,
                 images_fingerprint=session.images_fingerprint,
                 loras=session.loras,
+                attention_window=session.attention_window,
             )
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_settings(parser)
     options.add_model(parser, default="demo")
     options.add_vae_backend(parser)
+    options.add_attention(parser)
     options.add_loras(parser)
     options.add_debugging(parser)
 

@@ -8,13 +8,21 @@ import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 from comfy_tpu.cli import card_texts
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, VAE_BACKEND, VAE_BACKENDS, Lora, SingleFiles
+from comfy_tpu.config import (
+    INIT_IMAGE_STRENGTH,
+    VAE_BACKEND,
+    VAE_BACKENDS,
+    AttentionConfig,
+    AttentionImplementation,
+    Lora,
+    SingleFiles,
+)
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
 Name = TypeVar("Name", bound=str)
@@ -53,6 +61,7 @@ TEXT_SETTINGS = ("negative_prompt",)
 
 _SAME_AS_FIELD = (
     *(
+        "attention",
         "config",
         "dtype",
         "dump",
@@ -81,6 +90,9 @@ FLAGS = {
     "vae_backend": "--vae-backend",
     "text_encoder": "--text-encoder",
     "image_encoder": "--image-encoder",
+    "attention_window": "--attention-window",
+    "attention_blocks": "--attention-blocks",
+    "dense_max_tokens": "--dense-max-tokens",
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
@@ -294,6 +306,39 @@ def check_debugging(arguments: argparse.Namespace) -> None:
     for name in ("profile", "dump"):
         if (directory := getattr(arguments, name, None)) is not None:
             check_directory(directory, field=name)
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("attention", "The defaults suit most videos; a window changes the result.")
+    defaults = AttentionConfig()
+    group.add_argument(
+        "--attention",
+        default=defaults.implementation,
+        metavar="NAME",
+        help=f"the kernel: {', '.join(get_args(AttentionImplementation))}",
+    )
+    group.add_argument(
+        "--attention-window",
+        default="full",
+        metavar="WINDOW",
+        help="tokens that a video token attends to: full; video, the tiles around its own; other tiles such as "
+        "4x16x16:3x3x3 (frames×rows×columns of a tile, and of the window in tiles); or tokens before and after, such "
+        "as 2048,2048",
+    )
+    group.add_argument(
+        "--attention-blocks",
+        default="auto",
+        metavar="Q,K,C",
+        help="blocks of the splash kernel: rows of queries, of keys, and of keys computed at a time, such as "
+        "2048,2048,1024",
+    )
+    group.add_argument(
+        "--dense-max-tokens",
+        default=defaults.dense_max_tokens,
+        type=number_parser(int),
+        metavar="N",
+        help=f"the most keys for which all scores are held at once ({defaults.dense_max_tokens})",
+    )
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ from comfy_tpu.cli.terminal import print_message, print_paths
 from comfy_tpu.config import (
     INIT_IMAGE_STRENGTH,
     VAE_BACKEND,
+    AttentionConfig,
     CacheConfig,
     GenerationSettings,
     RuntimeConfig,
@@ -43,6 +44,7 @@ from comfy_tpu.config import (
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings
+from comfy_tpu.kernels.windows import parse_blocks, parse_window
 from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
 from comfy_tpu.pipeline.images import as_frame, fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
@@ -59,6 +61,8 @@ class Session:
         self.display = display
         self.loras: str = pipeline.loras.text
         """The LoRAs of the latents, as JSON in artifacts."""
+        self.attention_window = pipeline.attention_window
+        """The attention window of the latents, as text in artifacts."""
         self.images_fingerprint = ""
         """The fingerprint of the given images."""
         self._init_image_metadata: dict[str, str] = {}
@@ -119,7 +123,12 @@ class Session:
     def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether the metadata found are those of the same run; if so, a message is printed."""
         expected = artifacts.describe(
-            prompt, settings, self.pipeline, images_fingerprint=self.images_fingerprint, loras=self.loras
+            prompt,
+            settings,
+            self.pipeline,
+            images_fingerprint=self.images_fingerprint,
+            loras=self.loras,
+            attention_window=self.attention_window,
         )
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
@@ -139,7 +148,11 @@ class Session:
         check_conflicts(_output_fields(self.arguments, paths), [*options.list_input_files(self.arguments), *model])
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
-        made_from = {"images_fingerprint": self.images_fingerprint, "loras": self.loras}
+        made_from = {
+            "images_fingerprint": self.images_fingerprint,
+            "loras": self.loras,
+            "attention_window": self.attention_window,
+        }
         description = artifacts.describe(prompt, settings, self.pipeline, **made_from) | self._init_image_metadata
         media.write_videos(
             paths,
@@ -214,6 +227,7 @@ def open_session(
                 dtype=arguments.dtype,
                 quantize=arguments.quantize,
                 vae_backend=getattr(arguments, "vae_backend", VAE_BACKEND),
+                attention=_attention(arguments),
                 cache=CacheConfig(directory=arguments.cache_dir),
                 dump=getattr(arguments, "dump", None),
             ),
@@ -223,6 +237,17 @@ def open_session(
             check=lambda files: _check_settings(arguments, files),
         )
         yield Session(arguments, pipeline, display)
+
+
+def _attention(arguments: argparse.Namespace) -> AttentionConfig:
+    if not hasattr(arguments, "attention"):
+        return AttentionConfig()
+    return AttentionConfig(
+        implementation=arguments.attention,
+        block_sizes=parse_blocks(arguments.attention_blocks),
+        dense_max_tokens=arguments.dense_max_tokens,
+        window=parse_window(arguments.attention_window),
+    )
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import folder_paths
 from comfy_api.latest import io
+
+from comfy_tpu.comfy import inputs
+
+if TYPE_CHECKING:
+    from comfy_tpu.comfy.native.hosting import Choices
 
 CATEGORY = "TPU"
 PRECISIONS = ["auto", "bfloat16", "float32"]
@@ -36,7 +41,14 @@ def _choices() -> list[io.Input]:
             tooltip="The attention kernel. auto: splash on TPU for long sequences, hopper or cuDNN on GPU, chunked "
             "otherwise.",
         ),
+        inputs.options(" Its mesh, dtype and attention are used instead of the inputs here."),
     ]
+
+
+def _read(widgets: dict[str, Any], options: Any) -> Choices:
+    from comfy_tpu.comfy.native.hosting import make_choices
+
+    return make_choices(widgets, None if options is None else inputs.check_options(options))
 
 
 class TPUCompileModel(io.ComfyNode):
@@ -57,11 +69,10 @@ class TPUCompileModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, **choices: str) -> io.NodeOutput:
-        from comfy_tpu.comfy.native.hosting import Choices
+    def execute(cls, model: Any, options: Any = None, **choices: str) -> io.NodeOutput:
         from comfy_tpu.comfy.native.model import compile_model
 
-        return io.NodeOutput(compile_model(model, Choices(**choices)))
+        return io.NodeOutput(compile_model(model, _read(choices, options)))
 
 
 class TPUCompileVAE(io.ComfyNode):
@@ -77,11 +88,10 @@ class TPUCompileVAE(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, vae: Any, **choices: str) -> io.NodeOutput:
-        from comfy_tpu.comfy.native.hosting import Choices
+    def execute(cls, vae: Any, options: Any = None, **choices: str) -> io.NodeOutput:
         from comfy_tpu.comfy.native.vae import compile_vae
 
-        return io.NodeOutput(compile_vae(vae, Choices(**choices)))
+        return io.NodeOutput(compile_vae(vae, _read(choices, options)))
 
 
 class TPUCompileCLIP(io.ComfyNode):
@@ -99,11 +109,10 @@ class TPUCompileCLIP(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, clip: Any, **choices: str) -> io.NodeOutput:
+    def execute(cls, clip: Any, options: Any = None, **choices: str) -> io.NodeOutput:
         from comfy_tpu.comfy.native.clip import compile_clip
-        from comfy_tpu.comfy.native.hosting import Choices
 
-        return io.NodeOutput(compile_clip(clip, Choices(**choices)))
+        return io.NodeOutput(compile_clip(clip, _read(choices, options)))
 
 
 class TPULoadDiffusionModel(io.ComfyNode):
@@ -127,10 +136,9 @@ class TPULoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, unet_name: str, **choices: str) -> io.NodeOutput:
-        from comfy_tpu.comfy.native.hosting import Choices
+    def execute(cls, unet_name: str, options: Any = None, **choices: str) -> io.NodeOutput:
         from comfy_tpu.comfy.native.loading import load_diffusion_model
         from comfy_tpu.comfy.native.model import compile_model
 
         path = Path(folder_paths.get_full_path_or_raise("diffusion_models", unet_name))
-        return io.NodeOutput(compile_model(load_diffusion_model(path), Choices(**choices)))
+        return io.NodeOutput(compile_model(load_diffusion_model(path), _read(choices, options)))

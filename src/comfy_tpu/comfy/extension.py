@@ -12,6 +12,7 @@ from comfy_tpu.comfy.family_nodes import make_nodes
 from comfy_tpu.comfy.held_tpu import warn_of_held_tpu
 from comfy_tpu.comfy.info_node import TPUInfo
 from comfy_tpu.comfy.lora_node import TPULoraLoader
+from comfy_tpu.comfy.options_node import TPUOptions
 from comfy_tpu.comfy.pipeline_node import TPULoadPipeline
 from comfy_tpu.comfy.routes import add_routes
 from comfy_tpu.families.registry import family_cards, register_family
@@ -21,6 +22,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     *(node for card in family_cards() for nodes in card.node_sets for node in make_nodes(nodes)),
     TPULoraLoader,
     TPULoadPipeline,
+    TPUOptions,
     TPUCompileModel,
     TPUCompileVAE,
     TPUCompileCLIP,

@@ -53,7 +53,7 @@ class FamilyNode(io.ComfyNode):
             display_name=f"{family.name} {title}",
             category=family.category,
             description=description,
-            inputs=[*input_list, inputs.pipeline()],
+            inputs=[*input_list, inputs.pipeline(), inputs.options()],
             outputs=output_list,
         )
 
@@ -84,10 +84,16 @@ class TextEncoder(FamilyNode):
 
     @classmethod
     def execute(
-        cls, prompt: str, model_id: str, negative_prompt: str | None = None, pipeline: Any = None
+        cls,
+        prompt: str,
+        model_id: str,
+        negative_prompt: str | None = None,
+        pipeline: Any = None,
+        options: Any = None,
     ) -> io.NodeOutput:
-        family = cls.FAMILY
-        with pipeline_run(family, inputs.choose_model(model_id, pipeline), {"encoding": 1}) as pipeline:
+        family, model = cls.FAMILY, inputs.choose_model(model_id, pipeline)
+        runtime = inputs.check_options(options).runtime
+        with pipeline_run(family, model, {"encoding": 1}, runtime=runtime) as pipeline:
             from comfy_tpu.pipeline.checks import warn_of_ignored
 
             chosen = pipeline.settings(negative_prompt=negative_prompt)
@@ -128,11 +134,12 @@ class ImageEncoder(FamilyNode):
         return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
-    def execute(cls, model_id: str, pipeline: Any = None, **chosen: Any) -> io.NodeOutput:
-        given = _take_images(chosen)
+    def execute(cls, model_id: str, pipeline: Any = None, options: Any = None, **chosen: Any) -> io.NodeOutput:
+        given, runtime = _take_images(chosen), inputs.check_options(options).runtime
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
-        with pipeline_run(cls.FAMILY, inputs.choose_model(model_id, pipeline), {"encoding": count}) as pipeline:
+        model = inputs.choose_model(model_id, pipeline)
+        with pipeline_run(cls.FAMILY, model, {"encoding": count}, runtime=runtime) as pipeline:
             settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
@@ -177,9 +184,10 @@ class Sampler(FamilyNode):
         lora: Any = None,
         image_embeds: Any = None,
         pipeline: Any = None,
+        options: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
-        family = cls.FAMILY
+        family, run_options = cls.FAMILY, inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen))
         steps = chosen["num_inference_steps"]
         prompts = {"prompt_embeds": check_conditioning("prompt_embeds", prompt_embeds, steps)}
@@ -189,8 +197,8 @@ class Sampler(FamilyNode):
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(family, model, stages, inputs.check_loras(lora)) as pipeline:
-            settings = _make_settings(pipeline, **chosen)
+        with pipeline_run(family, model, stages, inputs.check_loras(lora), run_options.runtime) as pipeline:
+            settings = _make_settings(pipeline, **chosen, **run_options.settings)
             embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
         latents = to_latent(made, is_image=family.makes_images)
@@ -212,12 +220,14 @@ class VAEDecoder(FamilyNode):
         )
 
     @classmethod
-    def execute(cls, latents: Latent, model_id: str, fps: int | None = None, pipeline: Any = None) -> io.NodeOutput:
-        samples = from_latent("latents", latents)
+    def execute(
+        cls, latents: Latent, model_id: str, fps: int | None = None, pipeline: Any = None, options: Any = None
+    ) -> io.NodeOutput:
+        samples, runtime = from_latent("latents", latents), inputs.check_options(options).runtime
         if fps is not None:
             inputs.check_integers(fps=fps)
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(cls.FAMILY, model, {"decoding": samples.shape[2]}) as pipeline:
+        with pipeline_run(cls.FAMILY, model, {"decoding": samples.shape[2]}, runtime=runtime) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
         return _frames_output(images, fps)
@@ -258,16 +268,18 @@ class Pipeline(FamilyNode):
         lora: Any = None,
         strength: float = 1.0,
         pipeline: Any = None,
+        options: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
+        run_options = inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen), **({} if fps is None else {"fps": fps}))
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(cls.FAMILY, model, stages, inputs.check_loras(lora)) as pipeline:
+        with pipeline_run(cls.FAMILY, model, stages, inputs.check_loras(lora), run_options.runtime) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
-            settings = _make_settings(pipeline, fps=fps, **chosen)
+            settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
             init_image = None
             if given and cls.FAMILY.image_role == "initial":
                 init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)

@@ -10,7 +10,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import model_choices
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora, SingleFiles
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora, RunOptions, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 
@@ -18,6 +18,9 @@ SIZE_MIN, FRAMES_MIN = 256, 17
 
 LORA_TYPE = io.Custom("TPU_LORA")
 """A tuple of `Lora`."""
+
+OPTIONS_TYPE = io.Custom("TPU_OPTIONS")
+"""`RunOptions`."""
 
 REFERENCES = ("image", "image_2", "image_3", "image_4")
 
@@ -262,6 +265,14 @@ def choose_model(model_id: str, given: Any) -> str | SingleFiles:
     return model_id if given is None else given
 
 
+def options(wins_over: str = "") -> io.Input:
+    """`wins_over`: the end of the tooltip, for nodes with inputs of the same meaning."""
+    tooltip = (
+        f"From TPU Options: chips, precision, attention and savings. Without it everything is automatic.{wins_over}"
+    )
+    return OPTIONS_TYPE.Input("options", optional=True, tooltip=tooltip)
+
+
 def frame_outputs(family: NodeSet) -> list[io.Output]:
     if family.makes_images:
         return [io.Image.Output("images", tooltip="The image, or one for each latent, for ComfyUI's image nodes.")]
@@ -296,6 +307,18 @@ def check_loras(given: Any) -> tuple[Lora, ...]:
         return ()
     if not isinstance(given, tuple) or not all(isinstance(each, Lora) for each in given):
         raise InvalidValueError(f"lora is a {type(given).__name__}, expected what TPU Load LoRA gives", field="lora")
+    return given
+
+
+def check_options(given: Any) -> RunOptions:
+    """The options of a link, which may be absent (the defaults); raises InvalidValueError for a value of another
+    type."""
+    if given is None:
+        return RunOptions()
+    if not isinstance(given, RunOptions):
+        raise InvalidValueError(
+            f"options is a {type(given).__name__}, expected what TPU Options gives", field="options"
+        )
     return given
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
-from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, SingleFiles
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.families.registry import family_cards
@@ -25,7 +25,7 @@ _DEPTH = 2
 
 _DEMO_MODELS = (DEMO_MODEL, DEMO_IMAGE_MODEL)
 _Stamp = tuple[tuple[str, int, int], ...]
-_pipelines: dict[str | SingleFiles, tuple[_Stamp, VideoPipeline]] = {}
+_pipelines: dict[tuple[str | SingleFiles, RuntimeConfig], tuple[_Stamp, VideoPipeline]] = {}
 _lock = threading.Lock()
 
 
@@ -54,15 +54,15 @@ def check_single_files(files: SingleFiles) -> None:
     open_model(files)
 
 
-def _open_single_files(files: SingleFiles, family: NodeSet) -> VideoPipeline:
+def _open_single_files(files: SingleFiles, family: NodeSet, runtime: RuntimeConfig) -> VideoPipeline:
     from comfy_tpu.pipeline.video import VideoPipeline
 
     stamp = tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files.paths)
     with _lock:
-        known = _pipelines.get(files)
+        known = _pipelines.get((files, runtime))
         if known is None or known[0] != stamp:
-            _pipelines[files] = stamp, VideoPipeline.open(files)
-        opened = _pipelines[files][1]
+            _pipelines[files, runtime] = stamp, VideoPipeline.open(files, runtime)
+        opened = _pipelines[files, runtime][1]
     if opened.family.name not in (model.name for model in family.models):
         raise InvalidValueError(
             f"pipeline is a {opened.family.name} model, and this is a node of {family.name}; use the nodes of the "
@@ -72,8 +72,14 @@ def _open_single_files(files: SingleFiles, family: NodeSet) -> VideoPipeline:
     return opened
 
 
-def open_pipeline(model_id: str | SingleFiles, family: NodeSet, on_fetch: Callable[[], None]) -> VideoPipeline:
-    """The pipeline of a model; the same object until the model's files change, so that nothing is loaded twice.
+def open_pipeline(
+    model_id: str | SingleFiles,
+    family: NodeSet,
+    on_fetch: Callable[[], None],
+    runtime: RuntimeConfig = RuntimeConfig(),
+) -> VideoPipeline:
+    """The pipeline of a model and a runtime; the same object until the model's files change, so that nothing is loaded
+    or compiled twice. The weights of all pipelines share the devices' memory, least recently used out first.
 
     `on_fetch` is called before a download, which can take an hour.
     """
@@ -81,7 +87,7 @@ def open_pipeline(model_id: str | SingleFiles, family: NodeSet, on_fetch: Callab
     from comfy_tpu.pipeline.video import VideoPipeline
 
     if isinstance(model_id, SingleFiles):
-        return _open_single_files(model_id, family)
+        return _open_single_files(model_id, family, runtime)
     local = _local_models(family)
     if model_id not in (*family.model_ids, *local):
         raise InvalidValueError(
@@ -91,12 +97,12 @@ def open_pipeline(model_id: str | SingleFiles, family: NodeSet, on_fetch: Callab
     place = local.get(model_id)
     stamp = _stamp(place) if place else ()
     with _lock:
-        known = _pipelines.get(model_id)
+        known = _pipelines.get((model_id, runtime))
         if known is None or known[0] != stamp:
             if place is None and model_id not in _DEMO_MODELS:
                 on_fetch()
-            _pipelines[model_id] = stamp, VideoPipeline.open(place or model_id, name=model_id)
-        return _pipelines[model_id][1]
+            _pipelines[model_id, runtime] = stamp, VideoPipeline.open(place or model_id, runtime, name=model_id)
+        return _pipelines[model_id, runtime][1]
 
 
 def _local_models(family: NodeSet) -> dict[str, Path]:

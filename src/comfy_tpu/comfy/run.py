@@ -22,7 +22,7 @@ from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.routes import send_status
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import register_with_comfyui
-from comfy_tpu.config import Lora, SingleFiles
+from comfy_tpu.config import Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.pipeline.progress import Progress, ignore_progress
@@ -41,17 +41,23 @@ _run_lock = threading.RLock()
 
 @contextlib.contextmanager
 def pipeline_run(
-    family: NodeSet, model_id: str | SingleFiles, stages: Mapping[str, int], loras: Sequence[Lora] = ()
+    family: NodeSet,
+    model_id: str | SingleFiles,
+    stages: Mapping[str, int],
+    loras: Sequence[Lora] = (),
+    runtime: RuntimeConfig = RuntimeConfig(),
 ) -> Iterator[VideoPipeline]:
-    """The model's pipeline with these LoRAs, reporting to the current node. `stages`: the stages that its progress bar
-    counts, with totals."""
+    """The model's pipeline on this runtime with these LoRAs, reporting to the current node. `stages`: the stages that
+    its progress bar counts, with totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family.latent_format)
     with _run_lock:
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
-                pipeline = open_pipeline(model_id, family, lambda: report(Progress("loading", str(model_id), 0, 0)))
+                pipeline = open_pipeline(
+                    model_id, family, lambda: report(Progress("loading", str(model_id), 0, 0)), runtime
+                )
             except ModuleNotFoundError as error:
                 raise UnsupportedError(
                     f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "

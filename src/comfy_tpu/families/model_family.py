@@ -33,6 +33,9 @@ LoraNames = Callable[[str, tuple[int, ...]], Mapping[str, Rows]]
 """(a module of the transformer, shape of its weight) -> its other names in LoRA files, with dots between the parts,
 each with the outputs that belong to the module: not all where one module of the file is several modules here."""
 
+TokenGrid = Callable[[Config, tuple[int, int, int]], tuple[int, int, int]]
+"""(the transformer's configuration, frames, height and width of the latents) -> frames, rows and columns of tokens."""
+
 Cache = list[torch.Tensor | None]
 """A VAE's cache of the frames before."""
 
@@ -78,6 +81,9 @@ class Denoiser:
     """How outputs of `prepare` are split over the mesh. Others are whole, until a step splits its batch."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
+    token_grid: TokenGrid | None = None
+    """The grid of the tokens that `predict` gives to `video_attention`, or to `joint_attention` first. None: attention
+    windows are refused."""
     lora_names: LoraNames = lambda module, shape: {}
     """The names in LoRA files besides diffusers' own, which every family accepts."""
 

@@ -15,6 +15,8 @@ from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.kernels import cudnn, hopper
 from comfy_tpu.kernels.masking import FULL, Band
+from comfy_tpu.kernels.tiled import SPLASH_TILE_TOKENS
+from comfy_tpu.kernels.windows import TileSchedule
 from comfy_tpu.parallel.mesh import check_heads, divisors
 
 Implementation = Literal["splash", "hopper", "cudnn", "chunked", "dense"]
@@ -42,10 +44,13 @@ class Call:
     key_mask: Literal["none", "bool", "float"] = "none"
     dense_mask: bool = False
     has_lengths: bool = False
+    tiles: TileSchedule | None = None
 
 
 def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
     _check_name("sequence_parallel", config.sequence_parallel, ("auto", "ulysses", "ring"))
+    if call.tiles is not None:
+        return _tiles_strategy(call, sizes, config)
     if call.heads == 1:
         return "whole_keys"
     check_heads(call.heads, sizes.tp)
@@ -67,6 +72,23 @@ def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: At
     # jax.nn rounds cuDNN's log-sum-exp to bfloat16, too coarse to merge the parts of a ring: on GPUs cuDNN over
     # gathered keys beats a ring over the chunked fallback.
     return "whole_keys" if platform == "gpu" else "ring"
+
+
+def _tiles_strategy(call: Call, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
+    """Ulysses, or no division of the sequence: a tile attends to others of the whole video."""
+    check_heads(call.heads, sizes.tp)
+    if sizes.sp == 1:
+        return "whole_keys"
+    local_heads = call.heads // sizes.tp
+    if config.sequence_parallel == "ring" or local_heads % sizes.sp:
+        raise MeshError(
+            f"attention_window is of tiles, which need whole sequences on a device and so heads divisible by tp·sp, "
+            f"but sequence_parallel={config.sequence_parallel} with heads={local_heads} a device and sp={sizes.sp} "
+            f"passes parts of them around; choose sp from {divisors(local_heads)} and ulysses, or "
+            "attention_window=full",
+            field="attention_window",
+        )
+    return "ulysses"
 
 
 def choose_implementation(
@@ -103,6 +125,8 @@ def splash_refusal(call: Call, platform: Platform) -> str | None:
         return "the mask differs by query or head; pass a mask of shape [B, 1, 1, Lk], kv_lengths, is_causal or window"
     if jnp.dtype(call.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float32"
+    if call.tiles is not None and call.tiles.rows() > SPLASH_TILE_TOKENS:
+        return f"a tile has {call.tiles.rows()} tokens; choose tiles of at most {SPLASH_TILE_TOKENS}, or chunked"
     return None
 
 
@@ -116,6 +140,8 @@ def hopper_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy 
         return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float16"
     if call.head_dim != call.value_dim or call.head_dim not in (64, 128):
         return f"head_dim is {call.head_dim} (values {call.value_dim}); expected 64 or 128 for both"
+    if call.tiles is not None:
+        return "it sees every key; windows of tiles are for splash and chunked, choose auto"
     if call.dense_mask or call.key_mask != "none" or call.has_lengths or not call.band.is_full:
         return "it sees every key: masks, lengths and windows are for cudnn"
     if sharded == "ring":
@@ -138,6 +164,8 @@ def cudnn_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy |
             f"head_dim is {call.head_dim} (values {call.value_dim}); expected the same for both, a multiple of 8, "
             f"at most {largest} on {chip}"
         )
+    if call.tiles is not None:
+        return "it has no windows of tiles, which are for splash and chunked; choose auto"
     if call.dense_mask or call.key_mask == "float" or (call.key_mask == "bool" and not band.is_full):
         return "the mask would need an array of queries × keys; pass kv_lengths, or a bool mask of shape [B, 1, 1, Lk]"
     if not band.is_full and band.right != 0:

@@ -13,13 +13,13 @@ from jax import Array, lax
 
 from comfy_tpu.kernels.masking import Masking, key_bias
 
-_SCORES = 1 << 23
+SCORES = 1 << 23
 """Scores held at once, over batch and heads: 32 MiB of float32."""
 _KEY_CHUNK = 1024
 _QUERY_CHUNKS = (1024, 512, 256, 128)
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """Online softmax of a chunk of queries: float32 [B, Hkv, G, Lq] and [B, Hkv, G, Lq, Dv]."""
 
     maximum: Array
@@ -38,8 +38,8 @@ def chunked_attention(
     kv_heads, _, value_dim = value.shape[1:]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
     if single_chunk:
-        state = _start(grouped, value_dim)
-        out, logsumexp = _finish(_update(state, grouped, key, value, masking, scale, 0, 0, 0))
+        state = start(grouped, value_dim)
+        out, logsumexp = finish(update(state, grouped, key, value, masking, scale, 0, 0, 0))
     else:
         out, logsumexp = _attend_in_chunks(grouped, key, value, masking, scale)
     return out.reshape(batch, heads, queries, value_dim), logsumexp.reshape(batch, heads, queries)
@@ -49,7 +49,7 @@ def _attend_in_chunks(grouped: Array, key: Array, value: Array, masking: Masking
     batch, kv_heads, group, queries, _ = grouped.shape
     keys, value_dim = value.shape[2:]
     key_chunk = min(keys, _KEY_CHUNK)
-    room = _SCORES // (batch * kv_heads * group * key_chunk)
+    room = SCORES // (batch * kv_heads * group * key_chunk)
     query_chunk = min(queries, next((size for size in _QUERY_CHUNKS if size <= room), _QUERY_CHUNKS[-1]))
     wide = jnp.promote_types(grouped.dtype, jnp.float32)
 
@@ -59,15 +59,15 @@ def _attend_in_chunks(grouped: Array, key: Array, value: Array, masking: Masking
         row = jnp.minimum(i * query_chunk, queries - query_chunk)
         part = lax.dynamic_slice_in_dim(grouped, row, query_chunk, axis=3)
 
-        def key_step(j: Array, state: _State) -> _State:
+        def key_step(j: Array, state: State) -> State:
             fresh = j * key_chunk
             column = jnp.minimum(fresh, keys - key_chunk)
             key_part = lax.dynamic_slice_in_dim(key, column, key_chunk, axis=2)
             value_part = lax.dynamic_slice_in_dim(value, column, key_chunk, axis=2)
-            return _update(state, part, key_part, value_part, masking, scale, row, column, fresh)
+            return update(state, part, key_part, value_part, masking, scale, row, column, fresh)
 
         first, end = _chunk_range(masking, row, query_chunk, keys, key_chunk)
-        out, logsumexp = _finish(lax.fori_loop(first, end, key_step, _start(part, value_dim)))
+        out, logsumexp = finish(lax.fori_loop(first, end, key_step, start(part, value_dim)))
         return (
             lax.dynamic_update_slice_in_dim(results[0], out, row, axis=3),
             lax.dynamic_update_slice_in_dim(results[1], logsumexp, row, axis=3),
@@ -96,14 +96,15 @@ def _chunk_range(
     return jnp.asarray(first, jnp.int32), ((jnp.maximum(end, 0) + key_chunk - 1) // key_chunk).astype(jnp.int32)
 
 
-def _start(grouped: Array, value_dim: int) -> _State:
+def start(grouped: Array, value_dim: int) -> State:
+    """The state before any key."""
     rows = grouped.shape[:-1]
     wide = jnp.promote_types(grouped.dtype, jnp.float32)
-    return _State(jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide), jnp.zeros((*rows, value_dim), wide))
+    return State(jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide), jnp.zeros((*rows, value_dim), wide))
 
 
-def _update(
-    state: _State,
+def update(
+    state: State,
     grouped: Array,
     key: Array,
     value: Array,
@@ -112,7 +113,7 @@ def _update(
     row: Array | int,
     column: Array | int,
     fresh: Array | int,
-) -> _State:
+) -> State:
     """Adds keys `column` … to the softmax of queries `row` …; keys before `fresh` are hidden."""
     wide = state.total.dtype
     # float32 stays float32: the default of TPUs and newer GPUs rounds it to bfloat16 or TF32.
@@ -135,7 +136,7 @@ def _update(
         precision=precision,
         preferred_element_type=wide,
     )
-    return _State(
+    return State(
         maximum,
         state.weight * shrink + jnp.sum(weights, axis=-1),
         state.total * shrink[..., None] + product,
@@ -171,7 +172,7 @@ def _hide(scores: Array, masking: Masking, row: Array | int, column: Array | int
     return scores
 
 
-def _finish(state: _State) -> tuple[Array, Array]:
+def finish(state: State) -> tuple[Array, Array]:
     """The results; a row without any visible key is zeros, as in torch, with log-sum-exp -inf.
 
     Such a row weighs exactly 0. `weight > 0` would also be false for NaN, and turn a broken row into zeros.

@@ -19,6 +19,8 @@ from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.kernels.masking import Masking, make_band, smooth_keys, split_mask
 from comfy_tpu.kernels.sharded import attention_over_mesh, joint_attention_over_mesh
 from comfy_tpu.kernels.splash import splash_attention
+from comfy_tpu.kernels.tiled import chunked_tiles, splash_tiles
+from comfy_tpu.kernels.windows import TileSchedule
 from comfy_tpu.parallel.placement import Placement
 
 
@@ -35,11 +37,14 @@ def attention(
     enable_gqa: bool = False,
     window: tuple[int, int] | None = None,
     kv_lengths: Int[Array, " batch"] | None = None,
+    tiles: TileSchedule | None = None,
 ) -> Float[Array, "batch heads queries value_dim"]:
     """softmax(query · keyᵀ · scale + mask) · value, as torch.nn.functional.scaled_dot_product_attention.
 
     Beyond torch: `window=(left, right)` lets query i see keys i - left … i + right only, and `kv_lengths` hides each
     sequence's keys from its length on. Both combine with everything else; rows without any visible key are zeros.
+    `tiles` limits self-attention among the first `tiles.tokens` tokens to neighbouring tiles, and combines with
+    `kv_lengths` only; the tokens after those see and are seen by all.
 
     `placement` None: one device, plain JAX. Otherwise arrays are those of the whole mesh (dp: batch, tp: heads,
     sp: sequence), sharded or not. Inference only: kernels have no backward pass.
@@ -60,7 +65,8 @@ def attention(
                 "or pass kv_lengths or window, which combine with is_causal"
             )
         key_mask, dense_mask = split_mask(jnp.asarray(mask), batch, heads, queries, keys)
-    masking = Masking(band=make_band(is_causal, window), lengths=lengths, keys=key_mask, dense=dense_mask)
+    masking = Masking(band=make_band(is_causal, window), lengths=lengths, keys=key_mask, dense=dense_mask, tiles=tiles)
+    _check_tiles(masking, queries, keys)
 
     call = Call(
         heads=heads,
@@ -73,6 +79,7 @@ def attention(
         key_mask="none" if key_mask is None else "bool" if key_mask.dtype == jnp.bool_ else "float",
         dense_mask=dense_mask is not None,
         has_lengths=lengths is not None,
+        tiles=tiles,
     )
     strategy = choose_strategy(call, platform, sizes, config)
     shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
@@ -107,11 +114,12 @@ def joint_attention(
     placement: Placement | None,
     config: AttentionConfig,
     kv_lengths: Int[Array, " batch"] | None = None,
+    tiles: TileSchedule | None = None,
 ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch heads others head_dim"]]:
     """Attention over two sequences, (query, key, value) each, as if the second were appended to the first.
 
     `kv_lengths` counts keys of both. Returns the results of each: a video and its text never need to be one array that
-    is split over the mesh.
+    is split over the mesh. `tiles` limits attention among the tokens of the first.
     """
     count, more = first[0].shape[2], second[0].shape[2]
     batch, heads, _, head_dim = first[0].shape
@@ -124,12 +132,13 @@ def joint_attention(
         value_dim=first[2].shape[3],
         dtype=first[0].dtype,
         has_lengths=kv_lengths is not None,
+        tiles=tiles,
     )
     platform: Platform = "cpu" if placement is None else placement.platform
     strategy = choose_strategy(call, platform, sizes, config)
     if placement is None or sizes.sp == 1 or strategy != "ulysses":
         joined = (jnp.concatenate(pair, axis=2) for pair in zip(first, second, strict=True))
-        out = attention(*joined, placement=placement, config=config, kv_lengths=kv_lengths)
+        out = attention(*joined, placement=placement, config=config, kv_lengths=kv_lengths, tiles=tiles)
         return out[:, :, :count], out[:, :, count:]
     implementation = choose_implementation(call, platform, placement.chip, config, sharded=strategy)
 
@@ -150,7 +159,9 @@ def joint_attention(
         )
 
     lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
-    return joint_attention_over_mesh(first, second, lengths, placement=placement, local=local)
+    _check_tiles(Masking(tiles=tiles), count, count)
+    masking = Masking(lengths=lengths, tiles=tiles)
+    return joint_attention_over_mesh(first, second, masking, placement=placement, local=local)
 
 
 def _local(
@@ -166,6 +177,29 @@ def _local(
     chip: str,
     config: AttentionConfig,
 ) -> tuple[Array, Array | None]:
+    if masking.tiles is not None:
+        tokens, lengths = masking.tiles.tokens, masking.lengths
+        if implementation == "splash":
+            video = splash_tiles(
+                query, key, value, masking.tiles, lengths, scale=scale, chip=chip, interpret=platform == "cpu"
+            )
+        else:
+            video = chunked_tiles(query, key, value, masking.tiles, lengths, scale=scale)
+        if query.shape[2] == tokens:
+            return video, None
+        others, _ = _local(
+            query[:, :, tokens:],
+            key,
+            value,
+            Masking(lengths=lengths),
+            partial=False,
+            implementation=implementation,
+            scale=scale,
+            platform=platform,
+            chip=chip,
+            config=config,
+        )
+        return jnp.concatenate((video, others), axis=2), None
     if implementation == "splash":
         return splash_attention(
             query,
@@ -184,6 +218,18 @@ def _local(
         return cudnn_attention(query, key, value, masking, scale=scale), None
     out, logsumexp = chunked_attention(query, key, value, masking, scale=scale, single_chunk=implementation == "dense")
     return (out, logsumexp) if partial else (out.astype(query.dtype), None)
+
+
+def _check_tiles(masking: Masking, queries: int, keys: int) -> None:
+    if masking.tiles is None:
+        return
+    if queries != keys or masking.tiles.tokens > keys:
+        raise InvalidValueError(
+            f"tiles are of {masking.tiles.tokens} tokens, and attention is of {queries} queries to {keys} keys; "
+            "expected self-attention of the tokens and of others after them"
+        )
+    if not masking.band.is_full or masking.keys is not None or masking.dense is not None:
+        raise InvalidValueError("tiles were given with a mask, is_causal or window; they combine with kv_lengths only")
 
 
 def _check_shapes(query: Array, key: Array, value: Array, enable_gqa: bool) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.kernels.windows import TileSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Masking:
     """bool (True: attend) or float32 (added) [B, Lk]: the same for every head and query."""
     dense: Array | None = None
     """bool or float32, four dimensions, each 1 or full: [B, Hq, Lq, Lk]."""
+    tiles: TileSchedule | None = None
+    """The tiles that the first `tiles.tokens` queries attend to among as many keys. Other tokens see and are seen by
+    all."""
 
 
 def make_band(is_causal: bool, window: tuple[int, int] | None) -> Band:

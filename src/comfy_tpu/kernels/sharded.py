@@ -81,6 +81,7 @@ def attention_over_mesh(
             lengths=arrays.get("lengths"),
             keys=arrays.get("keys"),
             dense=arrays.get("dense"),
+            tiles=masking.tiles,
         )
         if strategy == "whole_keys":
             if query_shards > 1:
@@ -97,7 +98,7 @@ def attention_over_mesh(
 def joint_attention_over_mesh(
     first: Sequence[Array],
     second: Sequence[Array],
-    lengths: Array | None,
+    masking: Masking,
     *,
     placement: Placement,
     local: LocalAttention,
@@ -115,12 +116,12 @@ def joint_attention_over_mesh(
     def body(parts: tuple[tuple[Array, ...], ...], lengths: Array | None) -> tuple[Array, ...]:
         whole = [[_to_heads(array)[:, :, :count] for array in part] for part, count in zip(parts, counts, strict=True)]
         query, key, value = (jnp.concatenate(pair, axis=2) for pair in zip(*whole, strict=True))
-        out, _ = local(query, key, value, Masking(lengths=lengths), partial=False)
+        out, _ = local(query, key, value, dataclasses.replace(masking, lengths=lengths), partial=False)
         outs = out[:, :, : counts[0]], out[:, :, counts[0] :]
         return tuple(_to_sequence(_pad(part, 2, -part.shape[2] % sp)) for part in outs)
 
     outs = jax.shard_map(body, mesh=placement.mesh, in_specs=(spec, P(dp)), out_specs=(spec, spec), check_vma=False)(
-        parts, lengths
+        parts, masking.lengths
     )
     return outs[0][:, :, : counts[0]], outs[1][:, :, : counts[1]]
 

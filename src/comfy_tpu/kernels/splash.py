@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from comfy_tpu.kernels.tuning import LANES, block_sizes, vmem_limit
 
 # Finite values in place of -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
 # hidden scores < first running maximum < the most negative bias a caller can add (e.g. torch.finfo(float32).min).
-_HIDDEN = -3.0e38
+HIDDEN = -3.0e38
 _FIRST_MAXIMUM = -2.5e38
 _LOWEST_BIAS = -1.0e38
 
@@ -56,11 +57,11 @@ def splash_attention(
     keys, value_dim = value.shape[2:]
     tile = block_sizes(chip, queries, keys, max(head_dim, value_dim), blocks)
 
-    query = (query.astype(jnp.float32) * (scale * math.log2(math.e))).astype(query.dtype)
+    query = fold_scale(query, scale)
     # Whole lanes: zeros add nothing to a dot product, and the extra output columns are cut off again.
-    query = _pad(query, tile.query, LANES)
-    key = _pad(key, tile.key, LANES)
-    value = _pad(value, tile.key, LANES)
+    query = pad(query, tile.query, LANES)
+    key = pad(key, tile.key, LANES)
+    value = pad(value, tile.key, LANES)
 
     lengths = jnp.full((batch,), keys, jnp.int32)
     bias = None
@@ -72,7 +73,7 @@ def splash_attention(
         last = jnp.max(jnp.where(visible, jnp.arange(1, keys + 1), 0), axis=1)
         lengths = jnp.minimum(lengths, last.astype(jnp.int32))
         added = key_bias(masking.keys)
-        added = jnp.where(jnp.isneginf(added), _HIDDEN, jnp.maximum(added * math.log2(math.e), _LOWEST_BIAS))
+        added = jnp.where(jnp.isneginf(added), HIDDEN, jnp.maximum(added * math.log2(math.e), _LOWEST_BIAS))
         added = jnp.pad(added, ((0, 0), (0, key.shape[2] - keys)))
         # A column per key, filled to whole lanes: turning a row of lanes into a column inside the kernel is no TPU
         # instruction. 39 MB a sequence at 75,600 tokens.
@@ -98,7 +99,13 @@ def splash_attention(
     return out, None if logsumexp is None else logsumexp[:, :, 0, :queries]
 
 
-def _pad(array: Array, rows: int, columns: int) -> Array:
+def fold_scale(query: Array, scale: float) -> Array:
+    """The query times what each score would be multiplied by before its exp2."""
+    return (query.astype(jnp.float32) * (scale * math.log2(math.e))).astype(query.dtype)
+
+
+def pad(array: Array, rows: int, columns: int) -> Array:
+    """[B, H, L, D] padded with zeros to multiples of `rows` and `columns`."""
     return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % rows), (0, -array.shape[3] % columns)))
 
 
@@ -176,11 +183,7 @@ def _call(
             grid=(batch, heads, queries // tile.query, width),
             in_specs=in_specs,
             out_specs=out_specs,
-            scratch_shapes=[
-                pltpu.VMEM((_SUBLANES, tile.query), jnp.float32),
-                pltpu.VMEM((_SUBLANES, tile.query), jnp.float32),
-                pltpu.VMEM((value_dim, tile.query), jnp.float32),
-            ],
+            scratch_shapes=state_shapes(tile.query, value_dim),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
@@ -225,7 +228,7 @@ def _kernel(
     bias_ref = refs[3] if has_bias else None
     out_ref = refs[3 + has_bias]
     logsumexp_ref = refs[4 + has_bias] if partial else None
-    maximum_ref, sum_ref, total_ref = refs[-3:]
+    state = refs[-3:]
 
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     offset, length = offset_ref[0], lengths_ref[b]
@@ -233,17 +236,10 @@ def _kernel(
     column = first + j
     top = offset + i * tile.query
     left = column * tile.key
-    # float32 stays float32: the MXU's default would round both sides to bfloat16.
-    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else lax.Precision.DEFAULT
+    pl.when(j == 0)(lambda: start_block(*state))
 
-    @pl.when(j == 0)
-    def start() -> None:
-        maximum_ref[...] = jnp.full_like(maximum_ref, _FIRST_MAXIMUM)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-        total_ref[...] = jnp.zeros_like(total_ref)
-
-    def hide(scores: Array, start: Array) -> Array:
-        keys = start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    def hide(scores: Array, start: int) -> Array:
+        keys = left + start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         shown = keys < length
         if not band.is_full:
             distance = keys - (top + lax.broadcasted_iota(jnp.int32, scores.shape, 1))
@@ -251,36 +247,10 @@ def _kernel(
                 shown &= distance >= -band.left
             if band.right is not None:
                 shown &= distance <= band.right
-        return jnp.where(shown, scores, _HIDDEN)
+        return jnp.where(shown, scores, HIDDEN)
 
     def visit(hiding: bool) -> None:
-        for step in range(tile.key // tile.key_compute):
-            rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
-            scores = lax.dot_general(
-                key_ref[rows, :],
-                query_ref[...],
-                (((1,), (1,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            if bias_ref is not None:
-                scores += jnp.tile(bias_ref[rows, :], (1, tile.query // LANES))
-            if hiding:
-                scores = hide(scores, left + rows.start)
-            before = maximum_ref[...]
-            after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
-            weights = jnp.exp2(scores - after[:1])
-            shrink = jnp.exp2(before - after)
-            maximum_ref[...] = after
-            sum_ref[...] = shrink * sum_ref[...] + jnp.sum(weights, axis=0, keepdims=True)
-            product = lax.dot_general(
-                value_ref[rows, :],
-                weights.astype(value_ref.dtype),
-                (((0,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            total_ref[...] = shrink[:1] * total_ref[...] + product
+        visit_block(query_ref, key_ref, value_ref, bias_ref, *state, tile=tile, hide=hide if hiding else None)
 
     if may_hide:
         runs = column < end
@@ -295,14 +265,77 @@ def _kernel(
     else:
         visit(hiding=False)
 
-    @pl.when(j == pl.num_programs(3) - 1)
-    def finish() -> None:
-        weight = sum_ref[:1]
-        # No visible key: torch returns zeros, and a ring merges the row with weight 0. Not `weight > 0`, which is also
-        # false for NaN.
-        empty = weight == 0.0
-        inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
-        out_ref[...] = jnp.transpose(total_ref[...] * inverse).astype(out_ref.dtype)
-        if logsumexp_ref is not None:
-            natural = math.log(2.0) * (maximum_ref[:1] + jnp.log2(jnp.where(empty, 1.0, weight)))
-            logsumexp_ref[...] = jnp.where(empty, -jnp.inf, natural)
+    pl.when(j == pl.num_programs(3) - 1)(lambda: finish_block(out_ref, logsumexp_ref, *state))
+
+
+def state_shapes(rows: int, value_dim: int) -> list[Any]:
+    """Running maximum, sum and weighted sum of a block of queries."""
+    return [
+        pltpu.VMEM((_SUBLANES, rows), jnp.float32),
+        pltpu.VMEM((_SUBLANES, rows), jnp.float32),
+        pltpu.VMEM((value_dim, rows), jnp.float32),
+    ]
+
+
+def start_block(maximum_ref: Any, sum_ref: Any, total_ref: Any) -> None:
+    """Sets the state of a block of queries before its first keys."""
+    maximum_ref[...] = jnp.full_like(maximum_ref, _FIRST_MAXIMUM)
+    sum_ref[...] = jnp.zeros_like(sum_ref)
+    total_ref[...] = jnp.zeros_like(total_ref)
+
+
+def visit_block(
+    query_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
+    bias_ref: Any,
+    maximum_ref: Any,
+    sum_ref: Any,
+    total_ref: Any,
+    *,
+    tile: BlockSizes,
+    hide: Callable[[Array, int], Array] | None,
+) -> None:
+    """Adds a block of keys to the state. `hide`: (scores, first row of the block) -> scores with hidden ones."""
+    # float32 stays float32: the MXU's default would round both sides to bfloat16.
+    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else lax.Precision.DEFAULT
+    for step in range(tile.key // tile.key_compute):
+        rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
+        scores = lax.dot_general(
+            key_ref[rows, :],
+            query_ref[...],
+            (((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        if bias_ref is not None:
+            scores += jnp.tile(bias_ref[rows, :], (1, tile.query // LANES))
+        if hide is not None:
+            scores = hide(scores, rows.start)
+        before = maximum_ref[...]
+        after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
+        weights = jnp.exp2(scores - after[:1])
+        shrink = jnp.exp2(before - after)
+        maximum_ref[...] = after
+        sum_ref[...] = shrink * sum_ref[...] + jnp.sum(weights, axis=0, keepdims=True)
+        product = lax.dot_general(
+            value_ref[rows, :],
+            weights.astype(value_ref.dtype),
+            (((0,), (0,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        total_ref[...] = shrink[:1] * total_ref[...] + product
+
+
+def finish_block(out_ref: Any, logsumexp_ref: Any, maximum_ref: Any, sum_ref: Any, total_ref: Any) -> None:
+    """Writes the result of a block of queries after its last keys."""
+    weight = sum_ref[:1]
+    # No visible key: torch returns zeros, and a ring merges the row with weight 0. Not `weight > 0`, which is also
+    # false for NaN.
+    empty = weight == 0.0
+    inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
+    out_ref[...] = jnp.transpose(total_ref[...] * inverse).astype(out_ref.dtype)
+    if logsumexp_ref is not None:
+        natural = math.log(2.0) * (maximum_ref[:1] + jnp.log2(jnp.where(empty, 1.0, weight)))
+        logsumexp_ref[...] = jnp.where(empty, -jnp.inf, natural)

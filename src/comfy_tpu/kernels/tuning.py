@@ -64,18 +64,20 @@ def block_sizes(chip: str, queries: int, keys: int, head_dim: int, chosen: Block
         length = next(bucket for bucket in LENGTHS if longest <= bucket)
         chosen = TABLE.get(TuningKey(chip, length, _round_up(head_dim, LANES)), DEFAULT)
     else:
-        _check(chosen)
+        check_blocks(chosen)
     steps = chosen.key // chosen.key_compute
     key = _fit(chosen.key, keys, LANES * steps)
     return BlockSizes(query=_fit(chosen.query, queries, LANES), key=key, key_compute=key // steps)
 
 
-def _check(chosen: BlockSizes) -> None:
+def check_blocks(chosen: BlockSizes) -> None:
+    """Raises InvalidValueError for a tile that the splash kernel cannot use."""
     sides = (chosen.query, chosen.key, chosen.key_compute)
     if any(side <= 0 or side % LANES for side in sides) or chosen.key % chosen.key_compute:
         raise InvalidValueError(
-            f"{chosen} is not a possible tile; query, key and key_compute must be multiples of {LANES} and key a "
-            f"multiple of key_compute; choose for example {DEFAULT}"
+            f"attention_blocks={chosen} is not a possible tile; query, key and key_compute must be multiples of "
+            f"{LANES} and key a multiple of key_compute; choose for example {DEFAULT}",
+            field="attention_blocks",
         )
 
 

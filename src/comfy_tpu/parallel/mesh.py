@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -177,6 +178,11 @@ def parse_mesh(
     return sizes
 
 
+def check_mesh_text(text: str) -> None:
+    """Raises MeshError for text that is no mesh on any number of devices. No device is started."""
+    parse_mesh(text, sys.maxsize)
+
+
 def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None) -> MeshSizes:
     slice_ = find_slice(chip, device_count)
     if workload is not None and slice_ is not None and device_count > 1:
@@ -219,7 +225,7 @@ def _parse_axes(text: str) -> MeshSizes:
 
 def _check_size(where: str, axis: str, size: int) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise MeshError(f"{where}: {axis}={size!r} is not a size; sizes are whole numbers from 1")
+        raise MeshError(f"{where}: {axis}={size!r} is not a size; sizes are whole numbers from 1", field="mesh")
 
 
 def check_heads(heads: int, tp: int) -> None:

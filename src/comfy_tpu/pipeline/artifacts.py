@@ -65,12 +65,21 @@ class Header:
     """The fingerprint of the given images; empty without images."""
     loras: str = ""
     """JSON with name, fingerprint and strength of each LoRA; empty without LoRAs."""
+    attention_window: str = ""
+    """The attention window as text; empty where every token attended to all."""
 
 
 def describe(
-    prompt: str, settings: GenerationSettings, model: Model, *, images_fingerprint: str = "", loras: str = ""
+    prompt: str,
+    settings: GenerationSettings,
+    model: Model,
+    *,
+    images_fingerprint: str = "",
+    loras: str = "",
+    attention_window: str = "",
 ) -> dict[str, str]:
     """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
+    optional = {"pictures": images_fingerprint, "loras": loras, "attention_window": attention_window}
     description = {
         "prompt": prompt,
         "seed": str(settings.seed),
@@ -79,17 +88,17 @@ def describe(
         "model_fingerprint": model.model_fingerprint,
         "dtype": model.dtype_name,
         "comfy_tpu": comfy_tpu.__version__,
-        **{name: value for name, value in (("pictures", images_fingerprint), ("loras", loras)) if value},
+        **{name: value for name, value in optional.items() if value},
     }
     return {name: value.encode("utf-8", "replace").decode() for name, value in description.items()}
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings and precision.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precision and attention window.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
-    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras")
+    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window")
     return all(found.get(key) == expected.get(key) for key in keys)
 
 
@@ -150,8 +159,10 @@ def save_latents(
     cut: str = "",
     images_fingerprint: str = "",
     loras: str = "",
+    attention_window: str = "",
 ) -> None:
-    description = describe(prompt, settings, model, images_fingerprint=images_fingerprint, loras=loras)
+    made_from = {"images_fingerprint": images_fingerprint, "loras": loras, "attention_window": attention_window}
+    description = describe(prompt, settings, model, **made_from)
     _save(path, "latents", {"latents": latents}, description, cut)
 
 
@@ -268,6 +279,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             metadata["model_fingerprint"],
             metadata.get("pictures", ""),
             loras,
+            metadata.get("attention_window", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_error(path, repr(error), MAKER[stage]) from error

@@ -15,11 +15,12 @@ import jax.export
 import numpy as np
 import torch
 
+from comfy_tpu.bridge import token_grid_scope
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.model_family import Denoiser, ModelFamily
+from comfy_tpu.families.model_family import Denoiser, ModelFamily, TokenGrid
 from comfy_tpu.parallel.constraints import Axes, even_spec
 from comfy_tpu.pipeline.schedule import HISTORY
 
@@ -47,7 +48,7 @@ class StepPrograms:
     def compute(self) -> DeviceProgram:
         """A step with the transformer."""
         return self.make_program(
-            make_step(self.denoiser.predict),
+            make_step(self.denoiser.predict, self.denoiser.token_grid),
             static=("guided",),
             donate=_STATE,
             input_axes={"prepared": _BRANCHES},
@@ -60,8 +61,17 @@ class StepPrograms:
 
 
 @functools.lru_cache(maxsize=64)
-def make_step(predict: Callable[..., torch.Tensor]) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def make_step(
+    predict: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """A step as a function on torch tensors: the model's velocity, guidance, and the scheduler's weighted sum."""
+
+    def predict_in_grid(module: Any, latents: torch.Tensor, *inputs: Any, **prepared: torch.Tensor) -> torch.Tensor:
+        if token_grid is None:
+            return predict(module, latents, *inputs, **prepared)
+        frames, height, width = latents.shape[2:]
+        with token_grid_scope(token_grid(module.config, (frames, height, width))):
+            return predict(module, latents, *inputs, **prepared)
 
     def denoise_step(
         module: Any,
@@ -76,11 +86,11 @@ def make_step(predict: Callable[..., torch.Tensor]) -> Callable[..., tuple[list[
         latents = samples[0]
         if guided:
             # Both branches in one batch, which dp divides between two halves of the mesh.
-            both = predict(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
+            both = predict_in_grid(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
             positive, negative = both.float().chunk(2)
             velocity = negative + guidance_scale * (positive - negative)
         else:
-            velocity = predict(module, latents, timestep, guidance_scale, **prepared).float()
+            velocity = predict_in_grid(module, latents, timestep, guidance_scale, **prepared).float()
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
 
     return denoise_step

@@ -21,10 +21,12 @@ from comfy_tpu.families.settings import check_images, check_prompt, check_settin
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.checks import (
+    check_attention,
     check_boundary,
     check_embeddings,
     check_finite,
     check_latents,
+    check_window,
     size_text,
     warn_of_cut,
     warn_of_ignored,
@@ -75,8 +77,10 @@ class VideoPipeline:
         is called after the model is found and before devices are started, so that its errors come first.
         """
         check_dtype(runtime.dtype)
+        check_attention(runtime.attention)
         files = open_model(model, name=name)
         check(files)
+        check_window(runtime.attention, files)
         check_vae_backend(runtime.vae_backend, files)
         opened = open_loras(loras, files)
         placement = make_placement(
@@ -113,6 +117,12 @@ class VideoPipeline:
     @property
     def dtype_name(self) -> str:
         return self.running.dtype_name
+
+    @property
+    def attention_window(self) -> str:
+        """The attention window as text; empty where every token attends to all."""
+        window = self.running.runtime.attention.window
+        return "" if window is None else str(window)
 
     @property
     def loras(self) -> Loras:
@@ -157,6 +167,7 @@ class VideoPipeline:
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
+        check_window(self.running.runtime.attention, self.files, settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
         running.check_components(*self.family.components)
@@ -299,6 +310,7 @@ class VideoPipeline:
     ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
         plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
+        check_window(self.running.runtime.attention, self.files, settings)
         check_embeddings(self.files, embeddings, plan.guided, settings)
         warn_of_ignored(self.family, self.defaults, settings)
         self.running.size = size_text(settings)

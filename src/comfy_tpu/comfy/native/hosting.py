@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.model_management
@@ -15,6 +15,15 @@ from comfy_execution.utils import get_executing_context
 from comfy_tpu.comfy.native.foreign_patches import module_structure
 from comfy_tpu.comfy.run import NodeReport, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
+from comfy_tpu.config import (
+    AttentionConfig,
+    AttentionImplementation,
+    BlockSizes,
+    GenerationSettings,
+    RunOptions,
+    RuntimeConfig,
+)
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.progress import Progress
 
 if TYPE_CHECKING:
@@ -28,11 +37,40 @@ Part = Literal["transformer", "text_encoder", "vae"]
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The inputs of a TPU Compile node."""
+    """How a TPU Compile node runs its module."""
 
     mesh: str = "auto"
     precision: str = "auto"
-    attention: str = "auto"
+    attention: AttentionImplementation = "auto"
+    block_sizes: BlockSizes | None = None
+    dense_max_tokens: int = AttentionConfig.dense_max_tokens
+
+
+def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choices:
+    """The choices of a node: those of TPU Options where it is connected, else the node's own."""
+    if options is None:
+        return Choices(**widgets)
+    runtime, attention = options.runtime, options.runtime.attention
+    default = RuntimeConfig()
+    unused = {
+        "quantize": (runtime.quantize, default.quantize),
+        "vae_backend": (runtime.vae_backend, default.vae_backend),
+        "reuse": (options.reuse, GenerationSettings.reuse),
+        "guidance_until": (options.guidance_until, GenerationSettings.guidance_until),
+        "num_videos": (options.num_videos, GenerationSettings.num_videos),
+        "attention_window": (attention.window, None),
+    }
+    for name, (chosen, neutral) in unused.items():
+        if chosen not in (neutral, None):
+            usual = "full" if neutral is None else neutral
+            raise InvalidValueError(
+                f"{name}={chosen} in TPU Options is for the nodes of a model family, and ComfyUI's own models run "
+                f"without it; choose {usual}",
+                field=name,
+            )
+    return Choices(
+        str(runtime.mesh), runtime.dtype, attention.implementation, attention.block_sizes, attention.dense_max_tokens
+    )
 
 
 class Host:
@@ -43,7 +81,6 @@ class Host:
     ) -> None:
         from comfy_tpu.compiler.hosted import HostedModule
         from comfy_tpu.compiler.residency import shared_residency
-        from comfy_tpu.config import AttentionConfig
         from comfy_tpu.parallel.mesh import make_placement
 
         placement = make_placement(choices.mesh)
@@ -60,7 +97,11 @@ class Host:
             name=self._name,
             placement=placement,
             dtype=self.dtype,
-            attention=AttentionConfig(implementation=choices.attention),  # type: ignore[arg-type]
+            attention=AttentionConfig(
+                implementation=choices.attention,
+                block_sizes=choices.block_sizes,
+                dense_max_tokens=choices.dense_max_tokens,
+            ),
             residency=shared_residency(),
             tables=[spec.rules for spec in _components() if spec.name.startswith(part)],
             prepare=lambda skeleton: _prepare(skeleton, prepare),

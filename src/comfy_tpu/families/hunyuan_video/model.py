@@ -34,6 +34,7 @@ HUNYUAN15 = ModelFamily(
         transformers=(transformer.TRANSFORMER,),
         prepare=transformer.prepare,
         predict=transformer.predict,
+        token_grid=transformer.token_grid,
         lora_names=lora_names,
     ),
     Vae(

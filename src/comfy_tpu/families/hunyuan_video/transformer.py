@@ -192,6 +192,11 @@ def prepare(
     }
 
 
+def token_grid(config: Config, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    patch = config.get("patch_size", 1)
+    return sizes[0] // config.get("patch_size_t", 1), sizes[1] // patch, sizes[2] // patch
+
+
 def predict(
     module: Any,
     latents: torch.Tensor,

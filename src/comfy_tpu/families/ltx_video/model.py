@@ -15,6 +15,7 @@ LTX_VIDEO = ModelFamily(
         prepare=transformer.prepare,
         prepared_axes=transformer.PROMPT_AXES,
         predict=transformer.predict,
+        token_grid=transformer.token_grid,
         settings_inputs=transformer.settings_inputs,
         lora_names=lora_names,
     ),

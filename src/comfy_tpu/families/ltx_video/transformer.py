@@ -9,11 +9,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import constrain
+from comfy_tpu.bridge import constrain, video_attention
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.card import Config
 from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import replace_first_frame
@@ -34,7 +35,8 @@ class VideoProcessor:
     ) -> torch.Tensor:
         query = rotate_pairs(attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)), *image_rotary_emb)
         key, value = keys_and_values(attn, hidden_states)
-        return _attend(attn, query, rotate_pairs(key, *image_rotary_emb), value)
+        q, k, v = (x.transpose(1, 2) for x in (query, rotate_pairs(key, *image_rotary_emb), value))
+        return _project(attn, video_attention(q, k, v), query)
 
 
 class PromptProcessor:
@@ -49,7 +51,8 @@ class PromptProcessor:
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
         query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        return _attend(attn, query, attn.prompt_key, attn.prompt_value, attention_mask)
+        q, k, v = (x.transpose(1, 2) for x in (query, attn.prompt_key, attn.prompt_value))
+        return _project(attn, F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask), query)
 
 
 def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,12 +61,8 @@ def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, tor
     return key, attn.to_v(context).unflatten(2, (attn.heads, -1))
 
 
-def _attend(
-    attn: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3).type_as(query)))
+def _project(attn: Any, out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3).type_as(like)))
 
 
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -150,6 +149,11 @@ PROMPT_AXES = {
     "text_visible": ("dp",),
     "condition": ("dp",),
 }
+
+
+def token_grid(config: Config, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """A token for each latent: `_build_transformer` refuses larger patches."""
+    return sizes
 
 
 def predict(

@@ -25,6 +25,7 @@ _DENOISER = Denoiser(
     prepare=transformer.prompt_cache,
     prepared_axes=transformer.PROMPT_AXES,
     predict=transformer.predict,
+    token_grid=transformer.token_grid,
     lora_names=lora_names,
 )
 _IMAGE_DENOISER = dataclasses.replace(

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from comfy_tpu.bridge import video_attention
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -41,7 +43,10 @@ class WanProcessor:
         if rotary_emb is not None:
             query, key = apply_rope(query, *rotary_emb), apply_rope(key, *rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        if encoder_hidden_states is None:
+            out = video_attention(query, key, value)
+        else:
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
         if encoder_hidden_states is not None and attn.image_key is not None:  # what the model sees of a given image
             seen = (x.transpose(1, 2) for x in (attn.image_key, attn.image_value))
             out = out + F.scaled_dot_product_attention(query, *seen)
@@ -119,6 +124,13 @@ def prompt_cache(module: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 PROMPT_AXES = dict.fromkeys(("blocks.*.attn2.prompt_key", "blocks.*.attn2.prompt_value"), (None, "dp", None, "tp"))
+
+
+def token_grid(config: Config, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    frames, rows, columns = (
+        size // patch for size, patch in zip(sizes, config.get("patch_size", (1, 2, 2)), strict=True)
+    )
+    return frames, rows, columns
 
 
 def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, guidance_scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""TPU Options: how a model runs, for the nodes that run one."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from comfy_api.latest import io
+
+from comfy_tpu.comfy.first_import import import_jax
+from comfy_tpu.comfy.inputs import OPTIONS_TYPE, check_integers
+from comfy_tpu.config import (
+    ATTENTION_WINDOWS,
+    VAE_BACKENDS,
+    AttentionConfig,
+    AttentionImplementation,
+    GenerationSettings,
+    Quantization,
+    RunOptions,
+    RuntimeConfig,
+)
+
+DTYPES = ["auto", "bfloat16", "float32"]
+_ATTENTION, _RUNTIME, _SETTINGS = AttentionConfig(), RuntimeConfig(), GenerationSettings()
+
+
+class TPUOptions(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TPUOptions",
+            display_name="TPU Options",
+            category="TPU",
+            description="How a model runs: chips, precision, attention, and ways to save time. For the options input "
+            "of any node of this pack that runs a model.",
+            inputs=[*_runtime_inputs(), *_attention_inputs()],
+            outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
+        )
+
+    @classmethod
+    def execute(cls, **chosen: Any) -> io.NodeOutput:
+        import_jax()
+        return io.NodeOutput(make_options(**chosen))
+
+
+def make_options(
+    *,
+    mesh: str,
+    dtype: str,
+    quantize: Quantization,
+    vae_backend: Any,
+    reuse: float,
+    guidance_until: float,
+    num_videos: int,
+    attention: AttentionImplementation,
+    attention_window: str,
+    attention_blocks: str,
+    dense_max_tokens: int,
+) -> RunOptions:
+    """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field."""
+    from comfy_tpu.kernels.windows import parse_blocks, parse_window
+    from comfy_tpu.parallel.mesh import check_mesh_text
+    from comfy_tpu.pipeline.checks import check_attention
+
+    check_mesh_text(mesh)
+    check_integers(num_videos=num_videos, dense_max_tokens=dense_max_tokens)
+    config = AttentionConfig(
+        implementation=attention,
+        block_sizes=parse_blocks(attention_blocks),
+        dense_max_tokens=dense_max_tokens,
+        window=parse_window(attention_window),
+    )
+    check_attention(config)
+    runtime = RuntimeConfig(
+        mesh=mesh.strip(), dtype=dtype, quantize=quantize, vae_backend=vae_backend, attention=config
+    )
+    return RunOptions(runtime, reuse=reuse, guidance_until=guidance_until, num_videos=num_videos)
+
+
+def _runtime_inputs() -> list[io.Input]:
+    return [
+        io.String.Input(
+            "mesh",
+            default=str(_RUNTIME.mesh),
+            tooltip="How the work is split over the chips: auto chooses; single uses one; seed is dp=2,tp=4; or sizes "
+            "such as dp=2,sp=4 (dp: videos and guidance, sp: tokens, tp: heads).",
+        ),
+        io.Combo.Input(
+            "dtype",
+            options=DTYPES,
+            default=_RUNTIME.dtype,
+            tooltip="What is computed in. auto: bfloat16 on TPU and GPU, float32 on a CPU.",
+        ),
+        io.Combo.Input(
+            "quantize",
+            options=list(get_args(Quantization)),
+            default=_RUNTIME.quantize,
+            tooltip="Large matrix products of the transformer in 8 bits: fp8 on H100 and newer and TPU v7x, int8 on "
+            "TPU v5e and v6e. Faster, and not quite the same result.",
+        ),
+        io.Combo.Input(
+            "vae_backend",
+            options=list(VAE_BACKENDS),
+            default=_RUNTIME.vae_backend,
+            tooltip="What runs the VAE: the PyTorch module through torchax, or nnx, the Wan 2.1 VAE in Flax.",
+        ),
+        io.Float.Input(
+            "reuse",
+            default=_SETTINGS.reuse,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            tooltip="Error up to which a step reuses the one before instead of being computed. 0: every step is "
+            "computed; 0.12 halves 50 steps.",
+        ),
+        io.Float.Input(
+            "guidance_until",
+            default=_SETTINGS.guidance_until,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            tooltip="Share of the steps, from the first, that are guided. The others run the prompt alone, in half the "
+            "time where one chip runs both.",
+        ),
+        io.Int.Input(
+            "num_videos",
+            default=_SETTINGS.num_videos,
+            min=1,
+            max=16,
+            tooltip="Videos or images from one prompt. Latents have this batch; frames of all videos follow one "
+            "another.",
+        ),
+    ]
+
+
+def _attention_inputs() -> list[io.Input]:
+    return [
+        io.Combo.Input(
+            "attention",
+            options=list(get_args(AttentionImplementation)),
+            default=_ATTENTION.implementation,
+            tooltip="The attention kernel. auto: splash on TPU for long sequences, hopper or cuDNN on GPU, chunked "
+            "otherwise.",
+        ),
+        io.String.Input(
+            "attention_window",
+            default=next(iter(ATTENTION_WINDOWS)),
+            tooltip="What a video token attends to: full; video, the tiles around its own; other tiles such as "
+            "4x16x16:3x3x3 (frames×rows×columns of a tile, and of the window in tiles); or tokens before and after, "
+            "such as 2048,2048. Faster for long videos, and not the same video.",
+        ),
+        io.String.Input(
+            "attention_blocks",
+            default="auto",
+            tooltip="Blocks of the splash kernel: rows of queries, of keys, and of keys computed at a time, multiples "
+            "of 128 such as 2048,2048,1024. auto: by chip and length.",
+        ),
+        io.Int.Input(
+            "dense_max_tokens",
+            default=_ATTENTION.dense_max_tokens,
+            min=1,
+            max=65536,
+            tooltip="The most keys for which all scores are held at once; a longer attention runs in blocks.",
+        ),
+    ]
