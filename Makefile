@@ -26,7 +26,7 @@ bench: .venv/.installed-dev
 
 # The page is made of the results that are kept, and of nothing else.
 performance: .venv/.installed-dev
-	$(BIN)/comfy-tpu bench report benchmarks/results/*.json --output docs/performance.md
+	$(BIN)/comfy-tpu bench report benchmarks/results/*.json --output docs/performance.md --languages en,zh-CN
 
 # ruff, mypy and the layer contracts run inside, from tests/test_architecture.py.
 test: .venv/.installed-dev
@@ -53,6 +53,7 @@ native-table:
 # The English locale, the help pages of the family nodes, and the tables of models, from the family cards and
 # locales/*/help.json. tests/test_pages.py fails when one of them is stale.
 pages: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages.parameters
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages
 
 # docs/aten-operators.md, from the installed torchax and small models of every family; nothing is compiled.

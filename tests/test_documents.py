@@ -2,30 +2,40 @@
 
 import ast
 import functools
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from comfy_tpu.compiler.cache import cache_directory
+from comfy_tpu.config import CacheConfig
+from comfy_tpu.diagnosis.facts import model_cache_directory
 from comfy_tpu.distribution import HOME_PAGE
 from comfy_tpu.errors import GUIDE, SECTIONS
 from comfy_tpu.porting.traps import TRAPS
+from tests.native.table import read_tables, with_chinese_tables
 
 ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),
+    ("docs/design.md", "docs/design.zh-CN.md"),
+    ("docs/native.md", "docs/native.zh-CN.md"),
+    ("docs/performance.md", "docs/performance.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),
     ("docs/porting.md", "docs/porting.zh-CN.md"),
+    ("docs/python.md", "docs/python.zh-CN.md"),
+    ("docs/requirements.md", "docs/requirements.zh-CN.md"),
     ("docs/torchax-vs-flax.md", "docs/torchax-vs-flax.zh-CN.md"),
 ]
-DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/design.md", "docs/aten-operators.md"]
+DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/aten-operators.md"]
 DOCUMENTS += ["docs/porting-table.md"]
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
-CITING = [*DOCUMENTS, "docs/native.md", "docs/performance.md", "tools/demo_model/README.md"]
+CITING = [*DOCUMENTS, "tools/demo_model/README.md"]
 PLACES = [ROOT, ROOT / "src", ROOT / "src" / "comfy_tpu", ROOT / "tests" / "comfyui"]
 """Where a cited path may begin: the checkout, the package, and the tests that CONTRIBUTING tells about file by file."""
 OWN = ["src", "tests", "tools", "docs", "web", "locales", "benchmarks", "example_workflows"]
@@ -79,6 +89,58 @@ def test_links_lead_to_pages(name):
     for link in links(name):
         if not link.endswith(".png"):
             assert (ROOT / name).parent.joinpath(link.partition("#")[0]).is_file(), link
+
+
+def test_every_page_for_users_has_a_twin():
+    """The two that are not prose are tables of names."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    tables = {"aten-operators.md", "porting-table.md"}
+    assert pages - tables == {Path(name).name for pair in TWINS for name in pair if name.startswith("docs/")}
+
+
+def test_tables_of_comfyuis_own_models_are_the_same_in_chinese():
+    english, chinese = read("docs/native.md"), read("docs/native.zh-CN.md")
+    assert with_chinese_tables(chinese, read_tables(english)) == chinese, "run `make native-table`"
+    numbers = re.compile(r"\d+e[-+]\d+|\d+ dB")
+    assert numbers.findall(read_tables(chinese)) == numbers.findall(read_tables(english))
+
+
+EXCERPTS = re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```$", read("docs/torchax-vs-flax.md"), re.DOTALL | re.MULTILINE)
+
+
+def source_of(path):
+    """Of this project, or of an installed package."""
+    package, _, rest = path.partition("/")
+    if (ROOT / path).is_file():
+        return read(path)
+    (place,) = importlib.util.find_spec(package).submodule_search_locations
+    return (Path(place) / rest).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("path", "excerpt"), EXCERPTS, ids=[str(number) for number in range(len(EXCERPTS))])
+def test_excerpts_are_those_of_their_files(path, excerpt):
+    """Line by line, but for the comments that are for type checkers."""
+    lines = {line.partition("  # ")[0].rstrip() for line in source_of(path).splitlines()}
+    assert [line for line in excerpt.splitlines() if line.rstrip() not in lines] == []
+
+
+def test_the_frameworks_are_compared_in_pairs():
+    assert len(EXCERPTS) == 12
+    for (_, torch_code), (_, flax_code) in zip(EXCERPTS[::2], EXCERPTS[1::2], strict=True):
+        assert torch_code != flax_code
+
+
+@pytest.mark.parametrize("name", ["docs/comfyui.md", "docs/comfyui.zh-CN.md"])
+def test_the_guides_name_the_caches(name, monkeypatch):
+    for variable in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    for directory in (cache_directory(CacheConfig()), model_cache_directory({})):
+        assert f"`~/{directory.relative_to(Path.home())}`" in read(name)
+    removed = re.search(r"^rm -rf (\S+)", read(name), re.MULTILINE).group(1)
+    assert Path(removed).expanduser() == cache_directory(CacheConfig())
+    for variable in ("HF_HOME", "HF_HUB_CACHE"):
+        assert f"`{variable}`" in read(name)
+        assert model_cache_directory({variable: "/elsewhere"}).is_relative_to("/elsewhere")
 
 
 def anchors(name):

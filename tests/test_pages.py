@@ -12,6 +12,7 @@ from tools.pages.facts import Facts
 from tools.pages.generated import built_in_cards, english_definitions, generated_files, is_stale
 from tools.pages.help_page import help_page
 from tools.pages.model_table import BEGIN, END, model_table, replace_table
+from tools.pages.parameters import count_parameters, format_size, published_ids, read_parameters
 from tools.pages.sources import PageError, read_nodes, read_texts
 
 FROM_COMFYUI = {"Value not in list: model_id"}
@@ -100,6 +101,31 @@ def test_a_table_without_its_markers_is_named(english):
     for page in ("a", f"a\n{BEGIN}\nb"):
         with pytest.raises(PageError, match=r"^x\.md has no lines <!-- models"):
             replace_table(page, "x.md", table)
+
+
+def test_the_table_has_the_size_of_every_published_model(english):
+    counted = read_parameters()
+    assert list(counted) == published_ids(), "run `make pages`"
+    table = model_table(built_in_cards(), english)
+    for model in (model for card in built_in_cards() for model in card.models):
+        sizes = "<br>".join(format_size(counted[hub_id]) for hub_id in model.published)
+        assert f"| {sizes} |" in next(line for line in table.splitlines() if f"| {model.name} |" in line)
+
+
+def test_sizes():
+    assert format_size({"transformer": 14_288_491_584, "text_encoder": 5_680_910_336, "vae": 126_892_531}) == "40 GB"
+    assert format_size({"transformer": 1_900_000_000}) == "3.8 GB"
+
+
+@pytest.mark.parametrize(
+    "hub_id",
+    [
+        hub_id if hub_id == "Lightricks/LTX-Video" else pytest.param(hub_id, marks=pytest.mark.slow)
+        for hub_id in published_ids()
+    ],
+)
+def test_parameters_are_those_of_the_published_configurations(hub_id):
+    assert count_parameters(hub_id) == read_parameters()[hub_id], "run `make pages`"
 
 
 def shape(value):

@@ -115,6 +115,14 @@ def test_our_vae_is_diffusers_both_ways(tmp_path):
         assert rows[what, "ours"].facts["programs"] == 1
 
 
+def test_the_vae_of_another_backend_has_rows_of_its_own(tmp_path, monkeypatch):
+    pytest.importorskip("flax")
+    monkeypatch.setattr(random_modules, "count_operations", lambda module, call: 7.0)
+    rows = run("vae", "small:wan", tmp_path, size="32x32x5", vae_backend="nnx")
+    assert list(rows) == [("decode, VAE by nnx", peer) for peer in ("ours", "eager")]
+    assert 0 < rows["decode, VAE by nnx", "ours"].error < 1e-4
+
+
 def test_a_video_goes_through_the_vae_part_by_part():
     bench = Bench.open(Job("vae", model="demo-image", dtype="float32"))
     pixels, latents = torch.zeros(1, 3, 17, 64, 64), torch.zeros(1, 16, 5, 8, 8)

@@ -8,7 +8,8 @@ import pytest
 from comfy_tpu.bench import plots, report
 from comfy_tpu.bench.report import RunFiles, draw_run, format_tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
-from comfy_tpu.bench.tables import floor_seconds, format_seconds, speedup
+from comfy_tpu.bench.tables import TITLES, floor_seconds, format_seconds, make_table, speedup
+from comfy_tpu.bench.words import LANGUAGES, translate
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from tests.bench.test_results import make_run
 from tests.pins import only_with_the_pinned
@@ -122,6 +123,41 @@ def test_a_run_that_failed_does_not_hide_one_that_measured():
         runs = [make_run(good, date=dates[0]), make_run(bad, date=dates[1])]
         assert report.latest_rows(runs, good.part) == [(runs[0], good)]
         assert report.latest_rows(runs[1:], good.part) == [(runs[1], bad)], "where nothing else is known"
+
+
+def test_a_page_in_two_languages_has_the_same_figures(tmp_path):
+    write_runs(tmp_path / "a.json", [make_run(*PEERS, *CEILINGS, mesh="dp=2,sp=1,tp=4")])
+    english, chinese, *pictures = report.write_page([tmp_path / "a.json"], tmp_path / "page.md", LANGUAGES)
+    assert (english.name, chinese.name) == ("page.md", "page.zh-CN.md")
+    assert all(f"({picture.name})" in page.read_text() for picture in pictures for page in (english, chinese))
+    assert "[简体中文](page.zh-CN.md)" in english.read_text()
+    assert "[English](page.md)" in chinese.read_text()
+    number = re.compile(r"(?<!\|)\d[\d.,]*")
+    rows = [[line for line in page.read_text().splitlines() if line.startswith("|")] for page in (english, chinese)]
+    assert len(rows[0]) == len(rows[1])
+    for ours, theirs in zip(*rows, strict=True):
+        assert number.findall(ours) == number.findall(theirs), theirs
+    assert "| forward | 832x480x81 | **comfy-tpu** | 32,760 | 2.50 s |" in narrow(chinese.read_text())
+    assert "### Transformer，一次前向" in chinese.read_text()
+
+
+def test_one_language_has_no_link_to_another(tmp_path):
+    write_runs(tmp_path / "a.json", [make_run(*PEERS)])
+    page, *_ = report.write_page([tmp_path / "a.json"], tmp_path / "page.md")
+    assert "zh-CN" not in page.read_text()
+    assert not (tmp_path / "page.zh-CN.md").exists()
+
+
+def test_every_title_has_chinese():
+    filled = {"mesh": "dp=2", "batch": 2, "devices": 8, "tokens": 9, "import_s": 1.0, "build_s": 1.0, "trace_s": 1.0}
+    filled |= {"lower_s": 1.0, "compile_s": 1.0, "programs": 1, "from_cache": True, "flops_per_device": 1.0, "steps": 5}
+    filled |= {"sdpa": "CUDNN_ATTENTION"}
+    row = Row("vae", "decode", "ours", size=SIZE, samples=(1.0, 2.0), flops=1e15, error=0.1, first_s=1.0, facts=filled)
+    table = make_table([(make_run(row), row)], "zh-CN")
+    assert "| 是 |" in table
+    assert [translate(title, "zh-CN") for title in TITLES.values()][-1] == "开销随 token 数和设备数的变化"
+    with pytest.raises(InvalidValueError, match=r"'a new title' has no Chinese; add it to CHINESE in bench/words\.py"):
+        translate("a new title", "zh-CN")
 
 
 def test_pages_that_cannot_be_made(tmp_path):
@@ -257,7 +293,7 @@ def test_a_file_of_results_gets_one_more_run(tmp_path):
 @only_with_the_pinned(PLOTTED)
 def test_the_page_in_the_documents_is_what_the_results_make(tmp_path):
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    for path in report.write_page(files, tmp_path / "performance.md"):
+    for path in report.write_page(files, tmp_path / "performance.md", LANGUAGES):
         there = ROOT / "docs" / path.name
         assert there.is_file(), f"{path.name} is missing; run `make performance`"
         assert there.read_text() == path.read_text(), f"{path.name} is stale; run `make performance`"

@@ -9,6 +9,49 @@ from tests.comfyui.checkout import find_path
 
 BEGIN, END = "<!-- written by `make native-table` -->", "<!-- end -->"
 PROPERTY = "native_cell"
+CHINESE = {
+    "Nodes around the model": "模型周围的节点",
+    "prompt": "提示词",
+    "empty prompt": "空提示词",
+    "weighted words": "加权词语",
+    "long prompt": "长提示词",
+    "long prompts": "长提示词",
+    "8 devices": "8 个设备",
+    "8 devices, auto": "8 个设备，auto",
+    "8 devices, dp=2 × tp=4": "8 个设备，dp=2 × tp=4",
+    "programs": "程序数",
+    "programs at one size": "同一尺寸的程序数",
+    "programs to decode": "解码所用程序数",
+    "other negative length": "负面提示词长度不同",
+    "batch 2": "批量 2",
+    "second resolution": "第二种分辨率",
+    "decode": "解码",
+    "decode tiled": "分块解码",
+    "encode": "编码",
+    "encode tiled": "分块编码",
+    "out of memory": "内存不足",
+    "wrappers": "wrapper",
+    "guidance functions": "guidance 函数",
+    "areas": "区域条件",
+    "noise mask": "噪声遮罩",
+    "reference latents": "参考 latent",
+    "masked text": "带 mask 的文本",
+    "replaced block": "替换 block",
+    "replaced attention": "替换注意力",
+    "callable option": "可调用的选项",
+    "attention override": "注意力 override",
+    "object patches": "object patch",
+    "monkey patches": "monkey patch",
+    "weight wrappers": "weight wrapper",
+    "hooks": "hook",
+    "injections": "injection",
+    "context windows": "上下文窗口",
+    "distilled (meanflow)": "蒸馏模型（meanflow）",
+    "Wan 2.2 14B T2V, both models": "Wan 2.2 14B T2V，两个模型",
+    "yes": "是",
+}
+"""Words of the tables; names of models, nodes and samplers stay."""
+_CHINESE_STARTS = {"With ": "环境：", "**fails**: ": "**失败**：", "not tried: ": "未试："}
 _WORST_FIRST = ("failed", "skipped", "passed")
 
 
@@ -68,7 +111,11 @@ class Results:
         _, *tables = written.split("### ")
         known = {name: f"### {name}\n{table}".strip() for name, _, table in (each.partition("\n") for each in tables)}
         parts = [f"With {_versions()}.", *{**known, **self._tables()}.values()]
-        path.write_text(f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n{END}{after}", encoding="utf-8")
+        written = "\n\n".join(parts)
+        path.write_text(f"{before}{BEGIN}\n{written}\n{END}{after}", encoding="utf-8")
+        twin = path.with_suffix(".zh-CN.md")
+        if twin.exists():
+            twin.write_text(with_chinese_tables(twin.read_text(encoding="utf-8"), written), encoding="utf-8")
 
     def _tables(self) -> dict[str, str]:
         found = {}
@@ -79,6 +126,35 @@ class Results:
             lines += [f"| {row} | {' | '.join(_worst(cells.get((row, c), [])) for c in columns)} |" for row in rows]
             found[table] = "\n".join(lines)
         return found
+
+
+def with_chinese_tables(page: str, tables: str) -> str:
+    """The page in Chinese with these tables, which are those of the English one, between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    lines = "\n".join(map(_chinese_line, tables.strip().splitlines()))
+    return f"{before}{BEGIN}\n{lines}\n{END}{after}"
+
+
+def read_tables(page: str) -> str:
+    return page.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def _chinese_line(line: str) -> str:
+    if line.startswith("### "):
+        return f"### {_chinese(line.removeprefix('### '))}"
+    if line.startswith("| "):
+        return "|".join(f" {_chinese(cell.strip())} ".replace("  ", " ") for cell in line.split("|"))[1:-1]
+    if line.startswith("With "):
+        return _chinese(line).removesuffix(".") + "。"
+    return line
+
+
+def _chinese(text: str) -> str:
+    for start, chinese in _CHINESE_STARTS.items():
+        if text.startswith(start):
+            return chinese + text.removeprefix(start)
+    return CHINESE.get(text, text)
 
 
 def _described(report, place) -> tuple[str, str]:

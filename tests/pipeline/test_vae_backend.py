@@ -1,7 +1,6 @@
 """The VAE by torchax and by Flax NNX: the same images, kept apart in memory, refused where it must be."""
 
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -64,10 +63,9 @@ def test_the_same_latents_of_an_image() -> None:
     ],
 )
 def test_other_vaes_are_refused(family: Any, config: dict[str, Any], message: str) -> None:
-    files: Any = types.SimpleNamespace(family=family, config=lambda spec: config)
     with pytest.raises(UnsupportedError, match=message):
-        check_vae_backend("nnx", files)
-    check_vae_backend("torchax", files)
+        check_vae_backend("nnx", family, lambda: config)
+    check_vae_backend("torchax", family, lambda: config)
 
 
 def test_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from comfy_tpu.families.card import FamilyCard, ModelCard
+from tools.pages.parameters import format_size, read_parameters
 from tools.pages.sources import Json, PageError
 
 BEGIN = "<!-- models: generated from the family cards by `make pages` -->"
@@ -14,12 +15,13 @@ END = "<!-- end of models -->"
 
 def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
     """`texts`: locales/<language>/help.json."""
-    words = texts["tables"]
+    words, parameters = texts["tables"], read_parameters()
     lines = [_row(words["columns"]), _row("---" for _ in words["columns"]).replace(" ", "")]
     for card in cards:
         for nodes in card.node_sets:
             for model in nodes.models:
                 cells = [texts["models"].get(model.name, model.name), "<br>".join(f"`{id}`" for id in model.published)]
+                cells.append("<br>".join(format_size(parameters[id]) if id in parameters else "" for id in model.published))
                 cells += [_defaults(model, words), _images(model, words), _guidance(model, words)]
                 lines.append(_row([*cells, words["nodes"].format(key=nodes.key)]))
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def measure_compilation(job: Job, emit: Emit) -> None:
     ]
     for direction in vae_inputs(bench, job.size):
         compile_parts = functools.partial(compile_vae, bench, direction, job.size)
-        programs.append((f"vae {direction}", family.vae.component, compile_parts))
+        programs.append((job.name_with_backend(f"vae {direction}"), family.vae.component, compile_parts))
     for encoder in family.text.encoders:
         name = encoder.component.name.replace("_", " ")
         programs.append((name, encoder.component, functools.partial(_compile_text, bench, encoder)))

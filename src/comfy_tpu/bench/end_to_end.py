@@ -40,7 +40,7 @@ def measure_end_to_end(job: Job, emit: Emit) -> None:
     work = model.workload(settings)
     row = Row(
         "end-to-end",
-        f"{job.steps} steps{' with guidance' if is_guided(model.family, settings) else ''}",
+        job.name_with_backend(f"{job.steps} steps{' with guidance' if is_guided(model.family, settings) else ''}"),
         "",
         size=job.size,
         flops=job.steps * sum(count_step_operations(work)),  # of the transformer alone
@@ -63,7 +63,8 @@ def measure_end_to_end(job: Job, emit: Emit) -> None:
 
 
 def _ours(bench: Bench, files: RandomFiles, settings: GenerationSettings, facts: Mapping[str, Any]) -> Candidate:
-    runtime = RuntimeConfig(dtype=str(bench.dtype).removeprefix("torch."), cache=bench.cache)
+    dtype = str(bench.dtype).removeprefix("torch.")
+    runtime = RuntimeConfig(dtype=dtype, cache=bench.cache, vae_backend=bench.job.vae_backend)
     running = RunningModel(files, bench.placement, runtime, residency=Residency(ResidencyConfig()))
     pipeline = VideoPipeline(running)
     return Candidate(lambda: torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1), facts=dict(facts))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from comfy_tpu.config import VAE_BACKEND, VaeBackend
 from comfy_tpu.errors import InvalidValueError
 
 Peer = Literal["ours", "fp8", "eager", "compile"]
@@ -54,6 +55,8 @@ class Job:
     repeats: int = 5
     steps: int = 10
     """Of the end-to-end part."""
+    vae_backend: VaeBackend = VAE_BACKEND
+    """Of ours."""
     regional: bool = False
     """torch.compile of each block instead of the whole forward."""
     size: str = ""
@@ -86,12 +89,16 @@ class Job:
         words = ["comfy-tpu", "bench", "--what", ",".join(self.parts)]
         words += ["--size", *self.sizes] if self.sizes else []
         words += ["--peers", ",".join(self.peers)] if self.peers else []
-        for flag in ("model", "mesh", "dtype", "repeats"):
-            value = getattr(self, flag)
-            words += [f"--{flag}", str(value)] if value != getattr(Job, flag) else []
+        for field in ("model", "mesh", "dtype", "repeats", "vae_backend"):
+            value = getattr(self, field)
+            words += [f"--{field.replace('_', '-')}", str(value)] if value != getattr(Job, field) else []
         words += ["--steps", str(self.steps)] if "end-to-end" in self.parts else []
         words += ["--compile-regional"] if self.regional else []
         return " ".join(words)
+
+    def name_with_backend(self, name: str) -> str:
+        """The name of a row that our VAE is part of: results of two backends are never taken for each other."""
+        return name if self.vae_backend == VAE_BACKEND else f"{name}, VAE by {self.vae_backend}"
 
     @property
     def candidates(self) -> tuple[str, ...]:

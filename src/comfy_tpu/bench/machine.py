@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.parallel.mesh import chip_name, find_devices, make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.running_model import DTYPES
+from comfy_tpu.pipeline.vae_backend import check_vae_backend, vae_functions
 
 PACKAGES = ("torch", "jax", "jaxlib", "torchax", "flax", "diffusers", "transformers", "triton")
 
@@ -68,6 +69,7 @@ def plan_run(request: Job) -> dict[str, Any]:
     name = (default_hub_id() if accelerated else SMALL_MODEL) if request.model == "auto" else request.model
     dtype = ("bfloat16" if accelerated else "float32") if request.dtype == "auto" else request.dtype
     model = find_bench_model(name)
+    check_vae_backend(request.vae_backend, model.family, lambda: model.config(model.family.vae.component))
     sizes = [model.settings(size) for size in request.sizes or model.default_sizes]
     bench = Bench.open(dataclasses.replace(request, model=name, dtype=dtype))
     needed = [model.family.transformer] if {"transformer", "scaling"} & set(request.parts) else []
@@ -128,7 +130,13 @@ class Bench:
         sizes = self.placement.sizes
         return {"mesh": str(sizes)} if sizes.device_count > 1 else {}
 
-    def component(self, spec: ComponentSpec, config: Config, quantize: Quantization = "none") -> Component:
+    def component(self, spec: ComponentSpec, config: Config, quantize: Quantization = "none") -> Any:
+        """A `Component`, or what stands for it in another backend of the VAE."""
+        family = self.model.family
+        if spec is family.vae.component:
+            make: Callable[..., Any] | None = vae_functions(self.job.vae_backend, family).make_component
+            if make is not None:
+                return make(config, self.placement, dtype=self.dtype, cache=self.cache)
         return Component(spec, config, self.placement, dtype=self.dtype, cache=self.cache, quantize=quantize)
 
     def forward_settings(self, size: str) -> GenerationSettings:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from comfy_tpu.bench.results import Row, Run
 from comfy_tpu.bench.tables import format_seconds, peer_name, render_table
+from comfy_tpu.bench.words import CHINESE, Language, translate
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -154,11 +155,17 @@ def draw_scaling(rows: Sequence[tuple[Run, Row]]) -> dict[str, str]:
     return {against: draw_curves(*_CURVES[against], series) for against, series in make_series(rows).items() if series}
 
 
-def exponent_table(rows: Sequence[tuple[Run, Row]]) -> str:
+def exponent_table(rows: Sequence[tuple[Run, Row]], language: Language = "en") -> str:
     """Empty if there is nothing to fit."""
     lines = [
-        [one.name, against, f"{min(one.points):,.0f} – {max(one.points):,.0f}", f"{one.fit[1]:.2f}"]
+        [_name(one, language), translate(against, language), f"{min(one.points):,.0f} – {max(one.points):,.0f}", f"{one.fit[1]:.2f}"]
         for against, series in make_series(rows).items()
         for one in series
     ]
-    return render_table(["what", "against", "from – to", "exponent"], lines) if lines else ""
+    titles = [translate(title, language) for title in ("what", "against", "from – to", "exponent")]
+    return render_table(titles, lines, padded=language == "en") if lines else ""
+
+
+def _name(series: Series, language: Language) -> str:
+    """Names of peers stay."""
+    return translate(series.name, language) if series.name in CHINESE else series.name

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from comfy_tpu.bench.job import SMALL_MODEL
 from comfy_tpu.bench.plots import Bar, check_libraries, draw_bars, draw_scaling, exponent_table
+from comfy_tpu.bench.reported import format_figures
 from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.bench.tables import PEER_NAMES, TITLES, make_table, peer_name, render_table
+from comfy_tpu.bench.words import Language, translate
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
@@ -20,10 +22,12 @@ from comfy_tpu.pipeline.path_conflicts import check_conflicts
 Rows = list[tuple[Run, Row]]
 """Rows, each with the run that it is compared within."""
 
+_CPU_REMARK = " A CPU shows that everything runs and what it costs to start; speed is measured on accelerators."
 _COMPARED = ("transformer", "vae", "text", "end-to-end")
 """Parts whose peers compute the same."""
 
-_HEAD = """# Performance
+_HEADS: Mapping[Language, str] = {
+    "en": """# Performance
 
 Made by `comfy-tpu bench report` from the JSON files of `comfy-tpu bench`; change the measurements, not this page.
 
@@ -34,7 +38,23 @@ convolutions and attention; "of the floor" is how near a forward comes to one wh
 the best rate measured beside it (of 8-bit products none is). The error is the norm of the difference from a
 float32 reference over the norm of the reference; the transformer's is that of two of its blocks at their full width,
 because a float32 copy of a large model does not fit beside the others.
-"""
+""",
+    "zh-CN": """# 性能
+
+由 `comfy-tpu bench report` 根据 `comfy-tpu bench` 的 JSON 文件生成；要改的是测量结果，不是本页。
+
+时间是墙钟时间，等设备算完才停表：预热一次之后各样本的中位数，旁边是最小值和最大值。同一行的各个实现在同一个进程里用同样的权重
+轮流运行；“我们快”只在同一次运行之内比较，“fp8 快”也是，比的是我们自己未量化的版本。权重是随机的。TFLOP/s 计入矩阵乘、卷积和注意力；
+“达到下限的”指一次前向与下限的接近程度，下限是其中的矩阵乘和注意力都以旁边测得的最高速率运行所需的时间（8 位乘法没有这样的参照）。
+误差是与 float32 参考结果之差的范数除以参考结果的范数；transformer 的误差取两个完整宽度的 block，因为大模型的 float32 副本放不下。
+“项目”和“实现”两列沿用 JSON 里的名字。
+""",
+}
+_TWIN_LINKS: Mapping[Language, str] = {
+    "en": "English · [简体中文]({twin})",
+    "zh-CN": "[English]({twin}) · 简体中文",
+}
+"""Under the title of a page that was made in both languages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,58 +140,80 @@ class Chapter:
 
     @property
     def title(self) -> str:
+        return self.translated_title("en")
+
+    def translated_title(self, language: Language) -> str:
         kind, _, family = self.model.partition(":")
         titles = {card.name: card.title for card in family_cards()}
-        model = f"a small {titles.get(family, family)}" if kind == SMALL_MODEL else self.model.rpartition("/")[2]
-        return ", ".join(filter(None, [self.device, model, self.dtype, self.mesh and f"mesh {self.mesh}"]))
+        small = translate("a small {family}", language).format(family=titles.get(family, family))
+        model = small if kind == SMALL_MODEL else self.model.rpartition("/")[2]
+        mesh = self.mesh and translate("mesh {mesh}", language).format(mesh=self.mesh)
+        return translate(", ", language).join(filter(None, [self.device, model, self.dtype, mesh]))
 
     @property
     def slug(self) -> str:
         words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {self.mesh}"
         return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
-    def format(self, runs: Sequence[Run], stem: str) -> tuple[str, dict[str, str]]:
-        """The text, and its plots by file name. `stem`: of the page's name."""
-        lines, plots = [f"## {self.title}", "", _machine_line(runs[-1]), ""], {}
+    def format(self, runs: Sequence[Run], stem: str, language: Language = "en") -> tuple[str, dict[str, str]]:
+        """The text, and its plots by file name, whose words are English. `stem`: of the page's name."""
+        lines, plots = [f"## {self.translated_title(language)}", "", _machine_line(runs[-1], language), ""], {}
         found = {part: latest_rows(runs, part) for part in TITLES}
         if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
             name = f"{stem}-{self.slug}.svg"
             plots[name] = draw_peers(self.title, [one for rows in found.values() for one in rows])
-            lines += [f"![seconds by peer]({name})", ""]
+            lines += [f"![{translate('seconds by peer', language)}]({name})", ""]
         for part, title in TITLES.items():
             if found[part]:
-                lines += [f"### {title}", "", make_table(found[part]), ""]
+                lines += [f"### {translate(title, language)}", "", make_table(found[part], language), ""]
         forwards = [*found["scaling"], *found["transformer"]]
         for against, text in draw_scaling(forwards).items():
             name = f"{stem}-{self.slug}-{against}.svg"
             plots[name] = text
-            lines += [f"![cost against {against}]({name})", ""]
-        if table := exponent_table(forwards):
+            shown = translate("cost against {against}", language).format(against=translate(against, language))
+            lines += [f"![{shown}]({name})", ""]
+        if table := exponent_table(forwards, language):
             lines += [table, ""]
         used = [run for run in runs if any(run is one for rows in found.values() for one, _ in rows)]
-        lines += ["### Runs", "", _runs_table(used), ""]
+        lines += [f"### {translate('Runs', language)}", "", _runs_table(used, language), ""]
         return "\n".join(lines), plots
 
 
-def write_page(files: Sequence[Path], output: Path) -> list[Path]:
-    """The page and its plots, which go beside it; the paths that were written."""
+def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language] = ("en",)) -> list[Path]:
+    """The page in each language (x.md, x.zh-CN.md) and its plots, which go beside it; the paths that were written."""
     check_libraries()
     if output.suffix != ".md":
         raise InvalidValueError(f"output={output} is Markdown; give it a name in .md", field="output")
-    check_place(output)
-    check_conflicts([("output", output)], files)
+    pages = {language: _page_path(output, language) for language in languages}
+    for page in pages.values():
+        check_place(page)
+    check_conflicts([("output", page) for page in pages.values()], files)
     output.parent.mkdir(exist_ok=True)
     runs = sorted((run for file in files for run in read_runs(file)), key=lambda run: run.date)
     if not runs:
         raise InvalidValueError(f"{', '.join(map(str, files))}: no run is in there; measure with `comfy-tpu bench`")
-    texts, text = {output: ""}, [_HEAD]
-    for chapter in dict.fromkeys(map(Chapter.find, sorted(runs, key=lambda run: run.model.startswith(SMALL_MODEL)))):
-        written, plots = chapter.format([run for run in runs if Chapter.find(run) == chapter], output.stem)
-        text.append(written)
-        texts |= {output.with_name(name): plot for name, plot in plots.items()}
-    texts[output] = "\n".join(text)
+    texts = dict.fromkeys(pages.values(), "")
+    chapters = dict.fromkeys(map(Chapter.find, sorted(runs, key=lambda run: run.model.startswith(SMALL_MODEL))))
+    for language, page in pages.items():
+        twins = [other.name for other in pages.values() if other != page]
+        text = [_head(language, twins), format_figures(language)]
+        for chapter in chapters:
+            own = [run for run in runs if Chapter.find(run) == chapter]
+            written, plots = chapter.format(own, output.stem, language)
+            text.append(written)
+            texts |= {output.with_name(name): plot for name, plot in plots.items()}
+        texts[page] = "\n".join(text)
     write_texts(texts)
     return list(texts)
+
+
+def _page_path(output: Path, language: Language) -> Path:
+    return output if language == "en" else output.with_name(f"{output.stem}.{language}.md")
+
+
+def _head(language: Language, twins: Sequence[str]) -> str:
+    title, _, rest = _HEADS[language].partition("\n")
+    return "\n".join([title, *(f"\n{_TWIN_LINKS[language].format(twin=twin)}" for twin in twins), rest])
 
 
 def latest_rows(runs: Sequence[Run], part: str) -> Rows:
@@ -186,24 +228,26 @@ def latest_rows(runs: Sequence[Run], part: str) -> Rows:
     return found
 
 
-def _machine_line(run: Run) -> str:
+def _machine_line(run: Run, language: Language) -> str:
     hardware = run.hardware
     memory = hardware.get("device_memory_bytes")
     parts = [
         f"{hardware['devices']} × {hardware['device']}" + (f" ({memory / 2**30:.0f} GiB)" if memory else ""),
-        f"driver {hardware['driver']}" if hardware.get("driver") else "",
-        f"{hardware['processor']}, {hardware['processor_cores']} cores, "
-        f"{hardware['host_memory_bytes'] / 2**30:.0f} GiB",
+        translate("driver {driver}", language).format(driver=hardware["driver"]) if hardware.get("driver") else "",
+        translate("{processor}, {cores} cores, {memory}", language).format(
+            processor=hardware["processor"],
+            cores=hardware["processor_cores"],
+            memory=f"{hardware['host_memory_bytes'] / 2**30:.0f} GiB",
+        ),
     ]
-    line = "; ".join(filter(None, parts)) + "."
-    if hardware["platform"] == "cpu":
-        line += " A CPU shows that everything runs and what it costs to start; speed is measured on accelerators."
-    return line
+    line = translate("; ", language).join(filter(None, parts)) + translate(".", language)
+    return line + (translate(_CPU_REMARK, language) if hardware["platform"] == "cpu" else "")
 
 
-def _runs_table(runs: Sequence[Run]) -> str:
+def _runs_table(runs: Sequence[Run], language: Language) -> str:
     lines = []
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
         lines.append([run.date.replace("T", " ").replace("+00:00", " UTC"), f"`{run.command}`", versions])
-    return render_table(["date", "command", "versions"], lines)
+    titles = [translate(title, language) for title in ("date", "command", "versions")]
+    return render_table(titles, lines, padded=language == "en")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from comfy_tpu.bench.results import Row, Run
+from comfy_tpu.bench.words import Language, translate
 
 TITLES = {
     "transformer": "Transformer, one forward",
@@ -27,18 +28,28 @@ _REGIONAL = ("transformer", "accuracy", "end-to-end")
 """Parts in which `--compile-regional` means something."""
 
 
-def make_table(rows: Sequence[tuple[Run, Row]]) -> str:
+def make_table(rows: Sequence[tuple[Run, Row]], language: Language = "en") -> str:
     """Rows, each with the run that it is compared within; columns that nothing fills are left out."""
     columns = {}
     for title, (value, write) in _COLUMNS.items():
         values = [value(run, row) for run, row in rows]
         if any(each not in (None, "") for each in values):
-            columns[title] = ["" if each is None else write(each) for each in values]
-    return render_table([*columns], [list(line) for line in zip(*columns.values(), strict=True)])
+            written = ["" if each is None else write(each) for each in values]
+            if title in _TRANSLATED:
+                written = [each and translate(each, language) for each in written]
+            columns[translate(title, language)] = written
+    lines = [list(line) for line in zip(*columns.values(), strict=True)]
+    return render_table([*columns], lines, padded=language == "en")
 
 
-def render_table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, numbers on the right from the fourth column."""
+def render_table(titles: Sequence[str], lines: Sequence[Sequence[str]], *, padded: bool = True) -> str:
+    """A table in Markdown, numbers on the right from the fourth column.
+
+    `padded`: columns of even width, which only Latin text has in every editor and with every version of tabulate.
+    """
+    if not padded:
+        rule = [":---" if index < 3 else "---:" for index in range(len(titles))]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *lines))
     from tabulate import tabulate
 
     align = ["left" if index < 3 else "right" for index in range(len(titles))]
@@ -125,3 +136,5 @@ _COLUMNS: dict[str, tuple[Callable[[Run, Row], Any], Callable[[Any], str]]] = {
     "not measured": (lambda run, row: row.failure, lambda value: value.replace("|", "\\|")[:160]),
 }
 """Titles -> the value of a row, and how it is written."""
+_TRANSLATED = ("from the cache",)
+"""Columns whose cells are words."""

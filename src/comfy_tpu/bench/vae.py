@@ -23,7 +23,7 @@ from comfy_tpu.bench.timing import Candidate, OnEvent, compile_module, stage_clo
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.compiler.program import DeviceProgram
-from comfy_tpu.config import MESH_AXES, VAE_BACKEND
+from comfy_tpu.config import MESH_AXES
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.pipeline.vae_backend import split_columns, vae_functions
@@ -61,7 +61,7 @@ def _measure(bench: Bench, direction: Direction, module: Any, given: torch.Tenso
 
     measure_module(
         bench,
-        Row("vae", direction, "", size=bench.job.size),
+        Row("vae", bench.job.name_with_backend(direction), "", size=bench.job.size),
         spec=bench.model.family.vae.component,
         module=module,
         call=call,
@@ -88,7 +88,7 @@ class VaeStream:
     @classmethod
     def decode(cls, bench: Bench, latents: torch.Tensor) -> VaeStream:
         """`latents`: of the transformer."""
-        vae, functions = bench.model.family.vae, vae_functions(VAE_BACKEND, bench.model.family)
+        vae, functions = bench.model.family.vae, vae_functions(bench.job.vae_backend, bench.model.family)
         parts = [{"latent": part} for part in ([latents] if vae.decodes_all_frames else latents.split(1, dim=2))]
         first_cache = functools.partial(vae.first_cache, latents.shape[2])
         return cls(functions.decode_frame, functions.decode_axes, latents.shape[-1], parts, first_cache)
@@ -104,7 +104,7 @@ class VaeStream:
             part = {"image": image, "noise": pixels.new_zeros(1, bench.model.latent_channels, 1, rows, columns)}
             axes = {"image": (None, None, MESH_AXES)}
             return cls(family.vae.encode_image, axes, columns, [part], has_cache=False)
-        functions = vae_functions(VAE_BACKEND, family)
+        functions = vae_functions(bench.job.vae_backend, family)
         assert functions.encode_frames is not None
         frames = [1, *[card.temporal_scale] * ((pixels.shape[2] - 1) // card.temporal_scale)]
         parts = [{"pixels": part} for part in pixels.split(frames, dim=2)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.bench.job import PARTS, PEERS, Job
-from comfy_tpu.cli.options import number_parser, parse_names, path_parser
+from comfy_tpu.bench.words import LANGUAGES
+from comfy_tpu.cli.options import add_vae_backend, number_parser, parse_names, path_parser
 from comfy_tpu.cli.terminal import print_message, print_paths, print_text
 
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=number_parser(int), default=defaults.steps, metavar="N", help=f"end to end ({defaults.steps})"
     )
+    add_vae_backend(parser)
     parser.add_argument("--compile-regional", action="store_true", help="torch.compile of every block by itself")
     parser.add_argument(
         "--json", type=path_parser("--json"), metavar="FILE", help="raw samples; a file that is there gets one more run"
@@ -46,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("files", nargs="+", type=path_parser("FILE"), metavar="FILE", help="what --json wrote")
     report.add_argument(
         "-o", "--output", type=path_parser("--output"), required=True, metavar="PAGE", help="x.md; plots go beside it"
+    )
+    report.add_argument(
+        "--languages", default="en", metavar="LANGUAGES", help=f"of {','.join(LANGUAGES)}: x.md, x.zh-CN.md (en)"
     )
     report.set_defaults(bench=run_report)
     parser.set_defaults(bench=run_measurements)
@@ -68,6 +73,7 @@ def run_measurements(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         repeats=arguments.repeats,
         steps=arguments.steps,
+        vae_backend=arguments.vae_backend,
         regional=arguments.compile_regional,
     )
     files = report.RunFiles.check(json=arguments.json, markdown=arguments.markdown, plot=arguments.plot)
@@ -80,5 +86,6 @@ def run_measurements(arguments: argparse.Namespace) -> int:
 def run_report(arguments: argparse.Namespace) -> int:
     from comfy_tpu.bench import report
 
-    print_paths(report.write_page(arguments.files, arguments.output))
+    languages = parse_names(arguments.languages, LANGUAGES, "--languages")
+    print_paths(report.write_page(arguments.files, arguments.output, languages))
     return 0

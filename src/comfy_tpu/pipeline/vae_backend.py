@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from comfy_tpu.config import MESH_AXES, VAE_BACKENDS, VaeBackend
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import ModelFamily, VaeFunctions
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
-from comfy_tpu.pipeline.model_files import ModelFiles
 
 _COLUMN_AXES: Axes = (None, None, None, None, MESH_AXES)
 """The axes of frames: columns over the whole mesh."""
@@ -35,18 +35,19 @@ def split_columns(axes: Mapping[str, Axes], columns: int, placement: Placement) 
     return axes if columns >= placement.sizes.device_count else {}
 
 
-def check_vae_backend(backend: str, files: ModelFiles) -> None:
-    """Raises an error for a backend that the model does not have; runs before devices are started."""
+def check_vae_backend(backend: str, family: ModelFamily, config: Callable[[], Config]) -> None:
+    """Raises an error for a backend that the model does not have; runs before devices are started. `config`: the VAE's
+    configuration."""
     if backend not in VAE_BACKENDS:
         raise InvalidValueError(
             f"vae_backend={backend!r} is unknown; choose from {', '.join(VAE_BACKENDS)}", field="vae_backend"
         )
     if backend == "torchax":
         return
-    vae = files.family.vae
+    vae = family.vae
     if backend not in vae.other_backends:
         raise UnsupportedError(
-            f"vae_backend={backend}: the VAE of {files.family.name} has no such implementation; choose torchax",
+            f"vae_backend={backend}: the VAE of {family.name} has no such implementation; choose torchax",
             field="vae_backend",
         )
-    vae.other_backends[backend]().check(files.config(vae.component))
+    vae.other_backends[backend]().check(config())

@@ -81,7 +81,7 @@ class VideoPipeline:
         files = open_model(model, name=name)
         check(files)
         check_window(runtime.attention, files)
-        check_vae_backend(runtime.vae_backend, files)
+        check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(files.family.vae.component))
         opened = open_loras(loras, files)
         placement = make_placement(
             runtime.mesh, platform=runtime.platform, workload=lambda: files.workload(files.defaults)

@@ -1,0 +1,77 @@
+"""The parameters of every published model, by component: tools/pages/parameters.json, from which download sizes follow.
+
+Counted in the classes of diffusers and transformers as their repositories have them, with their published configurations,
+on torch's meta device: whole text encoders, also where the families load fewer layers. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from comfy_tpu.families.card import Config
+
+PARAMETERS = Path(__file__).with_name("parameters.json")
+_BYTES = 2
+"""Of a parameter in bfloat16."""
+
+
+def read_parameters(path: Path = PARAMETERS) -> Mapping[str, Mapping[str, int]]:
+    """Hub id -> component -> number of parameters."""
+    counted: Mapping[str, Mapping[str, int]] = json.loads(path.read_text(encoding="utf-8"))
+    return counted
+
+
+def format_size(parameters: Mapping[str, int]) -> str:
+    """The size of a model's files, if all of them are bfloat16."""
+    gigabytes = sum(parameters.values()) * _BYTES / 1e9
+    return f"{gigabytes:.0f} GB" if gigabytes >= 9.5 else f"{gigabytes:.1f} GB"
+
+
+def count_parameters(hub_id: str) -> dict[str, int]:
+    """By component; a second transformer is one of its own."""
+    from comfy_tpu.bench.models import find_bench_model
+
+    model = find_bench_model(hub_id)
+    return {spec.name: _count(spec.classes, model.config(spec)) for spec in model.family.components}
+
+
+def _count(classes: tuple[str, ...], config: Config) -> int:
+    """Of a module of the first of the classes that is installed."""
+    import copy
+
+    import diffusers
+    import torch
+    import transformers
+
+    name = next(name for name in classes if hasattr(diffusers, name) or hasattr(transformers, name))
+    with torch.device("meta"):
+        if hasattr(diffusers, name):
+            module = getattr(diffusers, name)(**config)
+        else:
+            module_class = getattr(transformers, name)
+            module = module_class(module_class.config_class(**copy.deepcopy(dict(config))))
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def published_ids() -> list[str]:
+    from tools.pages.generated import built_in_cards
+
+    return [hub_id for card in built_in_cards() for model in card.models for hub_id in model.published]
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    counted = {hub_id: count_parameters(hub_id) for hub_id in published_ids()}
+    text = json.dumps(counted, indent=2) + "\n"
+    if not PARAMETERS.is_file() or PARAMETERS.read_text(encoding="utf-8") != text:
+        PARAMETERS.write_text(text, encoding="utf-8")
+        logging.getLogger("tools.pages").info("wrote %s", PARAMETERS.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
