@@ -15,7 +15,9 @@ from comfy_tpu.parallel.mesh import parse_mesh
 SOURCES, FIGURES = read_figures()
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: f"{figure.what}-{figure.size}-{figure.mesh}-{figure.backend}")
+@pytest.mark.parametrize(
+    "figure", FIGURES, ids=lambda figure: f"{figure.what}-{figure.size}-{figure.mesh}-{figure.backend}"
+)
 def test_the_command_of_a_figure_is_one_that_bench_takes(figure):
     model = SOURCES[figure.source].model
     job = figure.job(model)

@@ -21,7 +21,9 @@ def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
         for nodes in card.node_sets:
             for model in nodes.models:
                 cells = [texts["models"].get(model.name, model.name), "<br>".join(f"`{id}`" for id in model.published)]
-                cells.append("<br>".join(format_size(parameters[id]) if id in parameters else "" for id in model.published))
+                cells.append(
+                    "<br>".join(format_size(parameters[id]) if id in parameters else "" for id in model.published)
+                )
                 cells += [_defaults(model, words), _images(model, words), _guidance(model, words)]
                 lines.append(_row([*cells, words["nodes"].format(key=nodes.key)]))
     return "\n".join(lines)

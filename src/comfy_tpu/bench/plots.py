@@ -158,7 +158,12 @@ def draw_scaling(rows: Sequence[tuple[Run, Row]]) -> dict[str, str]:
 def exponent_table(rows: Sequence[tuple[Run, Row]], language: Language = "en") -> str:
     """Empty if there is nothing to fit."""
     lines = [
-        [_name(one, language), translate(against, language), f"{min(one.points):,.0f} – {max(one.points):,.0f}", f"{one.fit[1]:.2f}"]
+        [
+            _name(one, language),
+            translate(against, language),
+            f"{min(one.points):,.0f} – {max(one.points):,.0f}",
+            f"{one.fit[1]:.2f}",
+        ]
         for against, series in make_series(rows).items()
         for one in series
     ]
