@@ -83,7 +83,10 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
     place = {"model": "", "part": "", "size": size, "node": "3"}
     assert now["activity"] == {"stage": "denoising", "what": size, "done": 2, "total": 50, **place}
     assert now["compiled"] == {
-        **{"programs": 1, "from_cache": 0, "seconds": 20.0, "last": f"transformer.step at {size}"},
+        "programs": 1,
+        "from_cache": 0,
+        "seconds": 20.0,
+        "last": f"transformer.step at {size}",
         "latest": {"model": "Wan 2.1", "part": "transformer", "size": size},
     }
 
@@ -118,7 +121,9 @@ def test_the_last_step_leaves_nothing(status: Status, clock: Clock) -> None:
     assert status.text() == "a · step 1/1 · 2.00 s/step"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(12.34, "done in 12.3 s"), (64, "done in 1:04"), (3661, "done in 1:01:01")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12.34, "done in 12.3 s"), (64, "done in 1:04"), (3661, "done in 1:01:01")]
+)
 def test_how_long_a_node_took(seconds: float, text: str) -> None:
     assert str(NodeText("node.done", {"time": duration_text(seconds)})) == text
 

@@ -28,6 +28,7 @@ from comfy_tpu.families.card import NodeSet
 from comfy_tpu.pipeline.progress import Progress, ignore_progress, model_title
 
 if TYPE_CHECKING:
+    from comfy_tpu.pipeline.model_files import PreviewColours
     from comfy_tpu.pipeline.video import VideoPipeline
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def pipeline_run(
             start()
             register_with_comfyui()
             pipeline.use_loras(loras)
+            report.use_colours(pipeline.files.preview_colours)
             pipeline.on_progress = report
             try:
                 yield pipeline
@@ -133,6 +135,11 @@ class NodeReport:
 
     def show_end(self, outcome: Outcome, seconds: float) -> None:
         self._show([NodeText(f"node.{outcome}", {"time": duration_text(seconds)})], immediately=True)
+
+    def use_colours(self, colours: PreviewColours | None) -> None:
+        """Shows latents in the model's own colours, where its files have them and previews are on."""
+        if colours is not None and self._previewer is not None:
+            self._previewer = latent_preview.Latent2RGBPreviewer(colours.factors, colours.bias)
 
     def show_nothing(self) -> None:
         self._show([], immediately=True)

@@ -185,7 +185,7 @@ class _MissFilter(logging.Filter):
 def on_cache_miss(callback: Callable[[], None]) -> Iterator[None]:
     """Calls `callback` when JAX has looked for a program in the cache, has not found it and is about to compile it.
 
-    JAX has no event for it, but a line in its log. Without a cache everything is compiled, and `callback` called at once.
+    JAX has no event for it, but a line in its log. Without a cache everything is compiled: `callback` is called first.
     """
     import jax
 
