@@ -28,7 +28,7 @@ from comfy_tpu.families.card import NodeSet
 from comfy_tpu.pipeline.progress import Progress, ignore_progress, model_title
 
 if TYPE_CHECKING:
-    from comfy_tpu.pipeline.model_files import PreviewColours
+    from comfy_tpu.pipeline.preview_colours import PreviewColours
     from comfy_tpu.pipeline.video import VideoPipeline
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,9 @@ class NodeReport:
     def use_colours(self, colours: PreviewColours | None) -> None:
         """Shows latents in the model's own colours, where its files have them and previews are on."""
         if colours is not None and self._previewer is not None:
-            self._previewer = latent_preview.Latent2RGBPreviewer(colours.factors, colours.bias)
+            from comfy_tpu.comfy.previews import ColourPreviewer
+
+            self._previewer = ColourPreviewer(colours)
 
     def show_nothing(self) -> None:
         self._show([], immediately=True)

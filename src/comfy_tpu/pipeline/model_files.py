@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +29,12 @@ from comfy_tpu.families.shared.config_checks import check_sizes
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.preview_colours import PREVIEW_FILE, PreviewColours
 from comfy_tpu.pipeline.schedule import noise_levels
 from comfy_tpu.pipeline.step_work import count_step
 from comfy_tpu.quiet import quiet
 from comfy_tpu.terminal_text import excerpt
 
-PREVIEW_FILE = "preview.json"
 DEMO_DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_DIRECTORIES = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_IMAGE_MODEL: DEMO_DIRECTORY / "image_to_video"}
 
@@ -59,14 +59,6 @@ SHARED_PARTS_FILE = "shared_parts.json"
 Names only, so that a downloaded model cannot refer to any other place. Not symbolic links: wheel builders follow those,
 keep one of two equal folders, and a checkout or an archive need not support them.
 """
-
-
-class PreviewColours(NamedTuple):
-    """A linear map from latents, in the transformer's scale, to colours in -1..1."""
-
-    factors: tuple[tuple[float, ...], ...]
-    """Red, green and blue of each channel."""
-    bias: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,16 +180,7 @@ class ModelFiles:
     def preview_colours(self) -> PreviewColours | None:
         """The colours of latents in previews, from preview.json; None: those of the family's latents."""
         document = self._read_optional_json(PREVIEW_FILE)
-        if not document:
-            return None
-        factors, bias = document.get("rgb_factors"), document.get("rgb_bias")
-        rows = [*factors, bias] if isinstance(factors, list) else []
-        if len(rows) != self.latent_channels + 1 or not all(isinstance(row, list) and len(row) == 3 for row in rows):
-            raise CheckpointError(
-                f"{self.path(PREVIEW_FILE)} has no rgb_factors for {self.latent_channels} channels and an rgb_bias, "
-                "three numbers each; remove it"
-            )
-        return PreviewColours(tuple(map(tuple, rows[:-1])), tuple(rows[-1]))
+        return PreviewColours.read(document, self.latent_channels, self.path(PREVIEW_FILE)) if document else None
 
     @functools.cached_property
     def schedulers(self) -> Mapping[str, SchedulerFactory]:
