@@ -78,11 +78,8 @@ def check_debugging(tmp_path: Path, report: dict[str, Any], said: str) -> None:
         assert f"comfy-tpu: demo {component} is loaded; mesh dp=1,sp=1,tp=1: " in said
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    # That one by default in test_generate.py, with a pipeline that computes nothing.
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # by default in test_generate.py, with a pipeline that computes nothing
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
     # Steps enough to last for hours; the first "denoising" on the terminal says that it is time.
     words = ["generate", "a red circle", "--steps", "1000", "--mesh", "single", "-o", str(tmp_path / "out" / "x.mp4")]

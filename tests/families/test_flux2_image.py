@@ -56,7 +56,7 @@ def test_one_picture(mesh: str, variant: str) -> None:
     ("variant", "mesh"),
     [
         ("klein", "single"),
-        ("base", "dp=2,sp=4"),
+        pytest.param("base", "dp=2,sp=4", marks=pytest.mark.slow),
         pytest.param("dev", "dp=2,tp=4", marks=pytest.mark.slow),  # one image on this mesh: the test above
     ],
 )
