@@ -1,7 +1,8 @@
 """The parameters of every published model, by component: tools/pages/parameters.json, from which download sizes follow.
 
-Counted in the classes of diffusers and transformers as their repositories have them, with their published configurations,
-on torch's meta device: whole text encoders, also where the families load fewer layers. Nothing is downloaded.
+Counted in the classes of diffusers and transformers as their repositories have them, with their published
+configurations, on torch's meta device: whole text encoders, also where the families load fewer layers. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
