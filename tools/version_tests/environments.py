@@ -51,10 +51,10 @@ def oldest_requirements(pyproject: Path) -> list[str]:
     pinned = []
     for requirement in map(Requirement, project["dependencies"]):
         if requirement.name in PACKAGES:
-            (bound,) = requirement.specifier
-            if bound.operator != ">=":
+            bounds = [each for each in requirement.specifier if each.operator == ">="]
+            if len(bounds) != 1:
                 raise InstallationError(f"{requirement} is no lower bound; write it as >=")
-            pinned.append(f"{requirement.name}=={bound.version}")
+            pinned.append(f"{requirement.name}=={bounds[0].version}")
     return pinned
 
 
