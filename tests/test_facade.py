@@ -22,7 +22,13 @@ from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_loras, small_pipeline
 
-SIZE: dict[str, Any] = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2}
+SIZE: dict[str, Any] = {
+    "height": 32,
+    "width": 48,
+    "num_frames": 5,
+    "num_inference_steps": 2,
+    "max_sequence_length": 16,
+}
 PROMPT = "a red circle moving left"
 
 

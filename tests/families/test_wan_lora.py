@@ -93,7 +93,7 @@ def test_the_video_is_that_of_diffusers_with_one_for_each(mesh: str, tmp_path: P
             guidance_scale_2=2.5,
             generator=torch.Generator().manual_seed(CHOSEN["seed"]),
             output_type="pt",
-            max_sequence_length=512,
+            max_sequence_length=CHOSEN["max_sequence_length"],
         )
         return made.frames.permute(0, 1, 3, 4, 2)
 
