@@ -81,7 +81,6 @@ def test_the_comparison_would_see_another_request() -> None:
     assert_wrong_ones_differ(
         expected(size),
         SAME - 15,
-        prompt=video(pipeline, size, "a red circle"),
         quoted=video(pipeline, size, 'a blue "square"'),
         negative=video(pipeline, size, negative_prompt="right"),
         seed=video(pipeline, size, seed=8),

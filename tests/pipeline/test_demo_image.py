@@ -49,6 +49,7 @@ def test_the_image_is_kept_and_does_what_the_prompt_says(number: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_image_obeys_two_prompts() -> None:
     pipeline, image = opened(), tasks()[2].image
     settings = pipeline.settings(seed=7, num_inference_steps=8)
