@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from comfy_tpu.diagnosis import checks
 from comfy_tpu.diagnosis.facts import Python
-from comfy_tpu.diagnosis.tested_versions import describe_newer, read_tested_versions
+from comfy_tpu.diagnosis.tested_versions import describe_newer, read_tested_versions, find_bounds
 from tools.pages.sources import PageError
 from tools.pages.version_row import replace_versions
 from tools.version_tests import __main__ as command
@@ -69,6 +69,17 @@ def test_the_doctor_says_what_is_newer(version, note):
     assert describe_newer(version, tested) == note
     finding = checks.check_package(Requirement("torch"), {"torch": version}, tested)
     assert (finding.status, finding.detail) == ("ok", version + note)
+
+
+def test_bounds_end_before_the_next_minor_version(tmp_path):
+    packages = [{"torch": "2.11.0", "jax": "0.10.2", "torchax": "0.0.13"}]
+    packages += [{"torch": "2.15.1", "jax": "0.12.0.1", "torchax": "0.0.13"}]
+    (tmp_path / "x.json").write_text(json.dumps({"runs": [{"python": "3.12", "packages": each} for each in packages]}))
+    assert find_bounds(("torch", "jax", "torchax"), tmp_path / "x.json") == {
+        "torch": ">=2.11.0,<2.16",
+        "jax": ">=0.10.2,<0.13",
+        "torchax": ">=0.0.13,<0.0.14",
+    }
 
 
 def test_a_later_patch_of_python_is_not_newer():

@@ -101,7 +101,7 @@ def _runtime_inputs() -> list[io.Input]:
             "vae_backend",
             options=list(VAE_BACKENDS),
             default=_RUNTIME.vae_backend,
-            tooltip="What runs the VAE: the PyTorch module through torchax, or nnx, the same in Flax, which some models have.",
+            tooltip="What runs the VAE: the PyTorch module through torchax, or nnx, the same in Flax for some models.",
         ),
         io.Float.Input(
             "reuse",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +28,16 @@ def describe_newer(version: str, tested: Sequence[str]) -> str:
     if not tested or Version(version) <= Version(tested[-1]):
         return ""
     return f" (newer than {tested[-1]}, the newest tested)"
+
+
+def find_bounds(names: Iterable[str], file: Path = FILE) -> dict[str, str]:
+    """What pip may install of each package: from the oldest tested, to before the minor version after the newest."""
+    tested = read_tested_versions(file)
+    return {name: f">={tested[name][0]},<{_next_minor(tested[name][-1])}" for name in names}
+
+
+def _next_minor(version: str) -> str:
+    """2.16 after 2.15.1, and 0.0.14 after 0.0.13."""
+    release = Version(version).release
+    place = max(1, next((index for index, number in enumerate(release) if number), 0))
+    return ".".join(map(str, (*release[:place], release[place] + 1)))
