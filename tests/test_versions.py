@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from comfy_tpu.diagnosis import checks
 from comfy_tpu.diagnosis.facts import Python
-from comfy_tpu.diagnosis.tested_versions import describe_newer, read_tested_versions, find_bounds
+from comfy_tpu.diagnosis.tested_versions import describe_newer, find_bounds, read_tested_versions
 from tools.pages.sources import PageError
 from tools.pages.version_row import replace_versions
 from tools.version_tests import __main__ as command
