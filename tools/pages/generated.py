@@ -11,6 +11,7 @@ from comfy_tpu.families.card import FamilyCard
 from tools.pages.facts import KINDS, Facts
 from tools.pages.help_page import help_page
 from tools.pages.model_table import model_table, replace_table
+from tools.pages.node_record import PATH, extended_record
 from tools.pages.sources import LANGUAGES, Json, read_templates, read_texts
 from tools.pages.version_row import replace_versions
 
@@ -37,6 +38,7 @@ def generated_files(
         definitions = english_definitions(nodes) if language == "en" else read_texts(root, language, "nodeDefs.json")
         if language == "en":
             yield "locales/en/nodeDefs.json", json.dumps(definitions, indent=2, ensure_ascii=False) + "\n"
+            yield PATH, extended_record(root, nodes)
         for node_set in (node_set for card in cards for node_set in card.node_sets):
             facts = Facts(node_set, texts, definitions, language)
             for kind in KINDS:

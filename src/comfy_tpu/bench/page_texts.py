@@ -22,7 +22,7 @@ class FigureTexts:
 
     heading: str
     introduction: str
-    """With {steps} and {size}."""
+    """With {model}, {steps} and {size}."""
     columns: Sequence[str]
     whats: Mapping[str, str]
     """By `Figure.what`."""
@@ -90,7 +90,7 @@ float32 reference over the norm of the reference; the transformer's is that of t
 because a float32 copy of a large model does not fit beside the others.
 """
 _FIGURES = """\
-This project has not measured a TPU. The two documents below did, on a v6e-8 with their own code, `{model}`,
+This project has not measured a TPU. The two documents below did, on a v6e-8 with their own code, {model},
 81 frames and {steps} steps. On such a machine the command of a row measures the same with ours; `--json
 benchmarks/results/v6e-8.json` keeps the result, and `make performance` puts it on this page.
 

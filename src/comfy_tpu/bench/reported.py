@@ -66,6 +66,8 @@ class Source:
     title: str
     hardware: str
     model: str
+    model_name: str
+    """As the document calls it."""
 
 
 def read_figures(path: Path = _FILE) -> tuple[dict[str, Source], list[Figure]]:
@@ -77,7 +79,7 @@ def read_figures(path: Path = _FILE) -> tuple[dict[str, Source], list[Figure]]:
 def format_figures(texts: FigureTexts) -> str:
     """The section of a page: every figure beside its command, a table for each document."""
     sources, figures = read_figures()
-    models = ", ".join(dict.fromkeys(source.model for source in sources.values()))
+    models = " / ".join(dict.fromkeys(source.model_name for source in sources.values()))
     introduction = texts.introduction.format(model=models, steps=_STEPS, size=_UNNAMED_SIZE)
     lines = [f"## {texts.heading}", "", introduction, ""]
     for key, source in sources.items():
