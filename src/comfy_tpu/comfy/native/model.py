@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_tpu.comfy.native.attention import Attention
 from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
 from comfy_tpu.comfy.native.hosting import Choices, end_steps
-from comfy_tpu.comfy.native.replacement import Fallback, Replacement
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
 from comfy_tpu.comfy.native.text_padding import describe_padding, pad_texts, run_per_prompt
 from comfy_tpu.comfy.run import report_idle
 from comfy_tpu.errors import UnsupportedError
@@ -37,10 +37,12 @@ MODEL_OPTIONS = frozenset({"rope_options"})
 def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     """A clone whose diffusion model computes on the devices."""
     clone = model.clone()
+    fallback = Fallback(type(clone.model.diffusion_model).__name__, current_run().node)
     if "diffusion_model" in clone.object_patches:
         # Put back in the order of their names, a patch of the whole and one of its method would leave the wrong method.
-        Fallback(type(clone.model.diffusion_model).__name__).explain("another node replaced diffusion_model")
+        fallback.explain("another node replaced diffusion_model")
         return clone
+    fallback.clear()
     name = "_forward" if hasattr(type(clone.model.diffusion_model), "_forward") else "forward"
     forward = DeviceForward(clone.model, "diffusion_model", name, choices)
     clone.add_object_patch(f"diffusion_model.{name}", forward)
