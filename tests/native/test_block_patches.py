@@ -191,7 +191,7 @@ def catches_a_failed_trace(h, options):
         (reads_sigmas, "reads sigmas"),
         (asks_for_sigmas, "reads sigmas"),
         (catches_the_refusal, "reads sigmas"),
-        (reads_a_value, "mean"),
+        (reads_a_value, "in reads_a_value"),
         (catches_a_failed_trace, "cannot be traced"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -268,7 +268,7 @@ def test_a_patch_whose_state_another_function_changes(architecture, watch):
     ("module", "name", "arguments", "word"),
     [
         ("nodes_sag", "SelfAttentionGuidance", (0.5, 2.0), "reads cond_or_uncond"),
-        ("nodes_tomesd", "TomePatchModel", (0.3,), "random numbers"),
+        ("nodes_tomesd", "TomePatchModel", (0.3,), "keeps something from one call to the next"),
     ],
 )
 def test_stock_nodes_that_stay(architecture, watch, cell, module, name, arguments, word):

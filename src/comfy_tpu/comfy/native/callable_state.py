@@ -279,16 +279,20 @@ class _Reader:
             raise UnsupportedError(f"it holds {what} of its own ({kind.__name__})")
         if kind.__module__.partition(".")[0] == "torch" and callable(value):
             return Identity(value)  # an operator
-        bases = {each for each in kind.__mro__ if each is not object and each.__flags__ & _HEAP_TYPE == 0}
         slots = [name for each in kind.__mro__ for name in _slot_names(each)]
-        if _is_trusted(kind.__module__) or bases or slots or not hasattr(value, "__dict__"):
+        is_plain = all(each is object or _is_python_class(each) for each in kind.__mro__)
+        if _is_trusted(kind.__module__) or slots or not is_plain or not hasattr(value, "__dict__"):
             raise UnsupportedError(f"it holds a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
         self._save_mapping(vars(value))
         return self.describe(kind), tuple((name, self.describe(each)) for name, each in list(vars(value).items()))
 
 
-_HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: a class that Python code made. Others keep state where it cannot be read."""
+def _is_python_class(kind: type) -> bool:
+    """Whether a class is written in Python, by a model or a node: others keep state where it cannot be read."""
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        return False
+    return str(getattr(module, "__file__", "")).endswith(".py") and not _is_library(module)
 
 
 def _slot_names(kind: type) -> tuple[str, ...]:

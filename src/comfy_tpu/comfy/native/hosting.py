@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
+from comfy_tpu.comfy.native.batch_padding import BatchSizes, pad_rows
 from comfy_tpu.comfy.native.block_patches import PatchedFunction
 from comfy_tpu.comfy.native.foreign_patches import module_structure
 from comfy_tpu.comfy.run import NodeReport, start
@@ -99,6 +101,8 @@ class Host:
         self._report: NodeReport | None = None
         self._step: int | None = None
         self._patched: dict[Callable[..., Any], None] = {}
+        self._batch_sizes = BatchSizes()
+        self._build_seconds = 0.0
         self._hosted: HostedModule = HostedModule(
             module,
             name=self._name,
@@ -130,6 +134,17 @@ class Host:
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+    def run_rows(
+        self, function: Callable[..., Any], inputs: tuple[Any, ...], constants: Any, rows: int, signature: Hashable
+    ) -> torch.Tensor:
+        """Runs a function whose rows are independent, padded to a batch that is compiled if that is cheaper."""
+        key = (function, signature)
+        size = self._batch_sizes.choose(key, rows)
+        begin, built = time.perf_counter(), self._build_seconds
+        result: torch.Tensor = self(function, *pad_rows(inputs, rows, size), constants)
+        self._batch_sizes.record(key, rows, size, time.perf_counter() - begin, self._build_seconds - built)
+        return result[:rows]
 
     def run_patched(self, function: PatchedFunction, *args: Any) -> Any:
         """Runs a function with patches; of the functions that ran longest ago, the programs are freed."""
@@ -163,6 +178,7 @@ class Host:
         self._step = None
 
     def _on_event(self, event: ProgramEvent) -> None:
+        self._build_seconds += event.seconds
         if event.stage in ("compiling", "ready"):
             done = int(event.stage == "ready")
             self._report_progress(

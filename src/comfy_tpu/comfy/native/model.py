@@ -11,6 +11,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention
+from comfy_tpu.comfy.native.batch_padding import describe_rows, has_independent_rows
 from comfy_tpu.comfy.native.block_patches import (
     PATCH_OPTIONS,
     BlockPatches,
@@ -117,7 +118,12 @@ class DeviceForward(Replacement):
             return host.run_patched(function, arguments, passed | others).to(sample.dtype)
 
         def run(part: dict[str, Any]) -> torch.Tensor:
-            return host(_functions[self._method], *pad_texts(self._module, part), passed)
+            inputs = pad_texts(self._module, part)
+            function, rows = _functions[self._method], len(part[sample_name])
+            signature = describe_rows(inputs, rows) if has_independent_rows(self._module, part) else None
+            if signature is None:
+                return host(function, *inputs, passed)
+            return host.run_rows(function, inputs, passed, rows, (signature, repr(passed)))
 
         prompts = len(options.get("cond_or_uncond", ()))
         return run_per_prompt(self._module, arguments, prompts, run).to(sample.dtype)
@@ -128,11 +134,12 @@ class DeviceForward(Replacement):
             _find_options_problem(options)
             or self._find_replaced_parts()
             or super()._find_problem()
-            or self._find_patch_problem(find_patches(options, SAMPLER_OPTIONS))
+            or self._find_patch_problem(find_patches(options, SAMPLER_OPTIONS), self._kind(*args, **kwargs))
         )
 
-    def _find_patch_problem(self, patches: BlockPatches | None) -> str:
-        if patches is None:
+    def _find_patch_problem(self, patches: BlockPatches | None, kind: Hashable) -> str:
+        # The state of patches that were refused does not matter: their run on the host may change it at every step.
+        if patches is None or self._fallback.has_refused(kind):
             return ""
         try:
             return self._patch_states.find_problem(patches)
