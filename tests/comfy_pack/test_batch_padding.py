@@ -5,23 +5,24 @@ from typing import Any
 import pytest
 import torch
 
-from comfy_tpu.comfy.native.batch_padding import BatchSizes, describe_rows, has_independent_rows, pad_rows
+from comfy_tpu.comfy.native.batch_padding import MAX_WORK, describe_rows, has_independent_rows, pad_rows
+from comfy_tpu.comfy.native.compiled_sizes import CompiledSizes
 
 
 class Runner:
     """Counts programs for a sequence of batches, in which a compilation takes 30 s and a row one second."""
 
     def __init__(self) -> None:
-        self.sizes = BatchSizes()
+        self.sizes = CompiledSizes()
         self.compiled: list[int] = []
         self.seconds = 0.0
 
     def run(self, rows: int) -> int:
-        size = self.sizes.choose("call", rows)
+        size = self.sizes.choose("call", (rows,), MAX_WORK)[0]
         build = 0.0 if size in self.compiled else 30.0
         if build:
             self.compiled.append(size)
-        self.sizes.record("call", rows, size, build + size, build)
+        self.sizes.record("call", (rows,), (size,), build + size, build)
         self.seconds += build + size
         return size
 
@@ -52,9 +53,18 @@ def test_waste_is_never_more_than_a_compilation() -> None:
 
 
 def test_calls_of_another_kind_have_nothing_to_do_with_each_other() -> None:
-    sizes = BatchSizes()
-    sizes.record("one", 2, 2, 31.0, 30.0)
-    assert sizes.choose("other", 1) == 1
+    sizes = CompiledSizes()
+    sizes.record("one", (2,), (2,), 31.0, 30.0)
+    assert sizes.choose("other", (1,)) == (1,)
+
+
+def test_a_tile_fits_where_both_sides_fit() -> None:
+    sizes = CompiledSizes()
+    for size in ((64, 64), (32, 128), (128, 32)):
+        sizes.record("tile", size, size, 31.0, 30.0)
+    assert sizes.choose("tile", (16, 100)) == (32, 128)
+    assert sizes.choose("tile", (40, 40)) == (64, 64)
+    assert sizes.choose("tile", (100, 100)) == (100, 100)
 
 
 def test_rows_are_added_and_what_is_shared_stays() -> None:

@@ -1,21 +1,19 @@
-"""Pads a batch to a size that is compiled already, where that is cheaper than another program.
+"""Pads a batch to a size that is compiled already.
 
 Regional prompts, DualCFG, PerpNeg and ranges of ControlNets change the number of rows from step to step, and every
-number would be a program of 20 to 60 s. A padded batch wastes a part of each call instead. The waste is added up, and
-when it has reached what a program costs, the program is made: whatever happens later, that is at most twice as
-expensive as knowing it in advance.
+number would be a program of 20 to 60 s.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 MAX_WORK = 2
-"""The largest ratio of padded to real rows: the activations of more may not fit, and a step would take too long."""
+"""The largest ratio of padded to real rows: the activations of more rows may not fit, and one step of a large video
+model already takes as long as a compilation."""
 ROW_ARGUMENTS = frozenset(
     {"x", "timestep", "timesteps", "context", "y", "guidance", "control", "clip_fea", "txt_byt5", "attention_mask"}
     | {"ref_latents"}
@@ -25,38 +23,6 @@ ROW_WISE_MODELS = frozenset(
     {"WanModel", "Flux", "OpenAISignatureMMDITWrapper", "UNetModel", "QwenImageTransformer2DModel", "HunyuanVideo"}
 )
 """Models whose rows do not see each other, tested in tests/native."""
-
-
-@dataclasses.dataclass
-class _CompiledSize:
-    build_seconds: float
-    """The duration of tracing and compilation."""
-
-
-class BatchSizes:
-    """Chooses the number of rows to run, from what is compiled and what it cost."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[Hashable, dict[int, _CompiledSize]] = {}
-        self._wasted: dict[tuple[Hashable, int], float] = {}
-
-    def choose(self, signature: Hashable, rows: int) -> int:
-        """The number of rows to run for a call with this many. `signature`: the call without its number of rows."""
-        compiled = self._compiled.get(signature, {})
-        larger = [size for size in compiled if rows < size <= MAX_WORK * rows]
-        if rows in compiled or not larger:
-            return rows
-        size = min(larger)
-        return rows if self._wasted.get((signature, rows), 0.0) >= compiled[size].build_seconds else size
-
-    def record(self, signature: Hashable, rows: int, size: int, seconds: float, build_seconds: float) -> None:
-        """Records a call with `rows` rows that ran with `size`, and what it took; `build_seconds`: for compilations."""
-        compiled = self._compiled.setdefault(signature, {})
-        if size not in compiled:
-            compiled[size] = _CompiledSize(build_seconds)
-        if size > rows:
-            waste = (seconds - build_seconds) * (1 - rows / size)
-            self._wasted[signature, rows] = self._wasted.get((signature, rows), 0.0) + waste
 
 
 def has_independent_rows(module: Any, arguments: dict[str, Any]) -> bool:

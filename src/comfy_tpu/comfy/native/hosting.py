@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 import weakref
@@ -13,8 +14,8 @@ import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
-from comfy_tpu.comfy.native.batch_padding import BatchSizes, pad_rows
 from comfy_tpu.comfy.native.block_patches import PatchedFunction
+from comfy_tpu.comfy.native.compiled_sizes import CompiledSizes, Size
 from comfy_tpu.comfy.native.foreign_patches import module_structure
 from comfy_tpu.comfy.run import NodeReport, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
@@ -101,7 +102,7 @@ class Host:
         self._report: NodeReport | None = None
         self._step: int | None = None
         self._patched: dict[Callable[..., Any], None] = {}
-        self._batch_sizes = BatchSizes()
+        self._sizes = CompiledSizes()
         self._build_seconds = 0.0
         self._hosted: HostedModule = HostedModule(
             module,
@@ -135,16 +136,18 @@ class Host:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
 
-    def run_rows(
-        self, function: Callable[..., Any], inputs: tuple[Any, ...], constants: Any, rows: int, signature: Hashable
+    def run_padded(
+        self, signature: Hashable, size: Size, run: Callable[[Size], torch.Tensor], max_work: float = math.inf
     ) -> torch.Tensor:
-        """Runs a function whose rows are independent, padded to a batch that is compiled if that is cheaper."""
-        key = (function, signature)
-        size = self._batch_sizes.choose(key, rows)
+        """`run(padded)` for a size that is compiled already, if that is cheaper, or else for the size itself.
+
+        `signature`: what else a program depends on; `max_work`: the largest ratio of padded to real work.
+        """
+        padded = self._sizes.choose(signature, size, max_work)
         begin, built = time.perf_counter(), self._build_seconds
-        result: torch.Tensor = self(function, *pad_rows(inputs, rows, size), constants)
-        self._batch_sizes.record(key, rows, size, time.perf_counter() - begin, self._build_seconds - built)
-        return result[:rows]
+        result = run(padded)
+        self._sizes.record(signature, size, padded, time.perf_counter() - begin, self._build_seconds - built)
+        return result
 
     def run_patched(self, function: PatchedFunction, *args: Any) -> Any:
         """Runs a function with patches; of the functions that ran longest ago, the programs are freed."""

@@ -11,7 +11,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention
-from comfy_tpu.comfy.native.batch_padding import describe_rows, has_independent_rows
+from comfy_tpu.comfy.native.batch_padding import MAX_WORK, describe_rows, has_independent_rows, pad_rows
 from comfy_tpu.comfy.native.block_patches import (
     PATCH_OPTIONS,
     BlockPatches,
@@ -123,7 +123,11 @@ class DeviceForward(Replacement):
             signature = describe_rows(inputs, rows) if has_independent_rows(self._module, part) else None
             if signature is None:
                 return host(function, *inputs, passed)
-            return host.run_rows(function, inputs, passed, rows, (signature, repr(passed)))
+
+            def run_padded(size: tuple[int, ...]) -> torch.Tensor:
+                return host(function, *pad_rows(inputs, rows, *size), passed)[:rows]
+
+            return host.run_padded((function, signature, repr(passed)), (rows,), run_padded, MAX_WORK)
 
         prompts = len(options.get("cond_or_uncond", ()))
         return run_per_prompt(self._module, arguments, prompts, run).to(sample.dtype)
