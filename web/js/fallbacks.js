@@ -43,6 +43,11 @@ class Badges {
     this.draw()
   }
 
+  /** A server that was started anew counts from one again. */
+  forget() {
+    this.#seenAtStart.clear()
+  }
+
   draw() {
     const wanted = new Map()
     for (const entry of this.#entries) {
@@ -90,6 +95,7 @@ app.registerExtension({
     badges = new Badges(strings)
     strings.onChange(() => badges.draw())
     api.addEventListener(EVENT, ({ detail }) => badges.take(detail))
+    api.addEventListener("reconnected", () => badges.forget())
     api.addEventListener("executing", ({ detail }) => detail != null && badges.start(detail))
     try {
       const response = await api.fetchApi(ROUTE, { cache: "no-store" })
