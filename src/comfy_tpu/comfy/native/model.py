@@ -93,7 +93,7 @@ class DeviceForward(Replacement):
         arguments = self._bind_arguments(*args, **kwargs)
         patches = _find_patches(arguments)
         names = frozenset(name for name, value in arguments.items() if value is not None)
-        return names, None if patches is None else patches.structure
+        return names, None if patches is None else patches.key()
 
     def _run_on_devices(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         host, arguments = self._host(), self._bind_arguments(*args, **kwargs)
@@ -138,12 +138,11 @@ class DeviceForward(Replacement):
             _find_options_problem(options)
             or self._find_replaced_parts()
             or super()._find_problem()
-            or self._find_patch_problem(find_patches(options, SAMPLER_OPTIONS), self._kind(*args, **kwargs))
+            or self._find_patch_problem(find_patches(options, SAMPLER_OPTIONS))
         )
 
-    def _find_patch_problem(self, patches: BlockPatches | None, kind: Hashable) -> str:
-        # The state of patches that were refused does not matter: their run on the host may change it at every step.
-        if patches is None or self._fallback.has_refused(kind):
+    def _find_patch_problem(self, patches: BlockPatches | None) -> str:
+        if patches is None:
             return ""
         try:
             return self._patch_states.find_problem(patches)

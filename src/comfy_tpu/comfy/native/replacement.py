@@ -124,9 +124,6 @@ class Fallback:
         if STATUS.fallbacks.clear(current_run(), self._name):
             send_status(immediately=True)
 
-    def has_refused(self, kind: Hashable) -> bool:
-        return kind in self._refused
-
     def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether a call could be traced, and its result. A kind that failed once is not traced again."""
         from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
