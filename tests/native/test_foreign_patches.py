@@ -622,11 +622,11 @@ def test_each_reason_is_said_once(architecture, watch):
     from tests.native.sampling import sample
 
     compiled = compile_model(models(architecture).plain)
-    patched = changed(
-        lambda model: model.set_model_patch_replace(lambda a, b: b["original_block"](a), "dit", "double_block", 0)
-    )(compiled)
+    patched = changed(lambda model: model.model_options["transformer_options"].update(my_option=lambda value: value))(
+        compiled
+    )
     for seed in (1, 2):
         sample(patched, architecture, seed=seed)
-    assert_one_warning(watch, "patches_replace")
+    assert_one_warning(watch, "my_option")
     sample(compiled, architecture)
     assert len(watch.calls) == 3
