@@ -125,7 +125,7 @@ def _without_checkpointing() -> Iterator[None]:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
     original = torch.utils.checkpoint.checkpoint
-    torch.utils.checkpoint.checkpoint = checkpoint  # type: ignore[assignment]
+    torch.utils.checkpoint.checkpoint = checkpoint
     try:
         yield
     finally:

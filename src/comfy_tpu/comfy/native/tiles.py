@@ -37,7 +37,8 @@ def is_in_tiles() -> bool:
 
 def mark_tiles(vae: Any) -> None:
     """Lets `is_in_tiles` know of a VAE's tiles. Of the class, so that copies of the VAE have their own methods."""
-    vae.__class__ = _marked_class(type(vae))
+    kind: Any = type(vae)
+    vae.__class__ = _marked_class(kind)
 
 
 @functools.cache
