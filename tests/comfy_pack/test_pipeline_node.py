@@ -68,4 +68,4 @@ def test_what_a_model_cannot_do_is_refused_before_it_is_opened(name, begin, outc
 
 
 def test_the_node_says_that_the_demo_has_one_size(outcomes):
-    assert outcomes["shown"].startswith("demo draws 64×64 only: height and width have no effect · 64×64×17 · step 1/4")
+    assert outcomes["shown"].startswith("demo always draws 64×64\n64×64, 17 frames · step 1/4")

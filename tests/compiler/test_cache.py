@@ -199,3 +199,21 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "environment"))
     assert cache_directory(CacheConfig()) == tmp_path / "environment"
     assert cache_directory(CacheConfig(directory=tmp_path)) == tmp_path
+
+
+def test_a_miss_is_told_before_the_compilation_and_a_hit_is_not(tmp_path: Path) -> None:
+    """In processes of their own: JAX keeps what it has compiled."""
+    code = (
+        "import sys; from pathlib import Path; import jax, jax.numpy as jnp;"
+        "from comfy_tpu.compiler.cache import enable_cache, on_cache_miss;"
+        "from comfy_tpu.config import CacheConfig;"
+        "enable_cache(CacheConfig(directory=Path(sys.argv[1])));"
+        "lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))); told = [];"
+        "exec('with on_cache_miss(lambda: told.append(1)): lowered.compile()'); print(len(told))"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in runs] == ["1", "0"]
+    assert "CACHE MISS" not in runs[0].stderr

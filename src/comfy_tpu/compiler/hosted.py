@@ -64,6 +64,8 @@ class HostedModule:
         module: torch.nn.Module,
         *,
         name: str,
+        title: str = "",
+        part: str = "",
         placement: Placement,
         dtype: torch.dtype,
         attention: AttentionConfig,
@@ -77,11 +79,14 @@ class HostedModule:
     ) -> None:
         """`tables` are sharding rules of known models: the first that covers this module's weights is used.
 
+        `title` and `part` are the names of the model and of its component for displays.
+
         `prepare` may change the skeleton, which no other code uses, before it is traced.
 
         `varying` names entries of dictionaries that differ from block to block though no block reads them.
         """
         self.name = name
+        self._display = {"model": title, "part": part}
         self._module = weakref.ref(module)
         self._residency = residency
         self._on_event = on_event
@@ -193,6 +198,7 @@ class HostedModule:
             nbytes_per_device=nbytes,
             load=load,
             sharding=self._component.sharding_report,
+            **self._display,
         )
         with self._lock, resident as arrays:
             if changed := self._change_detector.find_changed(module):

@@ -81,6 +81,7 @@ class DeviceText(Replacement):
             host(_forward, _row(mask, index), embeds[index : index + 1], _row(counts, index), _drop_empty_info(options))
             for index in range(len(embeds))
         ]
+        host.show_end()
         report_idle()
         return tuple(_cut_padding(_concat_rows(parts), length, length + padding) for parts in zip(*rows, strict=True))
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
@@ -20,10 +21,10 @@ from comfy_tpu.comfy.native.block_patches import (
     find_patches,
 )
 from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
-from comfy_tpu.comfy.native.hosting import VARYING, Choices, end_steps
+from comfy_tpu.comfy.native.hosting import VARYING, Choices, class_title, end_steps, pixel_size
 from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
 from comfy_tpu.comfy.native.text_padding import describe_padding, pad_texts, run_per_prompt
-from comfy_tpu.comfy.run import report_idle
+from comfy_tpu.comfy.run import Outcome, report_idle
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -75,11 +76,20 @@ class DeviceForward(Replacement):
     def wrap_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps a sampler's run, and reports its end, also when it fails."""
         self._patch_states.begin_run()
+        outcome: Outcome = "failed"
         try:
-            return executor(*args, **kwargs)
+            result = executor(*args, **kwargs)
+            outcome = "done"
+            return result
+        except comfy.model_management.InterruptProcessingException:
+            outcome = "cancelled"
+            raise
         finally:
-            end_steps(self._module)
+            end_steps(self._module, outcome)
             report_idle()
+
+    def _title(self) -> str:
+        return class_title(type(self._owner.model_config).__name__) if hasattr(self._owner, "model_config") else ""
 
     def _bind_arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The call's arguments by their names, without the module."""
@@ -103,7 +113,7 @@ class DeviceForward(Replacement):
         sample = arguments[sample_name]
         times = arguments.pop(time_name)
         arguments = {**_cast(arguments, host.dtype), time_name: times}
-        host.size = "×".join(str(side) for side in reversed(sample.shape[2:]))
+        host.size = pixel_size(sample.shape[2:], *_latent_scale(self._owner))
         passed = {name: value for name, value in options.items() if name in MODEL_OPTIONS}
         host.begin_step(*_step(options))
         if patches is not None:
@@ -155,6 +165,20 @@ class DeviceForward(Replacement):
         patches = [] if patcher is None else patcher.object_patches
         others = [name for name in patches if name.startswith("diffusion_model") and name != own]
         return f"another node replaced {', '.join(others)}" if others else ""
+
+
+def _latent_scale(model: Any) -> tuple[int | None, int | None]:
+    """Pixels per latent on a side, and frames per latent; None where neither ComfyUI nor a family's card says."""
+    from comfy_tpu.families.registry import family_cards
+
+    latent_format = getattr(model, "latent_format", None)
+    name = type(latent_format).__name__
+    for nodes in (nodes for card in family_cards() for nodes in card.node_sets):
+        if nodes.latent_format == name:
+            return nodes.models[0].spatial_scale, nodes.models[0].temporal_scale
+    return getattr(latent_format, "spacial_downscale_ratio", None), getattr(
+        latent_format, "temporal_downscale_ratio", None
+    )
 
 
 def _find_options_problem(options: dict[str, Any]) -> str:

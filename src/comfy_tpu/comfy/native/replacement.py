@@ -54,7 +54,11 @@ class Replacement:
         return getattr(type(self._module), self._method)
 
     def _host(self) -> Host:
-        return find_host(self._module, self._choices, self.part, self._prepare)
+        return find_host(self._module, self._choices, self.part, self._prepare, self._title())
+
+    def _title(self) -> str:
+        """The model's name as people know it; empty: that of the module's class."""
+        return ""
 
     @staticmethod
     def _prepare(skeleton: torch.nn.Module) -> None:

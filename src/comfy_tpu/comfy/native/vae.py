@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from comfy_tpu.comfy.native.attention import pixel_attention
-from comfy_tpu.comfy.native.hosting import Choices, Host
+from comfy_tpu.comfy.native.hosting import Choices, Host, pixel_size
 from comfy_tpu.comfy.native.replacement import Replacement
 from comfy_tpu.comfy.native.tiles import HiddenPadding, can_pad_tiles, is_in_tiles, mark_tiles
 from comfy_tpu.comfy.run import report_idle
@@ -26,7 +26,9 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
     compiled = copy.copy(vae)
     compiled.patcher = vae.patcher.clone()
     for name in ("decode", "encode"):
-        compiled.patcher.add_object_patch(name, DeviceMethod(vae.first_stage_model, "", name, choices))
+        method = DeviceMethod(vae.first_stage_model, "", name, choices)
+        method.scale = _scale(vae) if name == "decode" else (1, 1)
+        compiled.patcher.add_object_patch(name, method)
     mark_tiles(compiled)
     # ComfyUI cuts a batch where the host has no memory free for it. It takes none there, and every cut would be a
     # program of its own.
@@ -34,10 +36,18 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
     return compiled
 
 
+def _scale(vae: VAE) -> tuple[int | None, int | None]:
+    """Pixels on a side, and frames, for one latent."""
+    spatial = vae.spacial_compression_decode()
+    return spatial if isinstance(spatial, int) else None, vae.temporal_compression_decode()
+
+
 class DeviceMethod(Replacement):
     """Replaces `first_stage_model.decode` or `.encode`."""
 
     part = "vae"
+    scale: tuple[int | None, int | None] = (None, None)
+    """Pixels and frames for one of what is given; None where that is unknown."""
 
     @staticmethod
     def _prepare(skeleton: torch.nn.Module) -> None:
@@ -51,7 +61,7 @@ class DeviceMethod(Replacement):
 
     def _run_on_devices(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         host = self._host()
-        host.size = "×".join(str(side) for side in reversed(x.shape[2:]))
+        host.size = pixel_size(x.shape[2:], *self.scale)
         values = x.to(host.dtype)
         if _is_causal(self._module):
             result = _run_by_frames(host, self._module, self._method, values)
@@ -59,6 +69,7 @@ class DeviceMethod(Replacement):
             result = _run_tile(host, self._method, values, options)
         else:
             result = host(_METHODS[self._method], values, options, axes=_axes(values))
+        host.show_end()
         report_idle()
         return result.to(x.dtype)
 
