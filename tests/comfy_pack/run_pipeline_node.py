@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_comfyui  # beside this file
 import torch
 
+from comfy_tpu.comfy.node_text import join_line
 from comfy_tpu.config import RuntimeConfig, SingleFiles
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.families.wan.card import CARD
@@ -91,8 +92,9 @@ def run(models):
     wrong = outcome(lambda: sampler.execute(prompt_embeds=[entry()], pipeline=3, **plain))
 
     report = run.NodeReport.__new__(run.NodeReport)
-    report.note, report._stages, report._node, shown = "", {}, "7", []
-    report._show_text = lambda text, immediately: shown.append(text)
+    report.note, report._stages, report._node, shown = None, {}, "7", []
+    report._shown, report._shown_at = [], 0.0
+    run.send_node_text = lambda node, lines: shown.append("\n".join(map(join_line, lines)))
     pipeline.on_progress = report
     run.comfy.model_management.throw_exception_if_processing_interrupted = lambda: None
     run.send_status = lambda **options: None

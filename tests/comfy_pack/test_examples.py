@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 
 import pytest
 from PIL import Image
 
 from tests.comfy_pack.loading import ROOT
 from tests.comfy_pack.stock_nodes import NOTES, STOCK, VHS_ADDED, WIDGETS
+from tools.pages.download_size import workflow_sizes
 
 DIRECTORY = ROOT / "example_workflows"
 NAMES = [
@@ -32,6 +34,8 @@ NAMES = [
 OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
+WIDTH_MAX = 1600
+"""Of a layout: a screen of 1920 pixels without the side bar and its margins."""
 
 
 def read(name):
@@ -192,8 +196,21 @@ def test_layout_can_be_read(workflow):
         inside = x <= left and y <= top and right <= x + width and bottom <= y + height
         outside = right <= x or x + width <= left or bottom <= y or y + height <= top
         assert inside or outside, f"{node['type']} lies across the edge of {group['title']}"
+    edges = [(box(node)[0], box(node)[2]) for node in workflow["nodes"]]
+    edges += [(group["bounding"][0], group["bounding"][0] + group["bounding"][2]) for group in workflow["groups"]]
+    assert max(right for _, right in edges) - min(left for left, _ in edges) <= WIDTH_MAX
+
+
+def test_the_note_is_in_both_languages_and_has_the_size_of_the_download(workflow):
     (note,) = [node for node in workflow["nodes"] if node["type"] in NOTES]
-    assert len(note["widgets_values"][0]) > 200
+    english, chinese = note["widgets_values"][0].split("\n\n**中文**\n\n")
+    assert len(english) > 200
+    assert len(re.findall(r"[\u4e00-\u9fff]", chinese)) > 35
+    sizes = workflow_sizes(workflow)
+    for text, word in ((english, "**Download**: "), (chinese, "**下载**：")):
+        (line,) = [line for line in text.splitlines() if line.startswith(word)]
+        assert sorted(re.findall(r"\d[\d.]* GB", line)) == sorted(sizes)
+        assert sizes or re.search("none|无", line)
 
 
 def test_missing_packs_and_models_can_be_found(workflow):

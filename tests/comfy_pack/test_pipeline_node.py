@@ -57,7 +57,7 @@ def test_prompts_that_follow_each_other_are_read(outcomes):
         ("strength", "prompt_embeds comes with strength, from Conditioning (Set Area Strength), which is not read"),
         (
             "guidance",
-            "prompt_embeds comes with guidance, from FluxGuidance, which is not read here; set guidance_scale",
+            "prompt_embeds comes with guidance, from a guidance node, which is not read here; set guidance_scale",
         ),
         ("control", "prompt_embeds comes with control, from Apply ControlNet, which is not read here"),
         ("no conditioning", "prompt_embeds is not a CONDITIONING"),
@@ -68,4 +68,4 @@ def test_what_a_model_cannot_do_is_refused_before_it_is_opened(name, begin, outc
 
 
 def test_the_node_says_that_the_demo_has_one_size(outcomes):
-    assert outcomes["shown"].startswith("demo draws 64×64 only: height and width have no effect · 64×64×17 · step 1/4")
+    assert outcomes["shown"].startswith("demo always draws 64×64\n64×64, 17 frames · step 1/4")

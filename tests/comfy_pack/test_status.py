@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from comfy_tpu.comfy import status as status_module
+from comfy_tpu.comfy.node_text import NodeText, duration_text
 from comfy_tpu.comfy.status import Status
 from comfy_tpu.compiler import residency as residency_module
 from comfy_tpu.compiler.residency import Residency
@@ -36,13 +37,26 @@ def status(clock: Clock) -> Status:
 @pytest.mark.parametrize(
     ("progress", "text"),
     [
-        (Progress("loading", "transformer", int(3.2e9), int(28.6e9)), "loading transformer 3.2 of 28.6 GB"),
-        (Progress("loading", "vae", 2_500_000, 10_300_000), "loading vae 2.5 of 10.3 MB"),
-        (Progress("compiling", "transformer.step", 0, 1, size="832×480×81"), "compiling (first run at 832×480×81)"),
-        (Progress("compiling", "vae", 0, 1), "compiling (first run)"),
+        (
+            Progress("loading", "transformer", int(3.2e9), int(28.6e9), part="transformer"),
+            "loading transformer 3.2 of 28.6 GB",
+        ),
+        (Progress("loading", "vae", 2_500_000, 10_300_000, part="vae"), "loading VAE 2.5 of 10.3 MB"),
+        (Progress("loading", "", 1, 10_000_000, part="an_odd_one"), "loading an odd one 0.0 of 10.0 MB"),
+        (Progress("loading", "Wan-AI/Wan2.1", 0, 0, model="Wan 2.1"), "loading Wan 2.1"),
+        (Progress("compiling", "a.step", 0, 1, size="832×480×81"), "preparing for 832×480, 81 frames"),
+        (
+            Progress("compiling", "a.step", 0, 1, size="832×480×81", compiles=True),
+            "compiling (first run at 832×480, 81 frames)",
+        ),
+        (Progress("compiling", "vae", 0, 1), "preparing"),
+        (Progress("compiling", "vae", 0, 1, compiles=True), "compiling (first run)"),
+        (Progress("compiling", "t5", 0, 1, size="512 tokens", compiles=True), "compiling (first run at 512 tokens)"),
         (Progress("encoding", "prompt", 0, 1), "encoding the prompt"),
-        (Progress("denoising", "", 0, 50, size="832×480×81"), "832×480×81 · step 0/50"),
-        (Progress("decoding", "", 3, 21, size="832×480×81"), "832×480×81 · decoding 3/21"),
+        (Progress("encoding", "image", 0, 1), "encoding the image"),
+        (Progress("denoising", "", 0, 50, size="832×480×81"), "832×480, 81 frames · step 0/50"),
+        (Progress("denoising", "", 0, 50, size="1024×1024×1"), "1024×1024 · step 0/50"),
+        (Progress("decoding", "", 3, 21, size="832×480×81"), "832×480, 81 frames · decoding 3/21"),
     ],
 )
 def test_lines(status: Status, progress: Progress, text: str) -> None:
@@ -54,20 +68,27 @@ def test_a_compilation_inside_the_first_step_is_not_the_steps_time(status: Statu
     size = "832×480×81"
     for now, progress in [
         (0.0, Progress("denoising", "", 0, 50, size=size)),
-        (1.0, Progress("compiling", "transformer.step", 0, 1, size=size)),
-        (21.0, Progress("compiling", "transformer.step", 1, 1, size=size)),
+        (0.5, Progress("compiling", "transformer.step", 0, 1, size=size)),
+        (1.0, Progress("compiling", "transformer.step", 0, 1, size=size, compiles=True)),
+        (21.0, Progress("compiling", "transformer.step", 1, 1, size=size, model="Wan 2.1", part="transformer")),
         (22.5, Progress("denoising", "", 1, 50, size=size)),
         (24.0, Progress("denoising", "", 2, 50, size=size)),
     ]:
         clock.now = now
         status.record(progress, "3")
-    assert status.text() == f"{size} · step 2/50 · 1.50 s/step · 1:12 left"
+    assert status.text() == "832×480, 81 frames · step 2/50 · 1.50 s/step · 1:12 left"
     now = status.snapshot()
     assert now["step_seconds"] == 1.5
     assert now["eta_seconds"] == 72.0
-    activity = {"stage": "denoising", "what": size, "size": size, "done": 2, "total": 50, "node": "3"}
-    assert now["activity"] == activity
-    assert now["compiled"] == {"programs": 1, "from_cache": 0, "seconds": 20.0, "last": f"transformer.step at {size}"}
+    place = {"model": "", "part": "", "size": size, "node": "3"}
+    assert now["activity"] == {"stage": "denoising", "what": size, "done": 2, "total": 50, **place}
+    assert now["compiled"] == {
+        "programs": 1,
+        "from_cache": 0,
+        "seconds": 20.0,
+        "last": f"transformer.step at {size}",
+        "latest": {"model": "Wan 2.1", "part": "transformer", "size": size},
+    }
 
 
 def test_a_reused_step_says_nothing_of_a_steps_time(status: Status, clock: Clock) -> None:
@@ -81,7 +102,8 @@ def test_a_program_from_the_cache_is_not_a_compilation(status: Status, clock: Cl
     status.record(Progress("compiling", "vae.decode", 0, 1, size="x"), None)
     clock.now = 2.0
     status.record(Progress("compiling", "vae.decode", 1, 1, size="x", from_cache=True), None)
-    assert status.snapshot()["compiled"] == {"programs": 0, "from_cache": 1, "seconds": 0.0, "last": None}
+    compiled = {"programs": 0, "from_cache": 1, "seconds": 0.0, "last": None, "latest": None}
+    assert status.snapshot()["compiled"] == compiled
 
 
 def test_a_new_run_forgets_the_steps_of_the_last(status: Status, clock: Clock) -> None:
@@ -90,6 +112,20 @@ def test_a_new_run_forgets_the_steps_of_the_last(status: Status, clock: Clock) -
     status.record(Progress("denoising", "", 1, 2, size="a"), None)
     status.record(Progress("denoising", "", 0, 2, size="b"), None)
     assert status.snapshot()["step_seconds"] is None
+
+
+def test_the_last_step_leaves_nothing(status: Status, clock: Clock) -> None:
+    status.record(Progress("denoising", "", 0, 1, size="a"), None)
+    clock.now = 2.0
+    status.record(Progress("denoising", "", 1, 1, size="a"), None)
+    assert status.text() == "a · step 1/1 · 2.00 s/step"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12.34, "done in 12.3 s"), (64, "done in 1:04"), (3661, "done in 1:01:01")]
+)
+def test_how_long_a_node_took(seconds: float, text: str) -> None:
+    assert str(NodeText("node.done", {"time": duration_text(seconds)})) == text
 
 
 def test_hours_are_shown_as_hours(status: Status, clock: Clock) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from comfy_tpu.comfy.node_text import ENGLISH
+
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
 SCRIPTS = sorted((WEB / "js").rglob("*.js"))
@@ -34,10 +36,16 @@ def test_every_language_has_the_same_strings_with_the_same_values_in_them() -> N
 
 
 def test_the_strings_are_those_that_the_panel_asks_for() -> None:
-    stages = {f"stage.{name}" for name in ("idle", "loading", "compiling", "encoding", "denoising", "decoding")}
+    names = ("idle", "loading", "preparing", "compiling", "encoding", "denoising", "decoding")
+    stages = {f"stage.{name}" for name in names}
     source = "\n".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
     asked = {*_KEY.findall(source), *_TITLE.findall(source), *map("".join, _MESSAGE.findall(source)), *stages}
-    assert asked == set(strings("en"))
+    assert asked | set(ENGLISH) == set(strings("en"))
+
+
+def test_the_texts_of_the_nodes_are_those_of_the_english_locale() -> None:
+    english = strings("en")
+    assert {key: english[key] for key in ENGLISH} == ENGLISH
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(WEB).as_posix())

@@ -3,6 +3,7 @@
 import io
 import re
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -12,7 +13,7 @@ from tests.comfyui.models import LARGE_MODEL, LOCAL_MODEL
 
 pytestmark = pytest.mark.comfyui
 
-STEP = re.compile(r"step (\d+)/(\d+)( · \d+\.\d\d s/step · \d+:\d\d left)?$")
+STEP = re.compile(r"step (\d+)/(\d+)( · \d+\.\d\d s/step( · \d+:\d\d left)?)?$")
 
 
 def steps_told(run: Run, node: str = SAMPLER) -> list[int]:
@@ -26,12 +27,14 @@ def steps_told(run: Run, node: str = SAMPLER) -> list[int]:
 def test_the_node_says_loading_then_each_step_with_its_time(client: ComfyClient) -> None:
     client.empty_device()
     run = client.succeed(three_nodes(steps=4, seed=1))
-    assert run.texts(ENCODER)[0].startswith("loading text_encoder 0.0 of 0.7 MB")
+    assert run.texts(ENCODER)[0].startswith("loading text encoder 0.0 of 0.7 MB")
     texts = run.texts(SAMPLER)
     assert texts[0].startswith("loading transformer 0.0 of 14.3 MB")
     assert steps_told(run) == [0, 1, 2, 3, 4]
-    assert all(" s/step · " in text for text in texts if STEP.search(text) and "step 0/" not in text)
-    assert run.texts(DECODER)[-1].endswith("decoding 5/5")
+    assert all(" s/step" in text for text in texts if STEP.search(text) and "step 0/" not in text)
+    assert run.texts(DECODER)[-2].endswith("64×64, 17 frames · decoding 5/5")
+    for node in (ENCODER, SAMPLER, DECODER):
+        assert re.search(r"(^|\n)done in \d+\.\d s$", run.texts(node)[-1])
 
 
 def test_the_bar_goes_from_nothing_to_all_steps(client: ComfyClient) -> None:
@@ -42,9 +45,14 @@ def test_the_bar_goes_from_nothing_to_all_steps(client: ComfyClient) -> None:
 
 
 def test_a_new_size_is_compiled_and_said_so_and_only_once(client: ComfyClient) -> None:
+    compiled_before = client.status()["compiled"]["programs"]
     first = client.succeed(three_nodes(seed=1, frames=29))
-    assert "compiling (first run at 64×64×29)" in first.texts(SAMPLER)
     before = client.status()["compiled"]
+    texts = [text.splitlines()[-1] for text in first.texts()]
+    assert "preparing for 64×64, 29 frames" in texts
+    # Not where another run has left the programs in the cache on the disk.
+    is_compiled = before["programs"] > compiled_before
+    assert ("compiling (first run at 64×64, 29 frames)" in texts) == is_compiled
     again = client.succeed(three_nodes(seed=2, frames=29))
     assert not [text for text in again.texts() if "compiling" in text]
     assert client.status()["compiled"] == before
@@ -59,6 +67,17 @@ def test_previews_come_where_they_are_on_and_only_there(client: ComfyClient) -> 
     with Image.open(io.BytesIO(previews[-1]["image"])) as image:
         assert image.format == "JPEG"
         assert image.width == image.height
+
+
+def test_previews_have_the_colours_of_the_video(client: ComfyClient) -> None:
+    """A red circle on black: the reddest place of the preview is red, and its corner is dark."""
+    run = client.succeed(three_nodes(steps=8, seed=6), preview_method="latent2rgb")
+    with Image.open(io.BytesIO(run.of("preview")[-1]["image"])) as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    red, green, blue = max(pixels.reshape(-1, 3), key=lambda colour: colour[0] - colour[1] - colour[2])
+    assert red > 140
+    assert max(green, blue) < 110
+    assert pixels[-2:, -2:].max() < 70
 
 
 def test_the_pipeline_node_shows_previews_and_both_stages_on_one_bar(client: ComfyClient) -> None:

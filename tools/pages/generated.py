@@ -13,11 +13,15 @@ from tools.pages.help_page import help_page
 from tools.pages.model_table import model_table, replace_table
 from tools.pages.node_record import PATH, extended_record
 from tools.pages.sources import LANGUAGES, Json, read_templates, read_texts
+from tools.pages.version_row import replace_versions
 
 TABLES = {
     "en": ("README.md", "docs/comfyui.md"),
     "zh": ("README.zh-CN.md", "docs/comfyui.zh-CN.md"),
 }
+
+
+README = {"en": "README.md", "zh": "README.zh-CN.md"}
 
 
 def generated_files(
@@ -46,7 +50,8 @@ def generated_files(
                         yield f"web/docs/{node_id}.md", page
         table = model_table(cards, texts)
         for name in TABLES[language]:
-            yield name, replace_table((root / name).read_text(encoding="utf-8"), name, table)
+            page = replace_table((root / name).read_text(encoding="utf-8"), name, table)
+            yield name, replace_versions(page, name, texts) if name == README[language] else page
 
 
 def _belongs_to(node_id: str, keys: Collection[str]) -> bool:

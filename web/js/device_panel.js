@@ -5,7 +5,7 @@ import { api } from "../../../scripts/api.js"
 import { app } from "../../../scripts/app.js"
 import { Panel } from "./panel/panel.js"
 import { StatusFeed } from "./panel/status_feed.js"
-import { Strings } from "./panel/strings.js"
+import { sharedStrings } from "./panel/strings.js"
 
 const TAB = "comfy-tpu"
 
@@ -22,7 +22,7 @@ app.registerExtension({
   async setup() {
     addStyles()
     const feed = new StatusFeed(api)
-    const strings = new Strings(app, api)
+    const strings = sharedStrings(app, api)
     await strings.load()
     let panel = null
 

@@ -25,6 +25,7 @@ from comfy_tpu.comfy.exchange import (
     to_latent,
     to_video,
 )
+from comfy_tpu.comfy.node_text import NodeText, size_text
 from comfy_tpu.comfy.run import pipeline_run, show_note
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
@@ -381,8 +382,9 @@ def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
         if (height, width) != (own.height, own.width):
-            note = f"{pipeline.model_name} draws {own.width}×{own.height} only: height and width have no effect"
-            show_note(pipeline, note)
+            size = size_text(f"{own.width}×{own.height}")
+            logger.warning("%s always draws %s: height and width have no effect", pipeline.model_name, size)
+            show_note(pipeline, NodeText("node.fixed_size", {"model": pipeline.model_name, "size": size}))
         height, width = own.height, own.width
     if len(pipeline.family.denoiser.transformers) == 1:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)

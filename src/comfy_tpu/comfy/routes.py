@@ -1,4 +1,4 @@
-"""The pack's route for the device panel, and the event with the same content."""
+"""The pack's route for the device panel, the event with the same content, and the texts on nodes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import functools
 import ipaddress
 import threading
 import time
+from collections.abc import Sequence
 
 from aiohttp import web
 from comfy.cli_args import args
 from server import PromptServer
 
+from comfy_tpu.comfy.node_text import NodeLine, NodeText, join_line
 from comfy_tpu.comfy.status import STATUS
 
 PATH = "/comfy_tpu/status"
 EVENT = "comfy_tpu.status"
+TEXT_EVENT = "comfy_tpu.node_text"
 
 _SECONDS_BETWEEN = 0.1
 
@@ -43,6 +46,16 @@ def send_status(*, immediately: bool = False) -> None:
             return
         _last_sent, _is_pending = moment, False
     PromptServer.instance.send_sync(EVENT, STATUS.snapshot())
+
+
+def send_node_text(node: str, lines: Sequence[NodeLine]) -> None:
+    """Shows lines on a node, in the user's language where the browser has our extension, else in English."""
+    server = PromptServer.instance
+    text = "\n".join(map(join_line, lines))
+    words = [[word.as_dict() if isinstance(word, NodeText) else word for word in line] for line in lines]
+    # First what the extension replaces the text by, then the text, which is all that other clients read.
+    server.send_sync(TEXT_EVENT, {"node": node, "text": text, "lines": words}, server.client_id)
+    server.send_progress_text(text, node, server.client_id)
 
 
 async def _get_status(request: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import comfy.latent_formats
 import comfy.model_management
@@ -16,24 +16,27 @@ import comfy.utils
 import latent_preview
 import torch
 from comfy_execution.utils import get_executing_context
-from server import PromptServer
 
 from comfy_tpu.comfy.models import open_pipeline
-from comfy_tpu.comfy.routes import send_status
+from comfy_tpu.comfy.node_text import NodeLine, NodeText, duration_text
+from comfy_tpu.comfy.routes import send_node_text, send_status
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.config import Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import NodeSet
-from comfy_tpu.pipeline.progress import Progress, ignore_progress
+from comfy_tpu.pipeline.progress import Progress, ignore_progress, model_title
 
 if TYPE_CHECKING:
+    from comfy_tpu.pipeline.preview_colours import PreviewColours
     from comfy_tpu.pipeline.video import VideoPipeline
 
 logger = logging.getLogger(__name__)
 
 _TEXT_SECONDS = 0.1
 """Seconds between two lines of text on a node; loading would otherwise send one for each tensor."""
+
+Outcome = Literal["done", "cancelled", "failed"]
 
 _run_lock = threading.RLock()
 """Held during a run: ComfyUI runs one node at a time, but another thread may call a node."""
@@ -51,13 +54,11 @@ def pipeline_run(
     its progress bar counts, with totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family.latent_format)
-    with _run_lock:
+    with _run_lock, report.to_the_end():
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
-                pipeline = open_pipeline(
-                    model_id, family, lambda: report(Progress("loading", str(model_id), 0, 0)), runtime
-                )
+                pipeline = open_pipeline(model_id, family, lambda: report(_opening(model_id)), runtime)
             except ModuleNotFoundError as error:
                 raise UnsupportedError(
                     f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "
@@ -66,6 +67,7 @@ def pipeline_run(
             start()
             register_with_comfyui()
             pipeline.use_loras(loras)
+            report.use_colours(pipeline.files.preview_colours)
             pipeline.on_progress = report
             try:
                 yield pipeline
@@ -75,9 +77,12 @@ def pipeline_run(
             report_idle()
 
 
-def show_note(pipeline: VideoPipeline, note: str) -> None:
-    """Shows a note on the current node for as long as it runs, and writes it to the log."""
-    logger.warning(note)
+def _opening(model_id: str | SingleFiles) -> Progress:
+    return Progress("loading", str(model_id), 0, 0, model=model_title(str(model_id)))
+
+
+def show_note(pipeline: VideoPipeline, note: NodeText) -> None:
+    """Shows a note on the current node."""
     if isinstance(pipeline.on_progress, NodeReport):
         pipeline.on_progress.note = note
 
@@ -110,16 +115,42 @@ class NodeReport:
         wanted = "denoising" in self._stages
         known = getattr(comfy.latent_formats, latent_format, None) if wanted else None  # an older ComfyUI may lack it
         self._previewer = latent_preview.get_previewer(torch.device("cpu"), known()) if known else None
-        self._shown_text, self._shown_at = "", 0.0
-        self.note = ""
-        """Shown before every text: what the node does otherwise than its inputs say."""
+        self._shown: list[NodeLine] = []
+        self._shown_at, self._begun = 0.0, time.monotonic()
+        self.note: NodeText | None = None
+        """Shown above every text: what the node does otherwise than its inputs say."""
+
+    @contextlib.contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Shows at the end of the block how long it took, and whether it was cancelled or failed."""
+        outcome: Outcome = "failed"
+        try:
+            yield
+            outcome = "done"
+        except comfy.model_management.InterruptProcessingException:
+            outcome = "cancelled"
+            raise
+        finally:
+            self.show_end(outcome, time.monotonic() - self._begun)
+
+    def show_end(self, outcome: Outcome, seconds: float) -> None:
+        self._show([NodeText(f"node.{outcome}", {"time": duration_text(seconds)})], immediately=True)
+
+    def use_colours(self, colours: PreviewColours | None) -> None:
+        """Shows latents in the model's own colours, where its files have them and previews are on."""
+        if colours is not None and self._previewer is not None:
+            from comfy_tpu.comfy.previews import ColourPreviewer
+
+            self._previewer = ColourPreviewer(colours)
+
+    def show_nothing(self) -> None:
+        self._show([], immediately=True)
 
     def __call__(self, progress: Progress) -> None:
         # Raising here ends the run: that is how Cancel takes effect within a step.
         comfy.model_management.throw_exception_if_processing_interrupted()
         STATUS.record(progress, self._node)
-        text = " · ".join(filter(None, (self.note, STATUS.text())))
-        self._show_text(text, immediately=progress.stage != "loading" or progress.done in (0, progress.total))
+        self._show(STATUS.line(), immediately=progress.stage != "loading" or progress.done in (0, progress.total))
         if progress.stage in self._stages:
             self._bar.update_absolute(self._bar_position(progress), preview=self._preview_image(progress))
         send_status(immediately=progress.done in (0, progress.total))
@@ -135,10 +166,10 @@ class NodeReport:
             return None
         return self._previewer.decode_latent_to_preview_image("JPEG", progress.preview())
 
-    def _show_text(self, text: str, *, immediately: bool) -> None:
+    def _show(self, line: NodeLine, *, immediately: bool) -> None:
         now = time.monotonic()
-        if self._node is None or text == self._shown_text or (not immediately and now - self._shown_at < _TEXT_SECONDS):
+        lines = [*([[self.note]] if self.note else []), line]
+        if self._node is None or lines == self._shown or (not immediately and now - self._shown_at < _TEXT_SECONDS):
             return
-        self._shown_text, self._shown_at = text, now
-        server = PromptServer.instance
-        server.send_progress_text(text, self._node, server.client_id)
+        self._shown, self._shown_at = lines, now
+        send_node_text(self._node, lines)

@@ -9,11 +9,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from comfy_tpu.comfy.fallbacks import Fallbacks
 from comfy_tpu.comfy.first_import import import_jax
+from comfy_tpu.comfy.node_text import NodeLine, NodeText, clock_time, join_line, part_text, size_text
 from comfy_tpu.pipeline.progress import Progress
 
 _RECENT_STEPS = 8
-_IDLE: dict[str, Any] = {"stage": "idle", "what": "", "size": "", "done": 0, "total": 0, "node": None}
+_IDLE: dict[str, Any] = {
+    "stage": "idle",
+    "what": "",
+    "model": "",
+    "part": "",
+    "size": "",
+    "done": 0,
+    "total": 0,
+    "node": None,
+}
 
 
 class Status:
@@ -27,7 +38,9 @@ class Status:
         self._steps: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self._mark = 0.0
         self._compiling_since = 0.0
-        self._compiled: dict[str, Any] = {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None}
+        self._compiled: dict[str, Any] = {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None, "latest": None}
+        self.fallbacks = Fallbacks()
+        """What ran on the host instead of the devices."""
 
     def start(self) -> None:
         """Lets `snapshot` ask JAX for devices, which it starts."""
@@ -50,9 +63,12 @@ class Status:
                 self._record_program(progress, now)
             # Whatever else happens between two steps is not a step's time: a compilation in the first one above all.
             self._mark = now
+            asks_cache = progress.stage == "compiling" and not progress.done and not progress.compiles
             self._activity = {
-                "stage": progress.stage,
+                "stage": "preparing" if asks_cache else progress.stage,
                 "what": progress.label,
+                "model": progress.model,
+                "part": progress.part,
                 "size": progress.size,
                 "done": progress.done,
                 "total": progress.total,
@@ -64,10 +80,14 @@ class Status:
         with self._lock:
             self._activity = _IDLE
 
-    def text(self) -> str:
+    def line(self) -> NodeLine:
         """The current activity as one line."""
         with self._lock:
-            return _sentence(self._activity, self._step_seconds())
+            return _activity_line(self._activity, self._step_seconds())
+
+    def text(self) -> str:
+        """The current activity as one line in English."""
+        return join_line(self.line())
 
     def snapshot(self) -> dict[str, Any]:
         """The status as JSON, described in docs/comfyui.md. Devices are included if JAX was started before."""
@@ -84,6 +104,7 @@ class Status:
                 "step_seconds": step,
                 "eta_seconds": step * (activity["total"] - activity["done"]) if denoising and step else None,
                 "compiled": dict(self._compiled),
+                "fallbacks": self.fallbacks.as_list(),
             }
         return document | _devices() if document["started"] else document
 
@@ -94,8 +115,9 @@ class Status:
         lines = [f"{count} {now['platform']} device{'' if count == 1 else 's'}"]
         lines += [_device_line(device) for device in now["devices"]]
         for entry in now["resident"]:
-            lines.append(f"resident: {entry['label']}, {_bytes(entry['bytes_per_device'])}")
-            lines += _sharding_lines(entry["sharding"])
+            name = " ".join(str(word) for word in (entry["model"], part_text(entry["part"])) if str(word))
+            lines.append(f"resident: {name or entry['label']}, {_bytes(entry['bytes_per_device'])}")
+            lines += _sharding_lines(entry["sharding"]) if count > 1 else []
         if not now["resident"]:
             lines.append("resident: nothing")
         compiled = now["compiled"]
@@ -105,41 +127,55 @@ class Status:
         )
         if now["step_seconds"] is not None:
             lines.append(f"last steps: {now['step_seconds']:.2f} s each")
+        for entry in now["fallbacks"]:
+            place = f" (node {entry['node']})" if entry["node"] is not None else ""
+            lines.append(f"on the host: {entry['what']}{place}: {entry['reason']}")
         return "\n".join(lines)
 
     def _record_program(self, progress: Progress, now: float) -> None:
         if not progress.done:
-            self._compiling_since = now
+            self._compiling_since = now  # the second time, when the cache has been asked
             return
         counter = "from_cache" if progress.from_cache else "programs"
         self._compiled[counter] += 1
         if not progress.from_cache:
             self._compiled["seconds"] += now - self._compiling_since
             self._compiled["last"] = progress.label
+            self._compiled["latest"] = {"model": progress.model, "part": progress.part, "size": progress.size}
 
     def _step_seconds(self) -> float | None:
         return statistics.median(self._steps) if self._steps else None
 
 
-def _sentence(activity: dict[str, Any], step: float | None) -> str:
-    stage, what, size, done, total = (activity[name] for name in ("stage", "what", "size", "done", "total"))
+def _activity_line(activity: dict[str, Any], step: float | None) -> NodeLine:
+    stage, size, done, total = (activity[name] for name in ("stage", "size", "done", "total"))
+    counted = {"done": str(done), "total": str(total)}
+    shown = [size_text(size)] if size else []
+    if stage == "loading" and total:
+        done_bytes, total_bytes = _size(done, total)
+        values = {"part": part_text(activity["part"]), "done": done_bytes, "total": total_bytes}
+        return [NodeText("node.loading_bytes", values)]
     if stage == "loading":
-        return f"loading {what} {_size(done, total)}" if total else f"loading {what}"
-    if stage == "compiling":
-        return f"compiling (first run{f' at {size}' if size else ''})"
+        return [NodeText("node.loading", {"model": activity["model"]})]
+    if stage in ("preparing", "compiling"):
+        return [NodeText(f"node.{stage}_size", {"size": shown[0]}) if shown else NodeText(f"node.{stage}")]
     if stage == "encoding":
-        return "encoding the prompt"
+        return [NodeText("node.encoding_image" if "image" in activity["what"] else "node.encoding_prompt")]
     if stage == "denoising":
-        timing = f" · {step:.2f} s/step · {_clock_time(step * (total - done))} left" if step is not None else ""
-        return f"{size} · step {done}/{total}{timing}"
+        line = [*shown, NodeText("node.denoising", counted)]
+        if step is not None:
+            line.append(NodeText("seconds_per_step", {"seconds": f"{step:.2f}"}))
+        if step is not None and done < total:
+            line.append(NodeText("left", {"time": clock_time(step * (total - done))}))
+        return line
     if stage == "decoding":
-        return f"{size} · decoding {done}/{total}"
-    return ""
+        return [*shown, NodeText("node.decoding", counted)]
+    return []
 
 
-def _size(done: int, total: int) -> str:
+def _size(done: int, total: int) -> tuple[str, str]:
     unit, name = _unit(total)
-    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
+    return f"{done / unit:.1f}", f"{total / unit:.1f} {name}"
 
 
 def _bytes(count: int) -> str:
@@ -164,12 +200,6 @@ def _sharding_lines(sharding: dict[str, Any] | None) -> list[str]:
     from comfy_tpu.parallel.report import summarize
 
     return [f"  {line}" for line in summarize(sharding).splitlines()]
-
-
-def _clock_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _check_devices() -> None:
@@ -203,6 +233,8 @@ def _devices() -> dict[str, Any]:
     resident = [
         {
             "label": entry.label,
+            "model": entry.model,
+            "part": entry.part,
             "bytes_per_device": entry.bytes_per_device,
             "in_use": entry.in_use,
             "sharding": entry.sharding.as_dict() if entry.sharding else None,

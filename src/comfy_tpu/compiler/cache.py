@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
@@ -159,6 +159,47 @@ class CompileCount:
     @property
     def compiled(self) -> int:
         return self.requested - self.from_cache
+
+
+_MISS = "PERSISTENT COMPILATION CACHE MISS"
+_compile_logger = logging.getLogger("jax._src.compiler")
+
+
+class _MissFilter(logging.Filter):
+    """Drops JAX's line of a program that the cache lacks, after calling back in the thread that compiles it."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        super().__init__()
+        self._callback = callback
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_MISS):
+            return record.levelno > logging.WARNING or "persistent cache" not in str(record.msg)
+        if record.thread == self._thread:
+            self._callback()
+        return False
+
+
+@contextlib.contextmanager
+def on_cache_miss(callback: Callable[[], None]) -> Iterator[None]:
+    """Calls `callback` when JAX has looked for a program in the cache, has not found it and is about to compile it.
+
+    JAX has no event for it, but a line in its log. Without a cache everything is compiled: `callback` is called first.
+    """
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        callback()
+        yield
+        return
+    listening = _MissFilter(callback)
+    _compile_logger.addFilter(listening)
+    try:
+        with jax.explain_cache_misses(True):
+            yield
+    finally:
+        _compile_logger.removeFilter(listening)
 
 
 _open_counts: list[CompileCount] = []

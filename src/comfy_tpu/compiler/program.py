@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.bridge.failures import check_constants
-from comfy_tpu.compiler.cache import count_compilations, enable_cache
+from comfy_tpu.compiler.cache import count_compilations, enable_cache, on_cache_miss
 from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
@@ -52,9 +52,10 @@ class ProgramEvent:
     """A stage of a program's compilation, for progress reports."""
 
     program: str
-    stage: Literal["tracing", "lowering", "compiling", "ready"]
+    stage: Literal["tracing", "lowering", "compiling", "cache_miss", "ready"]
+    """"compiling" begins with a look into the persistent cache; "cache_miss" follows where XLA has to compile."""
     seconds: float
-    """Seconds since the stage before; for "ready", the duration of the compilation."""
+    """Seconds since the stage before; for "ready", the duration of "compiling"."""
     from_cache: bool = False
     """With "ready": whether the persistent cache had the program, so that nothing was compiled."""
     stages: ProgramStages | None = None
@@ -302,6 +303,7 @@ class DeviceProgram(abc.ABC):
         options = dict(COMPILER_OPTIONS.get(self._platform, {})) or None
         with (
             count_compilations() as count,
+            on_cache_miss(lambda: self._on_event(ProgramEvent(self.name, "cache_miss", time.perf_counter() - clock))),
             quiet(),
             device_errors(self.name),
             jax.profiler.TraceAnnotation(f"compile {self.name}"),

@@ -37,6 +37,9 @@ class ResidentEntry:
     in_use: bool
     sharding: ShardingReport | None = None
     """How its weights are split; None where nobody said."""
+    model: str = ""
+    part: str = ""
+    """The names of the model and of its component for a display; empty where nobody said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ class _Entry:
     users: int = 0
     evict_at_release: bool = False
     sharding: ShardingReport | None = None
+    model: str = ""
+    part: str = ""
 
     @property
     def in_use(self) -> bool:
@@ -71,7 +76,9 @@ class _Entry:
         return self.reserved if self.loader is not None else max(self.held.values(), default=0)
 
     def view(self) -> ResidentEntry:
-        return ResidentEntry(self.key, self.label, self.bytes_per_device, self.in_use, self.sharding)
+        return ResidentEntry(
+            self.key, self.label, self.bytes_per_device, self.in_use, self.sharding, self.model, self.part
+        )
 
 
 class Residency:
@@ -102,14 +109,18 @@ class Residency:
         nbytes_per_device: int,
         load: Callable[[], Arrays],
         sharding: ShardingReport | None = None,
+        model: str = "",
+        part: str = "",
     ) -> Iterator[Arrays]:
         """The arrays of a key, loaded if they are not on the devices, and kept there until the with block ends.
 
         nbytes_per_device is what load will take, at most, on one device. Do not keep the arrays after the block:
-        they may be deleted. load must not use the registry itself. `sharding` is logged after a load, and shown.
+        they may be deleted. load must not use the registry itself. `sharding` is logged after a load, and shown;
+        `model` and `part` are for displays.
         """
         thread = threading.get_ident()
-        entry, events = self._acquire(key, label, nbytes_per_device, load, thread, sharding)
+        facts = {"sharding": sharding, "model": model, "part": part}
+        entry, events = self._acquire(key, label, nbytes_per_device, load, thread, facts)
         try:
             self._notify(events)
             yield entry.arrays
@@ -161,7 +172,7 @@ class Residency:
         nbytes: int,
         load: Callable[[], Arrays],
         thread: int,
-        sharding: ShardingReport | None,
+        facts: dict[str, Any],
     ) -> tuple[_Entry, list[ResidencyEvent]]:
         """The entry, pinned, and the events that callbacks are still to receive."""
         if nbytes > self.budget_bytes:
@@ -188,7 +199,7 @@ class Residency:
                     raise RuntimeError(f"the load function of {label} uses the registry; it must only load")
                 self._changed.wait()
             events = self._evict_or_mark(victims)
-            entry = self._entries[key] = _Entry(key, label, reserved=nbytes, loader=thread, sharding=sharding)
+            entry = self._entries[key] = _Entry(key, label, reserved=nbytes, loader=thread, **facts)
             self._pin(entry, thread)
         try:
             self._notify(events)

@@ -29,6 +29,7 @@ from comfy_tpu.families.shared.config_checks import check_sizes
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.preview_colours import PREVIEW_FILE, PreviewColours
 from comfy_tpu.pipeline.schedule import noise_levels
 from comfy_tpu.pipeline.step_work import count_step
 from comfy_tpu.quiet import quiet
@@ -174,6 +175,12 @@ class ModelFiles:
                 field="model",
             ) from error
         return defaults
+
+    @functools.cached_property
+    def preview_colours(self) -> PreviewColours | None:
+        """The colours of latents in previews, from preview.json; None: those of the family's latents."""
+        document = self._read_optional_json(PREVIEW_FILE)
+        return PreviewColours.read(document, self.latent_channels, self.path(PREVIEW_FILE)) if document else None
 
     @functools.cached_property
     def schedulers(self) -> Mapping[str, SchedulerFactory]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,12 @@ class Progress:
     """Bytes while loading, steps while denoising, latent frames while decoding, 1 otherwise."""
     size: str = ""
     """Width, height and frames, "832×480×81", or the length of a text, where the stage depends on it."""
+    model: str = ""
+    """The model's name as people know it: "Wan 2.1 T2V 14B"."""
+    part: str = ""
+    """The component that is loaded or compiled: "text_encoder"."""
+    compiles: bool = False
+    """With a "compiling" that is not finished: whether XLA compiles; before that, the persistent cache is asked."""
     from_cache: bool = False
     """With a finished "compiling": whether the persistent cache had the program."""
     preview: Callable[[], torch.Tensor] | None = None
@@ -34,6 +41,13 @@ class Progress:
     def label(self) -> str:
         """The subject in words: "transformer.denoise_step at 832×480×81"."""
         return " at ".join(filter(None, (self.what, self.size)))
+
+
+def model_title(name: str) -> str:
+    """The name of a model without its owner and format: "Wan-AI/Wan2.1-T2V-14B-Diffusers" -> "Wan 2.1 T2V 14B"."""
+    words = re.split(r"[-_\s]+", re.split(r"[\\/]", name.rstrip("\\/"))[-1].removesuffix(".safetensors"))
+    title = " ".join(word for word in words if word.lower() != "diffusers")
+    return re.sub(r"(?<=[a-z])(?=\d+\.\d)", " ", title) or name
 
 
 ProgressCallback = Callable[[Progress], None]

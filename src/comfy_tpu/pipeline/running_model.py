@@ -21,7 +21,7 @@ from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.program_dump import dump_program
-from comfy_tpu.pipeline.progress import Progress, ProgressCallback, Stage, ignore_progress
+from comfy_tpu.pipeline.progress import Progress, ProgressCallback, Stage, ignore_progress, model_title
 from comfy_tpu.pipeline.step import StepPrograms
 from comfy_tpu.pipeline.vae_backend import vae_functions
 
@@ -140,7 +140,7 @@ class RunningModel:
 
         def load() -> dict[str, jax.Array]:
             changes = {"changes": loras} if loras.key else {}
-            on_progress = functools.partial(self.report, "loading", spec.name)
+            on_progress = functools.partial(self.report, "loading", spec.name, part=spec.name)
             with jax.profiler.TraceAnnotation(f"load {spec.name}"):
                 loaded: dict[str, jax.Array] = component.load(self.files.checkpoint(spec), on_progress, **changes)
             return loaded
@@ -155,6 +155,8 @@ class RunningModel:
             nbytes_per_device=sum(slot.bytes_per_device for slot in component.slots),
             load=load,
             sharding=component.sharding_report,
+            model=f"{model_title(self.files.name)}{loras.label}",
+            part=spec.name,
         ) as weights:
             yield weights
 
@@ -165,14 +167,22 @@ class RunningModel:
         self._resident.clear()
 
     def report(self, stage: Stage, what: str, done: int, total: int, **fields: Any) -> None:
-        self.on_progress(Progress(stage, what, done, total, **fields))
+        self.on_progress(Progress(stage, what, done, total, model=model_title(self.files.name), **fields))
 
     def _on_program(self, event: ProgramEvent) -> None:
         if self.runtime.dump is not None and event.stages is not None:
             dump_program(self.runtime.dump, event.program, self.size, event.stages)
-        if event.stage in ("compiling", "ready"):
-            is_ready = event.stage == "ready"
-            self.report("compiling", event.program, int(is_ready), 1, size=self.size, from_cache=event.from_cache)
+        if event.stage in ("compiling", "cache_miss", "ready"):
+            self.report(
+                "compiling",
+                event.program,
+                int(event.stage == "ready"),
+                1,
+                size=self.size,
+                part=event.program.partition(".")[0],
+                compiles=event.stage == "cache_miss",
+                from_cache=event.from_cache,
+            )
 
 
 def _freeze(value: Any) -> Any:

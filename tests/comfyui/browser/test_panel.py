@@ -16,7 +16,17 @@ pytestmark = pytest.mark.comfyui
 DEMO = ROOT / "example_workflows" / "wan21_tpu_demo.json"
 ROUTE = "**/comfy_tpu/status"
 GB = 10**9
-IDLE = {"stage": "idle", "what": "", "done": 0, "total": 0, "node": None}
+IDLE = {"stage": "idle", "what": "", "model": "", "part": "", "size": "", "done": 0, "total": 0, "node": None}
+SIZE = "832×480×81"
+
+SHARDING = {
+    "mesh": {"dp": 2, "sp": 4, "tp": 1},
+    "sharded": {"tensors": 0, "nbytes": 0, "bytes_per_device": 0},
+    "gathered": {"tensors": 1097, "nbytes": 28_400_000_000, "bytes_per_device": 7_100_000_000},
+    "replicated": {"tensors": 325, "nbytes": 16_700_000, "bytes_per_device": 16_700_000},
+    "total": {"tensors": 1422, "nbytes": 28_416_700_000, "bytes_per_device": 7_116_700_000},
+    "could_not_split": [],
+}
 
 NOTHING_RAN: dict[str, Any] = {
     "schema": 1,
@@ -27,7 +37,7 @@ NOTHING_RAN: dict[str, Any] = {
     "activity": IDLE,
     "step_seconds": None,
     "eta_seconds": None,
-    "compiled": {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None},
+    "compiled": {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None, "latest": None},
 }
 DENOISING: dict[str, Any] = {
     **NOTHING_RAN,
@@ -44,14 +54,45 @@ DENOISING: dict[str, Any] = {
         for number in range(2)
     ],
     "resident": [
-        {"label": "Wan-AI/Wan2.1-T2V-14B-Diffusers transformer", "bytes_per_device": 7_150_000_000, "in_use": True},
+        {
+            "label": "Wan-AI/Wan2.1-T2V-14B-Diffusers transformer",
+            "model": "Wan 2.1 T2V 14B",
+            "part": "transformer",
+            "bytes_per_device": 7_150_000_000,
+            "in_use": True,
+            "sharding": SHARDING,
+        },
         {"label": "<img src=x onerror=alert(1)> vae", "bytes_per_device": 254_000_000, "in_use": False},
     ],
-    "activity": {"stage": "denoising", "what": "832×480×81", "done": 13, "total": 50, "node": "3"},
+    "activity": {
+        "stage": "denoising",
+        "what": SIZE,
+        "model": "Wan 2.1 T2V 14B",
+        "part": "",
+        "size": SIZE,
+        "done": 13,
+        "total": 50,
+        "node": "3",
+    },
     "step_seconds": 1.372,
     "eta_seconds": 64.4,
-    "compiled": {"programs": 5, "from_cache": 3, "seconds": 41.23, "last": "transformer.denoise_step at 832×480×81"},
+    "compiled": {
+        "programs": 5,
+        "from_cache": 3,
+        "seconds": 41.23,
+        "last": f"transformer.denoise_step at {SIZE}",
+        "latest": {"model": "Wan 2.1 T2V 14B", "part": "transformer", "size": SIZE},
+    },
 }
+CROWDED: dict[str, Any] = {
+    **DENOISING,
+    "resident": [
+        {**DENOISING["resident"][0], "model": "HunyuanVideo 1.5 720p t2v + a_lora_with_a_long_name_v2_rank64 0.8"},
+        {**DENOISING["resident"][0], "part": "text_encoder_2", "in_use": False},
+    ],
+    "activity": {**DENOISING["activity"], "model": "HunyuanVideo 1.5 720p t2v", "part": "transformer_2"},
+}
+"""Long names, in every place."""
 
 
 def test_a_run_shows_in_the_panel_and_free_memory_empties_the_device(frontend: Frontend) -> None:
@@ -66,12 +107,15 @@ def test_a_run_shows_in_the_panel_and_free_memory_empties_the_device(frontend: F
 
     frontend.section("Now").get_by_text("Idle").wait_for()
     resident = frontend.section("Models in memory").get_by_role("listitem")
-    assert [text.splitlines()[0] for text in resident.all_inner_texts()] == [
-        *("demo text_encoder", "demo transformer", "demo vae")
-    ]
+    shown = [text.splitlines() for text in resident.all_inner_texts()]
+    assert [name for name, _ in shown] == ["demo"] * 3
+    assert [facts.split(" · ")[0] for _, facts in shown] == ["text encoder", "transformer", "VAE"]
     weights = sum(entry["bytes_per_device"] for entry in frontend.client.status()["resident"])
-    meter = frontend.section("Memory").get_by_role("meter").first
-    assert meter.get_attribute("aria-valuetext") == f"weights {weights / 1e6:.1f} MB"
+    memory = frontend.section("Memory")
+    memory.get_by_text(f"weights {weights / 1e6:.1f} MB").wait_for()
+    # A CPU reports no memory: a bar could only be wrong.
+    assert memory.get_by_role("meter").count() == 0
+    memory.get_by_text("This device does not report its memory").wait_for()
     compiled, from_cache = frontend.section("Compiled programs").get_by_role("definition").all_inner_texts()[:2]
     assert int(compiled) + int(from_cache) > 0
 
@@ -117,19 +161,24 @@ def test_two_chips_with_their_memory(frontend: Frontend) -> None:
 def test_progress_and_programs(frontend: Frontend) -> None:
     _open_with(frontend, DENOISING)
     now = frontend.section("Now")
-    assert now.inner_text().splitlines() == ["Now", "Denoising", "832×480×81", "13 of 50 · 1.37 s/step · 1:04 left"]
+    assert now.inner_text().splitlines() == [
+        *("Now", "Denoising", "Wan 2.1 T2V 14B", "832×480, 81 frames", "13 of 50 · 1.37 s/step · 1:04 left")
+    ]
     assert _widths(now.get_by_role("progressbar")) == ["26%"]
     assert frontend.section("Compiled programs").inner_text().split("\n")[1:] == [
         *("Compiled here", "5", "From the cache", "3", "Time spent", "41.2 s"),
-        *("Latest", "transformer.denoise_step at 832×480×81"),
+        *("Latest", "Wan 2.1 T2V 14B · transformer", "832×480, 81 frames"),
     ]
 
-    compiling = {"stage": "compiling", "what": "transformer.denoise_step at 832×480×81", "done": 0, "total": 1}
-    frontend.send_status({**DENOISING, "activity": {**compiling, "node": "3"}, "eta_seconds": None})
+    compiling = {**DENOISING["activity"], "stage": "compiling", "part": "transformer", "done": 0, "total": 1}
+    frontend.send_status({**DENOISING, "activity": {**compiling, "stage": "preparing"}, "eta_seconds": None})
+    now.get_by_text("Preparing").wait_for()
+    assert frontend.section("Compiled programs").get_by_text("Compiling now").count() == 0
+    frontend.send_status({**DENOISING, "activity": compiling, "eta_seconds": None})
     frontend.section("Compiled programs").get_by_text("Compiling now").wait_for()
     assert "of 1" not in now.inner_text()
 
-    loading = {"stage": "loading", "what": "transformer", "done": 3_200_000_000, "total": 28_600_000_000, "node": "3"}
+    loading = {**compiling, "stage": "loading", "size": "", "done": 3_200_000_000, "total": 28_600_000_000}
     frontend.send_status({**DENOISING, "activity": loading, "step_seconds": None, "eta_seconds": None})
     now.get_by_text("3.2 GB of 28.6 GB").wait_for()
 
@@ -137,7 +186,11 @@ def test_progress_and_programs(frontend: Frontend) -> None:
 def test_names_from_the_server_stay_text(frontend: Frontend) -> None:
     _open_with(frontend, DENOISING)
     rows = frontend.section("Models in memory").get_by_role("listitem")
-    assert rows.nth(0).inner_text().split("\n") == [DENOISING["resident"][0]["label"], "in use", "7.2 GB per device"]
+    assert rows.nth(0).inner_text().split("\n") == [
+        *("Wan 2.1 T2V 14B", "in use", "transformer · 7.2 GB per device"),
+        *("Mesh", "dp=2 sp=4 tp=1", "Gathered for use", "1097 tensors, 28.4 GB"),
+        *("Whole on every device", "325 tensors, 16.7 MB"),
+    ]
     assert rows.nth(1).inner_text().split("\n") == [DENOISING["resident"][1]["label"], "254.0 MB per device"]
     assert frontend.panel.locator("img").count() == 0
 
@@ -207,6 +260,23 @@ def test_a_language_that_we_do_not_speak_gets_english(frontend: Frontend) -> Non
     frontend.open(Locale="fr")
     frontend.open_panel()
     frontend.section("Now").get_by_text("Denoising").wait_for()
+
+
+@pytest.mark.parametrize(("locale", "palette"), [("en", "dark"), ("en", "light"), ("zh", "dark"), ("zh", "light")])
+def test_nothing_is_cut_off(frontend: Frontend, locale: str, palette: str) -> None:
+    _serve(frontend, CROWDED)
+    frontend.open(Locale=locale, ColorPalette=palette)
+    frontend.open_panel()
+    frontend.panel.get_by_text("HunyuanVideo 1.5 720p t2v").first.wait_for()
+    cut_off = frontend.panel.evaluate(
+        """(panel) => {
+          const body = panel.querySelector(".comfy-tpu-body").getBoundingClientRect()
+          return [...panel.querySelectorAll("*")].filter((part) =>
+            part.scrollWidth > Math.ceil(part.getBoundingClientRect().width) && part.textContent.trim() ||
+            part.getBoundingClientRect().right > body.right).map((part) => part.outerHTML)
+        }"""
+    )
+    assert cut_off == []
 
 
 @pytest.mark.parametrize("palette", ["dark", "light"])

@@ -29,6 +29,8 @@ def test_the_example_from_the_template_browser_gives_a_red_circle_that_moves_rig
     prompt = frontend.run()
     frontend.node_text(r"step \d+/20").wait_for(timeout=RUN_MS)
     assert frontend.outcome(prompt) == "execution_success"
+    frontend.node_text(r"done in \d+\.\d s").first.wait_for()
+    assert frontend.node_text(r"step \d+/20").count() == 0
 
     first, last = frontend.red_in_video()
     for frame in (first, last):
@@ -57,10 +59,24 @@ def test_cancel_ends_the_run_and_the_next_one_works(frontend: Frontend) -> None:
     frontend.node_text(r"step [1-9]\d*/100").wait_for(timeout=RUN_MS)
     frontend.cancel()
     assert frontend.outcome(prompt) == "execution_interrupted"
+    frontend.node_text(r"cancelled after \d").wait_for()
 
     frontend.set_widgets("Wan21TPUSampler", num_frames=17, num_inference_steps=2)
     assert frontend.outcome(frontend.run()) == "execution_success"
     frontend.page.locator("video").wait_for()
+
+
+def test_the_texts_on_nodes_are_in_the_users_language(frontend: Frontend) -> None:
+    frontend.open(Locale="zh")
+    frontend.open_workflow(DEMO)
+    frontend.set_widgets("Wan21TPUSampler", seed=77, num_inference_steps=30)
+    prompt = frontend.run()
+    frontend.node_text(r"64×64，17 帧 · 第 \d+/30 步").wait_for(timeout=RUN_MS)
+    assert frontend.outcome(prompt) == "execution_success"
+    frontend.node_text("demo 只能生成 64×64").wait_for()
+    assert frontend.node_text(r"已完成，用时 \d+\.\d 秒").count() >= 2
+    frontend.page.evaluate("app.extensionManager.setting.set('Comfy.Locale', 'en')")
+    frontend.node_text(r"done in \d+\.\d s").first.wait_for()
 
 
 def test_an_error_of_a_node_is_one_readable_sentence(frontend: Frontend) -> None:

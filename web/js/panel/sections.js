@@ -2,6 +2,7 @@
 
 import { Bar, element, Rows, setHidden, setText } from "./elements.js"
 import { bytes, clock, percent, seconds } from "./format.js"
+import { partText, subjectLines } from "./words.js"
 
 const SEPARATOR = " · "
 
@@ -20,29 +21,31 @@ class Section {
   }
 }
 
-/** What is going on: "Denoising 832×480×81", a bar, "3 of 50 · 1.37 s/step · 1:04 left". */
+/** What is going on: "Denoising", "Wan 2.1 T2V 14B · 832×480, 81 frames", a bar, "3 of 50 · 1.37 s/step · 1:04 left". */
 export class Activity extends Section {
   constructor(strings) {
-    const stage = element("span", "comfy-tpu-strong")
-    const what = element("span", "comfy-tpu-muted")
+    const stage = element("div", "comfy-tpu-strong")
+    const what = element("div", "comfy-tpu-muted comfy-tpu-wrap")
     const bar = new Bar("progressbar", "progress")
     const figures = element("div", "comfy-tpu-muted comfy-tpu-figures")
     // Read out by screen readers; the figures change too often for that.
     stage.setAttribute("aria-live", "polite")
-    super(strings, "now", element("div", "comfy-tpu-line", stage, what), bar.root, figures)
+    super(strings, "now", stage, what, bar.root, figures)
     Object.assign(this, { stage, what, bar, figures })
   }
 
   show(status) {
     super.show()
-    const { stage, what, done, total } = status.activity
+    const { stage, done, total } = status.activity
     const running = stage !== "idle"
     // A total of one is no progress to speak of: compiling, encoding a prompt.
     const counted = total > 1
     const name = this.strings.get(`stage.${stage}`)
     const figures = running ? this.#figures(status) : ""
     setText(this.stage, name)
-    setText(this.what, running ? (what ?? "") : "")
+    const what = running ? subjectLines(this.strings, status.activity).join("\n") : ""
+    setText(this.what, what)
+    setHidden(this.what, !what)
     setText(this.figures, figures)
     setHidden(this.figures, !figures)
     setHidden(this.bar.root, !running)
@@ -65,7 +68,7 @@ export class Activity extends Section {
   }
 }
 
-/** One bar for each device: weights, and what else is used, of the limit. */
+/** One bar for each device that reports its memory: weights, and what else is used, of the limit. */
 export class Memory extends Section {
   constructor(strings) {
     const devices = new Rows(element("div", "comfy-tpu-devices"), () => new Device(strings))
@@ -76,10 +79,8 @@ export class Memory extends Section {
 
   show(status) {
     super.show()
-    const unknown = status.devices.every((device) => device.used_bytes == null)
-    // Without a limit the fullest device fills its bar, so that the others can be compared with it.
-    const fullest = Math.max(...status.devices.map((device) => Math.max(device.weights_bytes, device.used_bytes ?? 0)), 0)
-    this.devices.set(status.devices.map((device) => ({ ...device, scale: device.limit_bytes ?? fullest })))
+    const unknown = status.devices.every((device) => device.limit_bytes == null)
+    this.devices.set(status.devices)
     setText(this.note, this.strings.get("used_unknown"))
     setHidden(this.note, !unknown || status.devices.length === 0)
   }
@@ -94,7 +95,7 @@ class Device {
     this.root = element("div", "comfy-tpu-device", element("div", "comfy-tpu-line", this.name), this.bar.root, this.sizes)
   }
 
-  set({ id, kind, weights_bytes: weights, used_bytes: used, limit_bytes: limit, scale }) {
+  set({ id, kind, weights_bytes: weights, used_bytes: used, limit_bytes: limit }) {
     const name = this.strings.get("device", { kind, id })
     const sizes = [this.strings.get("weights", { size: bytes(weights) })]
     if (used != null && limit != null)
@@ -102,11 +103,11 @@ class Device {
     else if (used != null) sizes.push(this.strings.get("used", { used: bytes(used) }))
     setText(this.name, name)
     setText(this.sizes, sizes.join(SEPARATOR))
-    const share = percent(weights, scale)
-    const other = Math.min(percent(Math.max((used ?? 0) - weights, 0), scale), 100 - share)
+    const share = percent(weights, limit)
+    const other = Math.min(percent(Math.max((used ?? 0) - weights, 0), limit), 100 - share)
     this.bar.set([share, other], name, sizes.join(SEPARATOR))
-    // A paler bar: how long it is says nothing of how much is free.
-    this.root.classList.toggle("comfy-tpu-no-limit", limit == null)
+    // Without a limit, no length would be true.
+    setHidden(this.bar.root, limit == null)
     this.root.classList.toggle("comfy-tpu-nearly-full", limit != null && share + other > 95)
   }
 }
@@ -134,17 +135,18 @@ class ResidentRow {
     this.strings = strings
     this.label = element("span", "comfy-tpu-grow")
     this.badge = element("span", "comfy-tpu-badge")
-    this.size = element("span", "comfy-tpu-muted comfy-tpu-figures")
+    this.size = element("div", "comfy-tpu-muted comfy-tpu-figures")
     this.sharding = new Rows(element("dl", "comfy-tpu-facts comfy-tpu-sharding"), () => new Fact())
-    const line = element("div", "comfy-tpu-line", this.label, this.badge, this.size)
-    this.root = element("li", "", line, this.sharding.root)
+    const line = element("div", "comfy-tpu-line", this.label, this.badge)
+    this.root = element("li", "", line, this.size, this.sharding.root)
   }
 
-  set({ label, bytes_per_device: size, in_use: inUse, several, sharding }) {
-    setText(this.label, label)
+  set({ label, model, part, bytes_per_device: size, in_use: inUse, several, sharding }) {
+    setText(this.label, model || label)
     setText(this.badge, this.strings.get("in_use"))
     setHidden(this.badge, !inUse)
-    setText(this.size, several ? this.strings.get("per_device", { size: bytes(size) }) : bytes(size))
+    const memory = several ? this.strings.get("per_device", { size: bytes(size) }) : bytes(size)
+    setText(this.size, [model ? partText(this.strings, part) : "", memory].filter(Boolean).join(SEPARATOR))
     // One device holds everything: there is nothing to tell.
     this.sharding.set(several && sharding ? this.#shares(sharding) : [])
   }
@@ -152,9 +154,9 @@ class ResidentRow {
   #shares({ mesh, sharded, gathered, replicated }) {
     const facts = []
     facts.push(["mesh", Object.entries(mesh).map(([axis, size]) => `${axis}=${size}`).join(" ")])
-    facts.push(["sharded", this.#share(sharded)])
-    facts.push(["gathered", this.#share(gathered)])
-    facts.push(["replicated", this.#share(replicated)])
+    if (sharded.tensors) facts.push(["sharded", this.#share(sharded)])
+    if (gathered.tensors) facts.push(["gathered", this.#share(gathered)])
+    if (replicated.tensors) facts.push(["replicated", this.#share(replicated)])
     return facts.map(([key, value]) => [this.strings.get(key), value])
   }
 
@@ -173,14 +175,14 @@ export class Compiled extends Section {
 
   show(status) {
     super.show()
-    const { programs, from_cache: fromCache, seconds: spent, last } = status.compiled
-    const { stage, what } = status.activity
+    const { programs, from_cache: fromCache, seconds: spent, last, latest } = status.compiled
+    const { stage } = status.activity
     const facts = []
-    if (stage === "compiling") facts.push(["compiling_now", what || "…"])
+    if (stage === "compiling") facts.push(["compiling_now", subjectLines(this.strings, status.activity).join("\n") || "…"])
     facts.push(["programs", String(programs)])
     facts.push(["from_cache", String(fromCache)])
     if (programs > 0) facts.push(["compile_seconds", this.strings.get("seconds", { seconds: seconds(spent) })])
-    if (last) facts.push(["last_compiled", last])
+    if (latest || last) facts.push(["last_compiled", latest ? subjectLines(this.strings, latest).join("\n") : last])
     this.rows.set(facts.map(([key, value]) => [this.strings.get(key), value]))
   }
 }

@@ -2,10 +2,19 @@
 
 const SETTING = "Comfy.Locale"
 
-export class Strings {
+let shared = null
+
+/** The words of this page. */
+export function sharedStrings(app, api) {
+  shared ??= new Strings(app, api)
+  return shared
+}
+
+class Strings {
   #api
   #app
   #languages = {}
+  #loading = null
   #locale = "en"
 
   constructor(app, api) {
@@ -13,7 +22,13 @@ export class Strings {
     this.#api = api
   }
 
-  async load() {
+  /** May be called by every extension of ours: the words are fetched once. */
+  load() {
+    this.#loading ??= this.#fetch()
+    return this.#loading
+  }
+
+  async #fetch() {
     this.#locale = String(this.#app.extensionManager.setting.get(SETTING) ?? "en")
     const response = await this.#api.fetchApi("/i18n")
     this.#languages = response.ok ? await response.json() : {}
@@ -32,6 +47,11 @@ export class Strings {
     const languages = [this.#locale, this.#locale.split("-")[0], "en"]
     const text = languages.map((name) => this.#lookUp(name, key)).find((found) => typeof found === "string") ?? key
     return text.replace(/\{(\w+)\}/g, (placeholder, name) => values[name] ?? placeholder)
+  }
+
+  /** Whether there is a word for the key, at least in English. */
+  has(key) {
+    return typeof this.#lookUp("en", key) === "string"
   }
 
   #lookUp(language, key) {

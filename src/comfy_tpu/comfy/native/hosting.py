@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import threading
+import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
+from comfy_tpu.comfy.native.block_patches import PatchedFunction
+from comfy_tpu.comfy.native.compiled_sizes import CompiledSizes, Size
 from comfy_tpu.comfy.native.foreign_patches import module_structure
-from comfy_tpu.comfy.run import NodeReport, start
+from comfy_tpu.comfy.run import NodeReport, Outcome, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.config import (
     AttentionConfig,
@@ -30,6 +35,11 @@ if TYPE_CHECKING:
     from comfy_tpu.compiler.component import ComponentSpec
     from comfy_tpu.compiler.hosted import HostedModule
     from comfy_tpu.compiler.program import ProgramEvent
+
+VARYING = frozenset({"block_index"})
+"""Entries of transformer_options that differ between blocks, for patches; without patches, no block reads them."""
+_PATCHED_MAX = 8
+"""Sets of patches whose programs are kept: every position of a slider may be one."""
 
 Part = Literal["transformer", "text_encoder", "vae"]
 """The role of a module in a model, by our families' names."""
@@ -77,7 +87,12 @@ class Host:
     """A module on the devices, for the node that runs now."""
 
     def __init__(
-        self, module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]
+        self,
+        module: torch.nn.Module,
+        choices: Choices,
+        part: Part,
+        prepare: Callable[[torch.nn.Module], None],
+        title: str,
     ) -> None:
         from comfy_tpu.compiler.hosted import HostedModule
         from comfy_tpu.compiler.residency import shared_residency
@@ -90,11 +105,18 @@ class Host:
         self.size = ""
         """The size of the current call, for progress reports."""
         self._name = type(module).__name__
+        self._display = {"model": title, "part": part}
         self._report: NodeReport | None = None
+        self._run: tuple[object, float] | None = None
         self._step: int | None = None
+        self._patched: dict[Callable[..., Any], None] = {}
+        self._sizes = CompiledSizes()
+        self._build_seconds = 0.0
         self._hosted: HostedModule = HostedModule(
             module,
             name=self._name,
+            title=title,
+            part=part,
             placement=placement,
             dtype=self.dtype,
             attention=AttentionConfig(
@@ -105,24 +127,57 @@ class Host:
             residency=shared_residency(),
             tables=[spec.rules for spec in _components() if spec.name.startswith(part)],
             prepare=lambda skeleton: _prepare(skeleton, prepare),
-            varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
+            varying=VARYING,
             on_event=self._on_event,
-            on_load=lambda done, total: self._report_progress(Progress("loading", self._name, done, total)),
+            on_load=lambda done, total: self._report_progress(
+                Progress("loading", self._name, done, total, **self._display)
+            ),
         )
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `function(module, …)` on the devices. Running out of memory raises ComfyUI's own exception."""
-        from comfy_tpu.errors import DeviceMemoryError
+        from comfy_tpu.errors import ComfyTpuError, DeviceMemoryError
 
         comfy.model_management.throw_exception_if_processing_interrupted()
         start()
         register_with_comfyui()
-        self._report = _make_report()
+        self._begin()
         try:
             return self._hosted(function, *args, **kwargs)
+        except comfy.model_management.InterruptProcessingException:
+            self.show_end("cancelled")
+            raise
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+        except ComfyTpuError:
+            self._report_nothing()  # the module runs without us, and what was shown is over
+            raise
+        except Exception:
+            self.show_end("failed")
+            raise
+
+    def run_padded(
+        self, signature: Hashable, size: Size, run: Callable[[Size], torch.Tensor], max_work: float = math.inf
+    ) -> torch.Tensor:
+        """`run(padded)` for a size that is compiled already, if that is cheaper, or else for the size itself.
+
+        `signature`: what else a program depends on; `max_work`: the largest ratio of padded to real work.
+        """
+        padded = self._sizes.choose(signature, size, max_work)
+        begin, built = time.perf_counter(), self._build_seconds
+        result = run(padded)
+        self._sizes.record(signature, size, padded, time.perf_counter() - begin, self._build_seconds - built)
+        return result
+
+    def run_patched(self, function: PatchedFunction, *args: Any) -> Any:
+        """Runs a function with patches; of the functions that ran longest ago, the programs are freed."""
+        self._patched.pop(function, None)
+        self._patched[function] = None
+        for oldest in list(self._patched)[:-_PATCHED_MAX]:
+            del self._patched[oldest]
+            self._hosted.forget(oldest)
+        return self(function, *args)
 
     @staticmethod
     def fetch(results: Any) -> Any:
@@ -138,29 +193,42 @@ class Host:
     def begin_step(self, index: int, total: int) -> None:
         """Reports a sampler's step before its first call; a step may consist of several calls."""
         if total and index != self._step:
-            self._report = _make_report()
-            self._report_progress(Progress("denoising", "", index, total, size=self.size))
+            self._begin()
+            self._report_progress(Progress("denoising", "", index, total, size=self.size, **self._display))
         self._step = index
 
-    def end_steps(self) -> None:
+    def end_steps(self, outcome: Outcome = "done") -> None:
         """Marks the end of sampling, also when it was cancelled."""
         self._step = None
+        self.show_end(outcome)
+
+    def show_end(self, outcome: Outcome = "done") -> None:
+        """Shows on the node how long this module has been running for it."""
+        if self._report is not None and self._run is not None:
+            self._report.show_end(outcome, time.monotonic() - self._run[1])
+
+    def _report_nothing(self) -> None:
+        if self._report is not None:
+            self._report.show_nothing()
+
+    def _begin(self) -> None:
+        """Reports to the current node from now on; its time begins with its first call in a prompt."""
+        context = get_executing_context()
+        run = (context.prompt_id, context.node_id) if context else None
+        if self._run is None or self._run[0] != run:
+            self._run = run, time.monotonic()
+        self._report = NodeReport(context.node_id if context else None)
 
     def _on_event(self, event: ProgramEvent) -> None:
-        if event.stage in ("compiling", "ready"):
-            done = int(event.stage == "ready")
-            self._report_progress(
-                Progress("compiling", event.program, done, 1, size=self.size, from_cache=event.from_cache)
-            )
+        self._build_seconds += event.seconds
+        if event.stage in ("compiling", "cache_miss", "ready"):
+            done, compiles = int(event.stage == "ready"), event.stage == "cache_miss"
+            state = {"size": self.size, "from_cache": event.from_cache, "compiles": compiles}
+            self._report_progress(Progress("compiling", event.program, done, 1, **state, **self._display))
 
     def _report_progress(self, progress: Progress) -> None:
         if self._report is not None:
             self._report(progress)
-
-
-def _make_report() -> NodeReport:
-    context = get_executing_context()
-    return NodeReport(context.node_id if context else None)
 
 
 _hosts: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Choices, Hashable], Host]] = weakref.WeakKeyDictionary()
@@ -170,7 +238,11 @@ _STRUCTURES_MAX = 3
 
 
 def find_host(
-    module: torch.nn.Module, choices: Choices, part: Part, prepare: Callable[[torch.nn.Module], None]
+    module: torch.nn.Module,
+    choices: Choices,
+    part: Part,
+    prepare: Callable[[torch.nn.Module], None],
+    title: str = "",
 ) -> Host:
     """The host of a module, which all clones of a model share, with its programs and weights on the devices.
 
@@ -183,14 +255,32 @@ def find_host(
             older = [each for each in hosts if each[0] == choices]
             for each in older[: len(older) - _STRUCTURES_MAX + 1]:
                 hosts.pop(each).release()
-            hosts[key] = Host(module, choices, part, prepare)
+            hosts[key] = Host(module, choices, part, prepare, title or class_title(type(module).__name__))
         return hosts[key]
 
 
-def end_steps(module: torch.nn.Module) -> None:
+def end_steps(module: torch.nn.Module, outcome: Outcome = "done") -> None:
     """Marks the end of sampling with a module, also when it was cancelled."""
     for host in _hosts.get(module, {}).values():
-        host.end_steps()
+        host.end_steps(outcome)
+
+
+def class_title(name: str) -> str:
+    """The name of a class of ComfyUI's in words: WAN21_T2V -> WAN 2.1 T2V."""
+    words = name.strip("_").split("_")
+    return " ".join(re.sub(r"(?<=[A-Za-z]{2})(\d)(\d)$", r" \1.\2", word) for word in words)
+
+
+def pixel_size(latents: Sequence[int], spatial_scale: int | None, temporal_scale: int | None) -> str:
+    """The size of latents with these sides (frames, height and width, or the last two) in pixels: "832×480×81". Without
+    the frames where their scale is unknown, and empty where all is."""
+    if spatial_scale is None or len(latents) not in (2, 3):
+        return ""
+    *frames, height, width = latents
+    size = [width * spatial_scale, height * spatial_scale]
+    if frames and temporal_scale:
+        size.append((frames[0] - 1) * temporal_scale + 1)
+    return "×".join(map(str, size))
 
 
 def _prepare(skeleton: torch.nn.Module, more: Callable[[torch.nn.Module], None]) -> None:
