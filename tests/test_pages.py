@@ -143,7 +143,7 @@ def shape(value):
 def test_both_languages_have_the_same_notes(english):
     chinese = read_texts(ROOT, "zh", "help.json")
     for texts in (english, chinese):
-        assert set(texts) == {"format", "inputs", "kinds", "errors", "models", "node_sets", "tables"}
+        assert set(texts) == {"format", "inputs", "kinds", "errors", "models", "node_sets", "tables", "versions"}
     for key in set(english) - {"models"}:  # translated names; the others stay as they are
         assert shape(english[key]) == shape(chinese[key]), key
     names = {model.name for card in built_in_cards() for model in card.models}
