@@ -56,8 +56,8 @@ test-versions: .venv/.installed-dev
 native-table:
 	$(PYTHON) -m pytest -m comfyui tests/native -n 2 --dist loadgroup --native-table docs/native.md
 
-# The English locale, the help pages of the family nodes, and the tables of models, from the family cards and
-# locales/*/help.json. tests/test_pages.py fails when one of them is stale.
+# The English locale, the help pages of the family nodes, the tables of models and the record of nodes (new ones are
+# added), from the family cards and locales/*/help.json. tests/test_pages.py fails when one of them is stale.
 pages: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages.parameters
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages
