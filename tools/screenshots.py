@@ -83,7 +83,9 @@ def _capture_workflow(frontend: Frontend) -> bytes:
 def _quantized(png: bytes) -> bytes:
     written = io.BytesIO()
     with Image.open(io.BytesIO(png)) as image:
-        image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(written, "PNG", optimize=True)
+        image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            written, "PNG", optimize=True
+        )
     return written.getvalue()
 
 
