@@ -50,6 +50,7 @@ def status(clock: Clock) -> Status:
             "compiling (first run at 832×480, 81 frames)",
         ),
         (Progress("compiling", "vae", 0, 1), "preparing"),
+        (Progress("compiling", "vae", 1, 1, from_cache=True), "preparing"),
         (Progress("compiling", "vae", 0, 1, compiles=True), "compiling (first run)"),
         (Progress("compiling", "t5", 0, 1, size="512 tokens", compiles=True), "compiling (first run at 512 tokens)"),
         (Progress("encoding", "prompt", 0, 1), "encoding the prompt"),

@@ -47,12 +47,13 @@ def test_it_has_the_documented_shape(client: ComfyClient) -> None:
         "limit_bytes": "NoneType",
     }
     assert sum(entry["bytes_per_device"] for entry in document["resident"]) == device["weights_bytes"] > 0
-    assert set(document["resident"][0]) == {"label", "bytes_per_device", "in_use", "sharding"}
+    assert set(document["resident"][0]) == {"label", "model", "part", "bytes_per_device", "in_use", "sharding"}
     sharding = document["resident"][0]["sharding"]
     assert set(sharding) == {"mesh", "sharded", "gathered", "replicated", "total", "could_not_split"}
     assert sharding["total"]["bytes_per_device"] == document["resident"][0]["bytes_per_device"]
-    assert document["activity"] == {"stage": "idle", "what": "", "size": "", "done": 0, "total": 0, "node": None}
-    assert set(document["compiled"]) == {"programs", "from_cache", "seconds", "last"}
+    nothing = dict.fromkeys(("what", "model", "part", "size"), "")
+    assert document["activity"] == {"stage": "idle", **nothing, "done": 0, "total": 0, "node": None}
+    assert set(document["compiled"]) == {"programs", "from_cache", "seconds", "last", "latest"}
 
 
 @pytest.mark.parametrize("path", [STATUS, f"/api{STATUS}"])

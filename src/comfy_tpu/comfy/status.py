@@ -63,9 +63,9 @@ class Status:
                 self._record_program(progress, now)
             # Whatever else happens between two steps is not a step's time: a compilation in the first one above all.
             self._mark = now
-            asks_cache = progress.stage == "compiling" and not progress.done and not progress.compiles
+            compiles = progress.compiles or (progress.done and not progress.from_cache)
             self._activity = {
-                "stage": "preparing" if asks_cache else progress.stage,
+                "stage": "preparing" if progress.stage == "compiling" and not compiles else progress.stage,
                 "what": progress.label,
                 "model": progress.model,
                 "part": progress.part,

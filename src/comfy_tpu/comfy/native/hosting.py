@@ -105,7 +105,7 @@ class Host:
         self.size = ""
         """The size of the current call, for progress reports."""
         self._name = type(module).__name__
-        self._display = {"model": title, "part": part}
+        self._display: dict[str, Any] = {"model": title, "part": part}
         self._report: NodeReport | None = None
         self._run: tuple[object, float] | None = None
         self._step: int | None = None
@@ -223,7 +223,7 @@ class Host:
         self._build_seconds += event.seconds
         if event.stage in ("compiling", "cache_miss", "ready"):
             done, compiles = int(event.stage == "ready"), event.stage == "cache_miss"
-            state = {"size": self.size, "from_cache": event.from_cache, "compiles": compiles}
+            state: dict[str, Any] = {"size": self.size, "from_cache": event.from_cache, "compiles": compiles}
             self._report_progress(Progress("compiling", event.program, done, 1, **state, **self._display))
 
     def _report_progress(self, progress: Progress) -> None:
