@@ -1,5 +1,6 @@
 """Stock ComfyUI graphs in a real server with one node of ours in them, and the demo model for meaning."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,13 @@ def test_another_sampler_compiles_nothing(client: ComfyClient, sampler: str) -> 
 def test_steps_and_residents_are_on_the_panel_and_free_empties_the_devices(client: ComfyClient) -> None:
     run = client.succeed(keep(compiled(steps=4, seed=4), x=["frames", 0]))
     status = client.status()
-    assert {"WanModel", "WanVAE"} <= {entry["label"] for entry in status["resident"]}
+    shown = {(entry["model"], entry["part"]) for entry in status["resident"]}
+    assert {("WAN 2.1 T2V", "transformer"), ("WanVAE", "vae")} <= shown
     assert status["activity"]["stage"] == "idle"
-    assert any("step 3/4" in text for text in run.texts("ksampler"))
+    # In pixels, not in latents.
+    assert any(text.startswith("64×64, 17 frames · step 3/4") for text in run.texts("ksampler"))
+    for node in ("ksampler", "frames"):
+        assert re.fullmatch(r"done in \d+\.\d s", run.texts(node)[-1])
     client.empty_device()
     assert client.status()["resident"] == []
     client.succeed(keep(compiled(steps=2, seed=5), x=["frames", 0]))
@@ -87,6 +92,7 @@ def test_cancel_takes_effect_within_a_step_and_the_next_run_works(client: ComfyC
     client.interrupt()
     client.finish(run)
     assert run.outcome == "execution_interrupted"
+    assert run.texts("ksampler")[-1].startswith("cancelled after ")
     assert client.status()["activity"]["stage"] == "idle"
     client.succeed(keep(compiled(steps=2, seed=8), x=["ksampler", 0]))
 
