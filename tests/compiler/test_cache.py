@@ -62,6 +62,7 @@ def run_process(cache: Path) -> dict[str, object]:
     return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
+@pytest.mark.slow  # a second process by default: tests/cli/test_demo.py
 def test_a_second_process_compiles_nothing_from_a_copy(tmp_path: Path) -> None:
     original, copy = tmp_path / "original", tmp_path / "elsewhere" / "copy"
     first = run_process(original)

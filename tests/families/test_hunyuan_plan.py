@@ -33,6 +33,7 @@ def check(name: str, sizes: MeshSizes) -> None:
         assert told == pytest.approx(found, rel=1e-6), cause
 
 
+@pytest.mark.slow  # by default Wan in tests/planning, Flux.2 and LTX-Video beside this file
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=4)], ids=str)
 def test_nothing_is_sent_that_nobody_asked_for(sizes: MeshSizes) -> None:
     check(TEXT, sizes)

@@ -97,6 +97,7 @@ def test_the_comparison_would_see_another_request() -> None:
     )
 
 
+@pytest.mark.slow  # like the tests on them
 def test_these_are_the_layouts_that_auto_takes() -> None:
     taken = set().union(*(taken_on(count) for count in range(1, 9)))
     assert {as_text(sizes) for sizes in taken} == {"single", *LAYOUTS}
