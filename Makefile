@@ -7,7 +7,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
+.PHONY: demo bench performance test test-all test-versions native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -45,13 +45,19 @@ test-comfyui: .venv/.installed-dev
 	@$(INSTALL) -e '.[comfy]'
 	$(BIN)/python -m pytest $(COMFYUI_TESTS) -rs
 
+# A core of the tests on Python 3.11, 3.12 and 3.13, each with the oldest and the newest versions that pyproject.toml allows.
+# Hours and gigabytes; the result is in the README's table and known to the doctor.
+test-versions: .venv/.installed-dev
+	$(BIN)/python -m tools.version_tests
+	$(MAKE) pages
+
 # Writes the tables of docs/native.md. Run with the Python of a ComfyUI, as test-comfyui is. Two workers, an architecture
 # to each: one process would run out of mappings (vm.max_map_count) for the hundreds of programs, which XLA dies of.
 native-table:
 	$(PYTHON) -m pytest -m comfyui tests/native -n 2 --dist loadgroup --native-table docs/native.md
 
-# The English locale, the help pages of the family nodes, and the tables of models, from the family cards and
-# locales/*/help.json. tests/test_pages.py fails when one of them is stale.
+# The English locale, the help pages of the family nodes, the tables of models and the record of nodes (new ones are
+# added), from the family cards and locales/*/help.json. tests/test_pages.py fails when one of them is stale.
 pages: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages.parameters
 	JAX_PLATFORMS=cpu $(BIN)/python -m tools.pages

@@ -1,6 +1,7 @@
 """Style, types and layers. Here, and only here, so that plain `pytest` checks all of them."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +29,26 @@ def run_tool(name, *arguments, cwd=ROOT, source=ROOT / "src"):
 def test_tool_is_content(command):
     done = run_tool(*command)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+CHINESE = re.compile("[\u3000-\u303f\u3400-\u9fff\uf900-\ufaff\uff00-\uffef]")
+"""Characters of Chinese and Japanese, their punctuation, and full-width forms."""
+
+
+def test_the_package_is_written_in_english():
+    """Texts in Chinese are files: locales/zh, docs, and the templates of a pack's pages."""
+    found = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (ROOT / "src").rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if CHINESE.search(line)
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("text", ["“模型”", "模型", "，", "（"])
+def test_chinese_is_found(text):
+    assert bool(CHINESE.search(text))
 
 
 LAYERS = [

@@ -82,3 +82,10 @@ def test_where_there_is_no_pip_uv_does_it(monkeypatch):
 
 def test_pages_of_a_checkout_are_named_as_its_readers_know_them():
     assert distribution.find_page("porting.md") == "docs/porting.md"
+
+
+def test_texts_are_found_in_a_checkout_and_in_an_installed_pack(monkeypatch, tmp_path):
+    assert distribution.find_locale("zh", "performance.json").is_file()
+    monkeypatch.setattr(distribution, "_PACKAGE", tmp_path / "site-packages" / "comfy_tpu")
+    expected = tmp_path / "site-packages/comfy_tpu/_pack/locales/zh/performance.json"
+    assert distribution.find_locale("zh", "performance.json") == expected

@@ -43,8 +43,9 @@ OWN += [path.name for path in sorted((ROOT / "src" / "comfy_tpu").iterdir()) if 
 FOREIGN = {
     *("custom_nodes/ComfyUI-TPU", "models/diffusers", "models/loras", "output/video", "n/a", "path/to/model"),
     *("./ComfyUI", "../ComfyUI", "~/ComfyUI", "model.py", "utils.py", "main.py", "my_model.py", "vae/", "images/"),
+    *("frames/", "benchmarks/results/v6e-8.json"),
 }
-"""Of ComfyUI, of a user's model, or names that we do not use."""
+"""Of ComfyUI, of a user's model or results, or names that we do not use."""
 PLACEHOLDER = re.compile(r"NAME|OWNER|DIR|ID|[<…*{:]")
 
 
@@ -89,6 +90,28 @@ def test_links_lead_to_pages(name):
     for link in links(name):
         if not link.endswith(".png"):
             assert (ROOT / name).parent.joinpath(link.partition("#")[0]).is_file(), link
+
+
+def slug(heading):
+    """The anchor that GitHub gives a heading."""
+    text = re.sub(r"<[^>]*>|`", "", heading.lstrip("#").strip()).lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def sections(path):
+    """Anchors of a page: those that are written, and those of its headings."""
+    text = CODE.sub("", path.read_text(encoding="utf-8"))
+    found = [slug(line) for line in text.splitlines() if line.startswith("#")]
+    return {*re.findall(r'<a id="([^"]+)"></a>', text), *found}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_to_sections(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", CODE.sub("", read(name))):
+        target, _, section = link.partition("#")
+        if not target.startswith("http"):
+            assert section in sections(page.parent / target if target else page), link
 
 
 def test_every_page_for_users_has_a_twin():

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.pipeline import video
 from comfy_tpu.pipeline.video import VideoPipeline
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -19,7 +21,7 @@ def blocks(page: str) -> list[str]:
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two steps wherever a page asks for more: what the demo model shows is not the subject here."""
+    """With two steps wherever a page asks for more, and one device: what the demo model shows is not the subject."""
     settings = VideoPipeline.settings
 
     def few_steps(self: VideoPipeline, **chosen: Any) -> GenerationSettings:
@@ -27,6 +29,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return dataclasses.replace(made, num_inference_steps=min(2, made.num_inference_steps))
 
     monkeypatch.setattr(VideoPipeline, "settings", few_steps)
+    monkeypatch.setattr(video, "make_placement", lambda *_, **__: make_placement("single"))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for number, code in enumerate(blocks("python.md"), 1):

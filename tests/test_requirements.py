@@ -27,7 +27,7 @@ def rows(page, columns):
 
 
 @functools.cache
-def tests_of(path):
+def find_tests(path):
     """Names of the tests in a file, without importing it."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -35,7 +35,7 @@ def tests_of(path):
 
 def has_test(span):
     path, _, name = span.partition("::")
-    return (ROOT / path).is_file() and name.startswith("test_") and name in tests_of(path)
+    return (ROOT / path).is_file() and name.startswith("test_") and name in find_tests(path)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 MESH_AXES = ("dp", "sp", "tp")
 """dp: batch and CFG branches; sp: sequence; tp: heads and columns. Every mesh has all three, of size 1 where unused."""
@@ -178,7 +178,7 @@ class RunOptions:
     num_videos: int | None = None
 
     @property
-    def settings(self) -> dict[str, float | int | None]:
+    def settings(self) -> dict[str, Any]:
         """The chosen values by field of `GenerationSettings`."""
         return {"reuse": self.reuse, "guidance_until": self.guidance_until, "num_videos": self.num_videos}
 

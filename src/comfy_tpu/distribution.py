@@ -24,6 +24,12 @@ def find_page(name: str) -> str:
     return str(installed) if installed.is_file() else f"docs/{name}"
 
 
+def find_locale(locale: str, name: str) -> Path:
+    """The path of a file of texts: locales/LOCALE/NAME in a checkout, else the installed file."""
+    root = _checkout() or _PACKAGE / "_pack"
+    return root / "locales" / locale / name
+
+
 def pip_command(*arguments: str, python: str | Path | None = None) -> str:
     """A pip command for this Python, or for another one; a plain `pip` may belong to a third.
 

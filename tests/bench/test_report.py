@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.bench import plots, report
+from comfy_tpu.bench.page_texts import ENGLISH, LANGUAGES, read_texts
 from comfy_tpu.bench.report import RunFiles, draw_run, format_tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
 from comfy_tpu.bench.tables import TITLES, floor_seconds, format_seconds, make_table, speedup
-from comfy_tpu.bench.words import LANGUAGES, translate
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from tests.bench.test_results import make_run
 from tests.pins import only_with_the_pinned
@@ -153,11 +153,22 @@ def test_every_title_has_chinese():
     filled |= {"lower_s": 1.0, "compile_s": 1.0, "programs": 1, "from_cache": True, "flops_per_device": 1.0, "steps": 5}
     filled |= {"sdpa": "CUDNN_ATTENTION"}
     row = Row("vae", "decode", "ours", size=SIZE, samples=(1.0, 2.0), flops=1e15, error=0.1, first_s=1.0, facts=filled)
-    table = make_table([(make_run(row), row)], "zh-CN")
+    chinese = read_texts("zh-CN")
+    table = make_table([(make_run(row), row)], chinese)
     assert "| 是 |" in table
-    assert [translate(title, "zh-CN") for title in TITLES.values()][-1] == "开销随 token 数和设备数的变化"
-    with pytest.raises(InvalidValueError, match=r"'a new title' has no Chinese; add it to CHINESE in bench/words\.py"):
-        translate("a new title", "zh-CN")
+    assert [chinese.translate(title) for title in TITLES.values()][-1] == "开销随 token 数和设备数的变化"
+    message = "'a new title' has no translation into zh-CN; add it to locales/zh/performance.json"
+    with pytest.raises(InvalidValueError, match=message):
+        chinese.translate("a new title")
+    assert ENGLISH.translate("a new title") == "a new title"
+
+
+def test_a_missing_file_of_texts_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("comfy_tpu.bench.page_texts.find_locale", lambda locale, name: tmp_path / locale / name)
+    write_runs(tmp_path / "a.json", [make_run(*PEERS)])
+    with pytest.raises(UnsupportedError, match=r"a page in zh-CN needs .*zh/performance\.json, .*; restore it: git"):
+        report.write_page([tmp_path / "a.json"], tmp_path / "page.md", LANGUAGES)
+    assert not (tmp_path / "page.md").exists()
 
 
 def test_pages_that_cannot_be_made(tmp_path):

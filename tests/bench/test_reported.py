@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from comfy_tpu.bench.job import PARTS, Job
+from comfy_tpu.bench.page_texts import LANGUAGES, read_texts
 from comfy_tpu.bench.reported import format_figures, read_figures
-from comfy_tpu.bench.words import LANGUAGES
 from comfy_tpu.cli.main import _parse
 from comfy_tpu.cli.options import parse_names
 from comfy_tpu.families.registry import model_cards
@@ -47,7 +47,8 @@ def test_the_figures_of_a_size_add_up(size):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_figure_is_on_the_page_beside_its_command(language):
-    lines = [line.split(" | ") for line in format_figures(language).splitlines() if "comfy-tpu bench" in line]
+    section = format_figures(read_texts(language).figures)
+    lines = [line.split(" | ") for line in section.splitlines() if "comfy-tpu bench" in line]
     for figure, cells in zip(FIGURES, lines, strict=True):
         assert cells[2] == figure.mesh
         for value, cell in zip((figure.first_s, figure.later_s, figure.step_s), cells[4:7], strict=True):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from comfy_tpu.cli.main import main
+from tests.pipeline import small_pipeline
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,11 +79,8 @@ def check_debugging(tmp_path: Path, report: dict[str, Any], said: str) -> None:
         assert f"comfy-tpu: demo {component} is loaded; mesh dp=1,sp=1,tp=1: " in said
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    # That one by default in test_generate.py, with a pipeline that computes nothing.
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # by default in test_generate.py, with a pipeline that computes nothing
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
     # Steps enough to last for hours; the first "denoising" on the terminal says that it is time.
     words = ["generate", "a red circle", "--steps", "1000", "--mesh", "single", "-o", str(tmp_path / "out" / "x.mp4")]
@@ -109,7 +107,8 @@ def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, num
 def test_the_stages_are_the_whole_and_a_finished_one_is_not_done_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = ["--steps", "2", "--seed", "3", "--mesh", "single"]
+    chosen = ["--model", str(small_pipeline.directory()), "--height", "32", "--width", "32", "--num-frames", "5"]
+    chosen += ["--steps", "2", "--seed", "3", "--mesh", "single"]
     whole, parts = tmp_path / "whole.npy", tmp_path / "parts.npy"
     text, latents = str(tmp_path / "text.safetensors"), str(tmp_path / "latents.safetensors")
     assert main(["generate", "a red circle moving left", *chosen, "-o", str(whole)]) == 0

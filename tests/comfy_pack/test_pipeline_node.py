@@ -57,7 +57,7 @@ def test_prompts_that_follow_each_other_are_read(outcomes):
         ("strength", "prompt_embeds comes with strength, from Conditioning (Set Area Strength), which is not read"),
         (
             "guidance",
-            "prompt_embeds comes with guidance, from FluxGuidance, which is not read here; set guidance_scale",
+            "prompt_embeds comes with guidance, from a guidance node, which is not read here; set guidance_scale",
         ),
         ("control", "prompt_embeds comes with control, from Apply ControlNet, which is not read here"),
         ("no conditioning", "prompt_embeds is not a CONDITIONING"),

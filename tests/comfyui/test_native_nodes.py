@@ -95,3 +95,45 @@ def test_cancel_takes_effect_within_a_step_and_the_next_run_works(client: ComfyC
     assert run.texts("ksampler")[-1].startswith("cancelled after ")
     assert client.status()["activity"]["stage"] == "idle"
     client.succeed(keep(compiled(steps=2, seed=8), x=["ksampler", 0]))
+
+
+def with_model_node(prompt: Prompt, class_type: str, **inputs: Any) -> Prompt:
+    """The graph with one more node between the sampler and its model."""
+    model = prompt["ksampler"]["inputs"]["model"]
+    sampler = {**prompt["ksampler"], "inputs": {**prompt["ksampler"]["inputs"], "model": ["patched", 0]}}
+    return {
+        **prompt,
+        "patched": {"class_type": class_type, "inputs": {"model": model, **inputs}},
+        "ksampler": sampler,
+    }
+
+
+def test_skip_layer_guidance_runs_on_the_devices(client: ComfyClient, base: Path) -> None:
+    options = {"double_layers": "1", "single_layers": "", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}
+
+    def guided(prompt: Prompt) -> Prompt:
+        return with_model_node(prompt, "SkipLayerGuidanceDiT", rescaling_scale=0.0, **options)
+
+    client.succeed(keep(stock(steps=3), unguided=["ksampler", 0]))
+    client.succeed(keep(guided(stock(steps=3)), host=["ksampler", 0]))
+    client.succeed(keep(guided(compiled(steps=3)), tpu=["ksampler", 0]))
+    unguided, host, tpu = (read_kept(base, name)["samples"] for name in ("unguided", "host", "tpu"))
+    assert (unguided - host).abs().max() > 1e-2 * host.abs().max()
+    assert (tpu - host).abs().max() < 1e-4 * host.abs().max()
+    assert client.status()["fallbacks"] == []
+
+
+def test_a_fallback_is_in_the_status_until_the_node_runs_on_the_devices_again(client: ComfyClient, base: Path) -> None:
+    def patched(prompt: Prompt, *, reads_sigmas: bool) -> Prompt:
+        return with_model_node(prompt, "NativeStepPatch", reads_sigmas=reads_sigmas)
+
+    client.succeed(keep(patched(stock(steps=2), reads_sigmas=True), host=["ksampler", 0]))
+    client.succeed(keep(patched(compiled(steps=2), reads_sigmas=True), tpu=["ksampler", 0]))
+    assert (read_kept(base, "host")["samples"] == read_kept(base, "tpu")["samples"]).all()
+    (entry,) = client.status()["fallbacks"]
+    assert (entry["node"], entry["compile_node"], entry["what"]) == ("ksampler", "tpu model", "WanModel")
+    assert "reads sigmas among transformer_options" in entry["reason"]
+    events = [message.data for message in client.messages if message.kind == "comfy_tpu.status"]
+    assert events[-1]["fallbacks"] == [entry]
+    client.succeed(keep(patched(compiled(steps=2), reads_sigmas=False), tpu=["ksampler", 0]))
+    assert client.status()["fallbacks"] == []

@@ -22,6 +22,7 @@ SHAPE = {
     "step_seconds": float,
     "eta_seconds": float | None,
     "compiled": dict,
+    "fallbacks": list,
 }
 
 

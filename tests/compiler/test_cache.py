@@ -62,7 +62,8 @@ def run_process(cache: Path) -> dict[str, object]:
     return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
-def test_a_second_process_compiles_nothing_from_a_copy_and_a_damaged_entry_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.slow  # a second process by default: tests/cli/test_demo.py
+def test_a_second_process_compiles_nothing_from_a_copy(tmp_path: Path) -> None:
     original, copy = tmp_path / "original", tmp_path / "elsewhere" / "copy"
     first = run_process(original)
     assert first["compiled"] > 0
@@ -75,6 +76,12 @@ def test_a_second_process_compiles_nothing_from_a_copy_and_a_damaged_entry_is_re
     assert second["checksum"] == first["checksum"]
     assert entries(copy) == entries(original), "a program of the copy was stored again under another key"
 
+
+@pytest.mark.slow  # by default test_only_the_damaged_entry_is_replaced
+def test_damaged_entries_are_replaced_by_the_next_process(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    first = run_process(original)
+    shutil.copytree(original, copy)
     for entry in copy.glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
     damaged = run_process(copy)
@@ -150,9 +157,7 @@ def test_a_directory_that_cannot_be_written_warns_and_compiles(
         assert enable_cache(CacheConfig(directory=obstacle / "cache")) is None
     assert "cannot be written (Not a directory)" in caplog.text
     assert "choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR" in caplog.text
-    seen = run_process(obstacle / "cache")
-    assert seen["compiled"] == seen["requested"]
-    assert "cannot be written" in seen["stderr"]
+    assert jax.jit(doubled)(np.ones(7)).shape == (7,)
 
 
 def test_a_full_disk_is_one_warning_and_leaves_no_half_of_a_program(

@@ -151,7 +151,7 @@ def test_other_formats_and_empty_directories(tmp_path):
     with pytest.raises(CheckpointError, match="has no .safetensors files; download them, or give the directory of"):
         Checkpoint.open(tmp_path)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="m.gguf is not a .safetensors file; convert it"):
+    with pytest.raises(CheckpointError, match="m.gguf is a GGUF file, .*; use the model's safetensors file"):
         Checkpoint.open(tmp_path / "m.gguf")
 
 

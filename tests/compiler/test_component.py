@@ -140,7 +140,9 @@ def test_models_that_do_not_fit_together_take_turns() -> None:
     events: list[ResidencyEvent] = []
     registry.add_callback(events.append)
     pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"), residency=registry)
-    settings = pipeline.settings(height=32, width=32, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
+    settings = pipeline.settings(
+        height=32, width=32, num_frames=1, num_inference_steps=1, guidance_scale=1.0, max_sequence_length=16
+    )
     videos = [torch.cat(list(pipeline.generate("a red circle", settings)), dim=1) for _ in range(2)]
     assert torch.equal(*videos)
     loads = [event.entry.label.split()[-1] for event in events if event.kind == "loaded"]

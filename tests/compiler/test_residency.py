@@ -53,6 +53,14 @@ def live_bytes():
     return held
 
 
+@pytest.fixture(autouse=True)
+def quick_collections():
+    """What other tests of the process left is not looked at: hundreds of thousands of objects a collection."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def labels(residency):
     return [entry.label for entry in residency.entries()]
 

@@ -87,7 +87,7 @@ def test_the_picture_on_what_auto_takes(variant: str, mesh: str) -> None:
     assert psnr(picture(opened(variant, mesh)), expected(variant)) >= SAME
 
 
-@every_variant
+@covering("variant", VARIANTS, strength=0, always=[("base",)])
 def test_the_comparison_would_see_another_request(variant: str) -> None:
     pipeline = opened(variant)
     wrong = {"prompt": picture(pipeline, "a red circle moving right"), "seed": picture(pipeline, seed=8)}
@@ -263,7 +263,9 @@ def test_it_does_not_start_from_a_picture() -> None:
         pipeline.encode_init_image(torch.zeros(1, 48, 80, 3), pipeline.settings(**CHOSEN), 0.5)
 
 
-@pytest.mark.parametrize("model", ["black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-dev"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("black-forest-labs/FLUX.2-klein-4B", marks=pytest.mark.slow), "black-forest-labs/FLUX.2-dev"]
+)
 def test_full_size_models_lower_for_eight_chips(model: str) -> None:
     seen = measure_lowering(lower_flux2.lower_programs, model, 1024, 1024)
     programs = seen["programs"]

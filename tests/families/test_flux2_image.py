@@ -56,7 +56,7 @@ def test_one_picture(mesh: str, variant: str) -> None:
     ("variant", "mesh"),
     [
         ("klein", "single"),
-        ("base", "dp=2,sp=4"),
+        pytest.param("base", "dp=2,sp=4", marks=pytest.mark.slow),
         pytest.param("dev", "dp=2,tp=4", marks=pytest.mark.slow),  # one image on this mesh: the test above
     ],
 )
@@ -118,24 +118,33 @@ def test_too_many_and_those_of_other_models() -> None:
         pipeline.denoise(type(embeddings)(PROMPT, embeddings.positive, None, shared=other), settings)
 
 
-def test_commands(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Model and settings, in a directory with the images 0.png and 1.png."""
     monkeypatch.chdir(tmp_path)
     for number, image in enumerate(TWO):
         image.save(f"{number}.png")
     model = ["--model", str(small_flux2.directory("klein")), "--mesh", "single"]
-    settings = ["--height", "48", "--width", "80", "--steps", "4", "--seed", "7"]
+    return [*model, "--height", "48", "--width", "80", "--steps", "4", "--seed", "7"]
+
+
+@pytest.mark.slow  # stages by default: test_flux.py
+def test_stages_hand_the_images_on(command: list[str]) -> None:
     given = ["--image", "0.png", "--image", "1.png"]
-    assert cli.main(["generate", PROMPT, *model, *settings, *given]) == 0
+    assert cli.main(["generate", PROMPT, *command, *given]) == 0
     assert len(media.read_metadata("image.png")["pictures"]) == 16, "the fingerprint of what they show"
-    assert cli.main(["encode", PROMPT, *model, *settings, *given]) == 0
-    assert cli.main(["denoise", "text.safetensors", *model]) == 0
-    assert cli.main(["decode", "latents.safetensors", *model, "--output", "staged.png"]) == 0
+    assert cli.main(["encode", PROMPT, *command, *given]) == 0
+    assert cli.main(["denoise", "text.safetensors", *command[:4]]) == 0
+    assert cli.main(["decode", "latents.safetensors", *command[:4], "--output", "staged.png"]) == 0
     with Image.open("image.png") as one, Image.open("staged.png") as other:
         assert one.tobytes() == other.tobytes()
+
+
+def test_images_that_the_command_refuses(command: list[str], capsys: Any) -> None:
     for more, message in [
         (["--image", "0.png", "--last-image", "1.png"], "--last-image is for videos; leave it out"),
         (["--image", "0.png", "--strength", "0.5"], "give --image too, and a model such as Flux.1"),
         (["--image", "0.png"] * 5, "--image is given 5 times"),
     ]:
-        assert cli.main(["generate", PROMPT, *model, *settings, *more]) == 1
+        assert cli.main(["generate", PROMPT, *command, *more]) == 1
         assert message in capsys.readouterr().err

@@ -81,11 +81,9 @@ def test_the_comparison_would_see_another_request() -> None:
     assert_wrong_ones_differ(
         expected(size),
         SAME - 15,
-        prompt=video(pipeline, size, "a red circle"),
         quoted=video(pipeline, size, 'a blue "square"'),
         negative=video(pipeline, size, negative_prompt="right"),
         seed=video(pipeline, size, seed=8),
-        guidance=video(pipeline, size, guidance_scale=2.0),
     )
 
 
@@ -217,7 +215,7 @@ def test_the_text_encoder_says_what_it_says_in_diffusers(mesh: str, scan: bool) 
     assert relative_error(actual["text"], wanted * mask.unsqueeze(-1)) <= 1e-4
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[1:])])
 def test_words_in_quotes_are_read_as_in_diffusers(mesh: str) -> None:
     reference = small_hunyuan.reference()
     wanted, mask = reference._get_byt5_prompt_embeds(
@@ -240,8 +238,8 @@ def test_the_template_is_that_of_diffusers() -> None:
 @pytest.mark.parametrize(
     ("mesh", "sides"),
     [
-        pytest.param("single", (3, 5), marks=pytest.mark.slow),
-        ("dp=2,sp=4", (3, 13)),
+        ("single", (3, 5)),
+        pytest.param("dp=2,sp=4", (3, 13), marks=pytest.mark.slow),
         pytest.param("dp=2,tp=4", (2, 3), marks=pytest.mark.slow),
     ],
 )
@@ -292,7 +290,7 @@ def test_full_size_lowers_for_eight_chips(width: int, height: int) -> None:
     assert programs["decode_frame 1"]["outputs"][0] == [1, 4, height, width, 3]
 
 
-@pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=4), MeshSizes(dp=2, tp=4), MeshSizes(sp=2, tp=4)], ids=str)
+@pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=2, tp=2)], ids=str)
 def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes) -> None:
     config = hunyuan_model.HUNYUAN15.card.published["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"]
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")

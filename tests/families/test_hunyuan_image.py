@@ -83,7 +83,7 @@ def expected(image: Image.Image) -> torch.Tensor:
     ("mesh", "width", "height"),
     [
         ("single", 61, 143),
-        ("dp=2,tp=4", WIDTH, HEIGHT),
+        pytest.param("dp=2,tp=4", WIDTH, HEIGHT, marks=pytest.mark.slow),
         # On one device at this size: the next test.
         pytest.param("single", WIDTH, HEIGHT, marks=pytest.mark.slow),
         pytest.param("dp=2,sp=4", 61, 143, marks=pytest.mark.slow),
@@ -98,7 +98,10 @@ def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, width: int, hei
     assert psnr(actual, wanted) >= SAME
 
 
-@pytest.mark.parametrize(("width", "height"), [(61, 143), (143, 61), (200, 30)])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [(143, 61), pytest.param(61, 143, marks=pytest.mark.slow), pytest.param(200, 30, marks=pytest.mark.slow)],
+)
 def test_the_video_is_that_of_diffusers_at_a_size_of_another_shape(
     width: int, height: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,9 @@ from comfy_tpu.families.card import FamilyCard, ImageInput, NodeSet
 from comfy_tpu.families.card_checks import CardError, check_card
 from comfy_tpu.families.ltx_video.card import CARD, LTX_VIDEO
 from comfy_tpu.families.registry import check_code, load_family
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import rank_layouts
+from comfy_tpu.planning.models import find_model
 from tests.comfy_pack.loading import load_pack
 from tests.families import small_ltx
 
@@ -83,29 +86,57 @@ def run(installed: Path, *command: str | Path, check: bool = True) -> subprocess
 SIZE = ("--height", "64", "--width", "96", "--num-frames", "9", "--steps", "2", "--seed", "7", "--mesh", "single")
 
 
-def test_generate_makes_what_the_original_makes(installed: Path, model: Path, tmp_path: Path) -> None:
-    command = ("-m", "comfy_tpu.cli", "generate", "a red circle", *SIZE, "-o")
-    made = run(installed, *command, tmp_path / "outside.npy", "--model", model)
-    assert main([*command[2:], str(tmp_path / "original.npy"), "--model", str(small_ltx.directory())]) == 0
-    assert np.array_equal(np.load(tmp_path / "outside.npy"), np.load(tmp_path / "original.npy"))
+# One process for three commands: importing torch, jax and diffusers is most of the time of each.
+COMMANDS = """
+import contextlib, io, json, pathlib, sys
+from comfy_tpu.cli.main import main
+for name, words in json.loads(sys.argv[1]).items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(words) == 0, name
+    pathlib.Path(sys.argv[2], name).write_text(out.getvalue())
+"""
+
+
+@pytest.fixture(scope="module")
+def results(
+    installed: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """What `generate`, `plan` and `bench` wrote and printed, by name, and the process."""
+    place = tmp_path_factory.mktemp("results")
+    plan = ("Outside-Video", "--tpu", "v6e-8", "--mesh", "dp=2,sp=4", "--no-compile", "--json")
+    bench = ("--model", "small:outside_family", "--what", "accuracy", "--repeats", "1", "--json", place / "bench.json")
+    commands = {
+        "generate": ["generate", "a red circle", *SIZE, "-o", place / "outside.npy", "--model", model],
+        "plan": ["plan", *plan],
+        "bench": ["bench", *bench],
+    }
+    return place, run(installed, "-c", COMMANDS, json.dumps(commands, default=str), place)
+
+
+def test_generate_makes_what_the_original_makes(results: Any, tmp_path: Path) -> None:
+    place, made = results
+    original = tmp_path / "original.npy"
+    words = ["generate", "a red circle", *SIZE, "-o", str(original), "--model", str(small_ltx.directory())]
+    assert main(words) == 0
+    assert np.array_equal(np.load(place / "outside.npy"), np.load(original))
     assert re.search(r"family broken \(package broken_family\) is left out: .*a_package_that_is_not_there", made.stderr)
 
 
-def test_plan_knows_its_published_model(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--tpu", "v6e-8", "--mesh", "dp=2,sp=4", "--no-compile", "--json")
-    ours = json.loads(run(installed, "-m", "comfy_tpu.cli", "plan", "Outside-Video", *arguments).stdout)
-    assert main(["plan", "LTX-Video", *arguments]) == 0
-    theirs = json.loads(capsys.readouterr().out)
+def test_plan_knows_its_published_model(results: Any) -> None:
+    place, _ = results
+    ours, original = json.loads((place / "plan").read_text()), find_model("LTX-Video")
     assert ours["model"] == "outside/Outside-Video"
-    assert [layout["mesh"] for layout in ours["layouts"]] == [layout["mesh"] for layout in theirs["layouts"]]
-    assert [layout["memory"] for layout in ours["layouts"]] == [layout["memory"] for layout in theirs["layouts"]]
+    assert ours["chosen"] == {"dp": 2, "sp": 4, "tp": 1}
+    ranked = rank_layouts(original.workload(original.defaults), parse_slice("v6e-8"))
+    theirs = {tuple(dataclasses.asdict(layout.sizes).values()): layout.memory.weights for layout in ranked}
+    found = {tuple(layout["mesh"].values()): layout["memory"]["weights"] for layout in ours["layouts"]}
+    assert found
+    assert found.items() <= theirs.items()
 
 
-def test_bench_measures_it_beside_diffusers(installed: Path, tmp_path: Path) -> None:
-    results = tmp_path / "x.json"
-    options = ("--model", "small:outside_family", "--what", "accuracy", "--repeats", "1", "--json", results)
-    run(installed, "-m", "comfy_tpu.cli", "bench", *options)
-    (measured,) = json.loads(results.read_text())["runs"]
+def test_bench_measures_it_beside_diffusers(results: Any) -> None:
+    place, _ = results
+    (measured,) = json.loads((place / "bench.json").read_text())["runs"]
     assert measured["model"] == "small:outside_family"
     errors = {row["peer"]: row["error"] for row in measured["rows"]}
     assert errors["eager"] == 0

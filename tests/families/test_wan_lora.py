@@ -19,7 +19,7 @@ from tests.closeness import psnr
 from tests.covering import covering
 from tests.families import wan_pipelines
 from tests.families.meshes import MESHES
-from tests.families.test_wan import CHOSEN, chosen
+from tests.families.test_wan import CHOSEN, chosen, text_tokens
 from tests.pipeline import small_loras, small_pipeline
 from tests.pipeline.small_loras import Tensors, error, loaded, write
 from tests.pipeline.test_video import PROMPT
@@ -93,7 +93,7 @@ def test_the_video_is_that_of_diffusers_with_one_for_each(mesh: str, tmp_path: P
             guidance_scale_2=2.5,
             generator=torch.Generator().manual_seed(CHOSEN["seed"]),
             output_type="pt",
-            max_sequence_length=512,
+            max_sequence_length=text_tokens("2.2"),
         )
         return made.frames.permute(0, 1, 3, 4, 2)
 

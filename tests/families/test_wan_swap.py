@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 
 from comfy_tpu.compiler.cache import count_compilations
@@ -65,6 +66,7 @@ def test_the_second_takes_the_place_of_the_first_once_and_the_video_is_the_same(
     check_turns("single")
 
 
+@pytest.mark.slow
 def test_over_a_mesh_too() -> None:
     check_turns("dp=2,sp=4")
 

@@ -55,6 +55,48 @@ def test_compilations(architecture, comfyui, watch, cell):
     watch.assert_on_devices()
 
 
+@some_architectures("Wan 2.1 T2V", "Flux.1", "SD3.5", "SDXL", "Qwen-Image", "HunyuanVideo-1.5")
+def test_batches_of_other_sizes(architecture, watch):
+    """Two programs for 2, 1, 3 and 2 rows: one row is padded to two."""
+    from tests.native.sampling import relative_error, sample
+
+    plain = architecture.build(seed=17)
+    compiled = compile_model(plain)
+    for batch in (2, 1, 3, 2):
+        expected = sample(plain, architecture, steps=2, cfg=1.0, batch=batch)
+        got = sample(compiled, architecture, steps=2, cfg=1.0, batch=batch)
+        assert relative_error(expected, got) < TOLERANCE
+    assert len(watch.compiled) == 2
+    watch.assert_on_devices()
+
+
+@some_architectures("SDXL")
+def test_regional_prompts(architecture, watch):
+    """Three rows for half of the steps, then two: one program, and the same image as from ComfyUI."""
+    import nodes
+    import torch
+
+    from tests.native.architectures import noise
+    from tests.native.sampling import relative_error
+
+    shape = architecture.latents[0]
+    mask = torch.zeros(1, *shape[1:])
+    mask[..., : shape[-1] // 2] = 1
+    everywhere, region, negative = (architecture.prompt(77, seed) for seed in (1, 2, 3))
+    region = [[text, {**more, "mask": mask, "mask_strength": 1.0, "end_percent": 0.5}] for text, more in region]
+    plain = architecture.build(seed=18)
+    results = []
+    with torch.inference_mode():
+        for model in (plain, compile_model(plain)):
+            latent = {"samples": noise(4, 1, *shape)}
+            prompts = everywhere + region, negative
+            run = nodes.common_ksampler(model, 1, 4, 4.0, "euler", "simple", *prompts, latent)
+            results.append(run[0]["samples"])
+    assert relative_error(*results) < TOLERANCE
+    assert len(watch.compiled) == 1
+    watch.assert_on_devices()
+
+
 @some_architectures("Flux.1", "Flux.2", "SD3.5", "SDXL")
 def test_long_prompts(architecture, watch, cell):
     """Longer than what a tokenizer fills up to: one more program, for all of them."""

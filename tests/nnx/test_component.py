@@ -108,6 +108,7 @@ def test_scanned_the_program_does_not_grow_with_the_video() -> None:
     assert lines(decoding.decode_unrolled, 9) > 2 * lines(decoding.decode_unrolled, 3)
 
 
+@pytest.mark.slow
 def test_scanned_the_program_of_the_torch_module_does_not_grow_either() -> None:
     component = Component(wan_vae.VAE, tiny().config, make_placement("single"), dtype=torch.float32)
 

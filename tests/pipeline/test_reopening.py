@@ -22,7 +22,6 @@ def test_no_objects_are_left_behind() -> None:
     for _ in range(2):  # what is imported, traced and kept once
         make_video()
     before = count_objects()
-    for _ in range(2):
-        make_video()
+    make_video()
     # Over 900 a time were, of jit functions that jnp.einsum makes anew at every call.
     assert count_objects() - before < 30

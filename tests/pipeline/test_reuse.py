@@ -170,7 +170,7 @@ def latents_by_diffusers(made: Plan, prompt: str = PROMPT) -> torch.Tensor:
     settings = GenerationSettings(flow_shift=TEN["flow_shift"], num_inference_steps=len(made.steps))
     scheduler, pipeline = WAN21.scheduling.factories["unipc"](settings), small_pipeline.reference()
     scheduler.set_timesteps(len(made.steps))
-    embeddings = pipeline.encode_prompt(prompt, TEN["negative_prompt"], max_sequence_length=512)
+    embeddings = pipeline.encode_prompt(prompt, TEN["negative_prompt"], max_sequence_length=TEN["max_sequence_length"])
     sample = initial_noise((1, 4, 3, 6, 10), TEN["seed"])
     velocity = torch.zeros_like(sample)
     for step, timestep in zip(made.steps, scheduler.timesteps, strict=True):

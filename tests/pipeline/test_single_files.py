@@ -29,7 +29,7 @@ from tests.families import small_flux
 from tests.parity import small_models
 from tests.pipeline import original_names, small_pipeline
 
-SIZES = {"height": 64, "width": 64, "num_inference_steps": 2}
+SIZES = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 32}
 
 
 def weights(directory: Path, part: str) -> dict[str, torch.Tensor]:

@@ -20,7 +20,9 @@ def pipeline() -> VideoPipeline:
 
 
 def settings() -> GenerationSettings:
-    return pipeline().settings(height=48, width=80, num_frames=9, num_inference_steps=4, guidance_scale=4.0)
+    return pipeline().settings(
+        height=48, width=80, num_frames=9, num_inference_steps=4, guidance_scale=4.0, max_sequence_length=16
+    )
 
 
 def velocities(embeddings: PromptEmbeddings) -> list[torch.Tensor]:

@@ -35,6 +35,7 @@ CHOSEN: dict[str, Any] = {
     "flow_shift": 3.0,
     "seed": 7,
     "negative_prompt": "blue background",
+    "max_sequence_length": 32,  # of 512, which test_demo.py compares: half of the time otherwise
 }
 
 
@@ -63,12 +64,14 @@ def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: 
         num_videos_per_prompt=num_videos,
         generator=torch.Generator().manual_seed(CHOSEN["seed"]),
         output_type="pt",
-        max_sequence_length=512,
+        max_sequence_length=CHOSEN["max_sequence_length"],
     ).frames
     return frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,tp=4", "dp=2,sp=4", pytest.param("sp=8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["single", "dp=2,sp=4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("dp=2,tp=4", "sp=8"))]
+)
 def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str) -> None:
     assert expected().std() > 0.05, "the reference shows something"
     assert psnr(video(opened(mesh)), expected()) >= SAME
@@ -95,7 +98,7 @@ def test_other_schedulers(scheduler: str) -> None:
 
 
 def test_without_guidance_there_is_one_branch() -> None:
-    assert psnr(video(opened("dp=2,tp=4"), guidance_scale=1.0), expected(guidance_scale=1.0)) >= SAME
+    assert psnr(video(opened("single"), guidance_scale=1.0), expected(guidance_scale=1.0)) >= SAME
 
 
 def step_flops(mesh: str, guidance_scale: float) -> float:
@@ -108,7 +111,7 @@ def step_flops(mesh: str, guidance_scale: float) -> float:
     return float(costs["flops"])
 
 
-@pytest.mark.parametrize(("mesh", "share"), [("single", 0.5), ("dp=2,tp=4", 1.0)])
+@pytest.mark.parametrize(("mesh", "share"), [("single", 0.5), ("dp=2,sp=4", 1.0)])
 def test_one_branch_is_half_the_work_where_dp_does_not_divide_two(mesh: str, share: float) -> None:
     """What the nodes say of guidance_scale: on a mesh with dp=2 both halves compute the one branch."""
     assert step_flops(mesh, 1.0) / step_flops(mesh, 4.0) == pytest.approx(share, abs=0.02)

@@ -161,7 +161,7 @@ def save(
     _rewrite(directory / "vae" / "config.json")
 
 
-SHARED_PARTS = ("vae", "text_encoder", "tokenizer", "scheduler", "generation.json")
+SHARED_PARTS = ("vae", "text_encoder", "tokenizer", "scheduler", "generation.json", "preview.json")
 
 
 def save_image_model(

@@ -11,12 +11,17 @@ from comfy_tpu.families.card import FamilyCard
 from tools.pages.facts import KINDS, Facts
 from tools.pages.help_page import help_page
 from tools.pages.model_table import model_table, replace_table
+from tools.pages.node_record import PATH, extended_record
 from tools.pages.sources import LANGUAGES, Json, read_templates, read_texts
+from tools.pages.version_row import replace_versions
 
 TABLES = {
     "en": ("README.md", "docs/comfyui.md"),
     "zh": ("README.zh-CN.md", "docs/comfyui.zh-CN.md"),
 }
+
+
+README = {"en": "README.md", "zh": "README.zh-CN.md"}
 
 
 def generated_files(
@@ -33,6 +38,7 @@ def generated_files(
         definitions = english_definitions(nodes) if language == "en" else read_texts(root, language, "nodeDefs.json")
         if language == "en":
             yield "locales/en/nodeDefs.json", json.dumps(definitions, indent=2, ensure_ascii=False) + "\n"
+            yield PATH, extended_record(root, nodes)
         for node_set in (node_set for card in cards for node_set in card.node_sets):
             facts = Facts(node_set, texts, definitions, language)
             for kind in KINDS:
@@ -44,7 +50,8 @@ def generated_files(
                         yield f"web/docs/{node_id}.md", page
         table = model_table(cards, texts)
         for name in TABLES[language]:
-            yield name, replace_table((root / name).read_text(encoding="utf-8"), name, table)
+            page = replace_table((root / name).read_text(encoding="utf-8"), name, table)
+            yield name, replace_versions(page, name, texts) if name == README[language] else page
 
 
 def _belongs_to(node_id: str, keys: Collection[str]) -> bool:

@@ -1,11 +1,13 @@
 """The parameters of every published model, by component: tools/pages/parameters.json, from which download sizes follow.
 
-Counted in the classes of diffusers and transformers as their repositories have them, with their published configurations,
-on torch's meta device: whole text encoders, also where the families load fewer layers. Nothing is downloaded.
+Counted in the classes of diffusers and transformers as their repositories have them, with their published
+configurations, on torch's meta device: whole text encoders, also where the families load fewer layers. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import sys
@@ -58,9 +60,11 @@ def _count(classes: tuple[str, ...], config: Config) -> int:
 
 
 def published_ids() -> list[str]:
+    """Of families with a reference.py, which has the published configurations of VAEs and text encoders."""
     from tools.pages.generated import built_in_cards
 
-    return [hub_id for card in built_in_cards() for model in card.models for hub_id in model.published]
+    cards = [card for card in built_in_cards() if importlib.util.find_spec(f"{card.package}.reference") is not None]
+    return [hub_id for card in cards for model in card.models for hub_id in model.published]
 
 
 def main() -> int:

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from comfy_tpu.bench.page_texts import ENGLISH, PageTexts
 from comfy_tpu.bench.results import Row, Run
 from comfy_tpu.bench.tables import format_seconds, peer_name, render_table
-from comfy_tpu.bench.words import CHINESE, Language, translate
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ _CURVES = {
     "devices": ("A forward of the small model on virtual CPU devices", "devices", "seconds, on the same cores"),
 }
 """Title and axes, by the fact that is plotted against."""
+_WALL_TIME = "wall time"
+_COUNTED = {"tokens": "operations, counted", "devices": "operations a device, by XLA"}
+_TRANSLATED = (_WALL_TIME, *_COUNTED.values())
+"""Names of series that are words; the others are names of peers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +138,11 @@ def make_series(rows: Sequence[tuple[Run, Row]]) -> dict[str, list[Series]]:
     counted: dict[str, dict[float, float]] = {against: {} for against in _CURVES}
     for (_, name, _), row in first.items():
         against = "devices" if "devices" in row.facts else "tokens"
-        x, label = row.facts[against], "wall time" if against == "devices" else name
+        x, label = row.facts[against], _WALL_TIME if against == "devices" else name
         measured[against].setdefault(label, {})[x] = row.median_s or 0.0
         if row.peer == "ours":
             counted[against][x] = row.facts.get("flops_per_device", row.flops) or 0.0
-    for against, label in (("tokens", "operations, counted"), ("devices", "operations a device, by XLA")):
+    for against, label in _COUNTED.items():
         operations = counted[against]
         if operations and all(operations.values()):
             x = min(operations)
@@ -155,22 +159,17 @@ def draw_scaling(rows: Sequence[tuple[Run, Row]]) -> dict[str, str]:
     return {against: draw_curves(*_CURVES[against], series) for against, series in make_series(rows).items() if series}
 
 
-def exponent_table(rows: Sequence[tuple[Run, Row]], language: Language = "en") -> str:
+def exponent_table(rows: Sequence[tuple[Run, Row]], texts: PageTexts = ENGLISH) -> str:
     """Empty if there is nothing to fit."""
     lines = [
         [
-            _name(one, language),
-            translate(against, language),
+            texts.translate(one.name) if one.name in _TRANSLATED else one.name,
+            texts.translate(against),
             f"{min(one.points):,.0f} – {max(one.points):,.0f}",
             f"{one.fit[1]:.2f}",
         ]
         for against, series in make_series(rows).items()
         for one in series
     ]
-    titles = [translate(title, language) for title in ("what", "against", "from – to", "exponent")]
-    return render_table(titles, lines, padded=language == "en") if lines else ""
-
-
-def _name(series: Series, language: Language) -> str:
-    """Names of peers stay."""
-    return translate(series.name, language) if series.name in CHINESE else series.name
+    titles = [texts.translate(title) for title in ("what", "against", "from – to", "exponent")]
+    return render_table(titles, lines, padded=texts.is_english) if lines else ""

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from comfy_tpu.bench.job import SMALL_MODEL
+from comfy_tpu.bench.page_texts import ENGLISH, Language, PageTexts, read_texts
 from comfy_tpu.bench.plots import Bar, check_libraries, draw_bars, draw_scaling, exponent_table
 from comfy_tpu.bench.reported import format_figures
 from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.bench.tables import PEER_NAMES, TITLES, make_table, peer_name, render_table
-from comfy_tpu.bench.words import Language, translate
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.pipeline.atomic import check_place, replacing, write_errors
@@ -25,36 +25,6 @@ Rows = list[tuple[Run, Row]]
 _CPU_REMARK = " A CPU shows that everything runs and what it costs to start; speed is measured on accelerators."
 _COMPARED = ("transformer", "vae", "text", "end-to-end")
 """Parts whose peers compute the same."""
-
-_HEADS: Mapping[Language, str] = {
-    "en": """# Performance
-
-Made by `comfy-tpu bench report` from the JSON files of `comfy-tpu bench`; change the measurements, not this page.
-
-Seconds are wall time with the device waited for: medians of the samples after a warm-up call, smallest and largest
-beside them. Peers of a row run in one process with the same weights, in turns; "ours is faster" compares within that
-run only, and so does "fp8 is faster", with ours that is not quantized. Weights are random. TFLOP/s count products,
-convolutions and attention; "of the floor" is how near a forward comes to one whose products and attention each run at
-the best rate measured beside it (of 8-bit products none is). The error is the norm of the difference from a
-float32 reference over the norm of the reference; the transformer's is that of two of its blocks at their full width,
-because a float32 copy of a large model does not fit beside the others.
-""",
-    "zh-CN": """# 性能
-
-由 `comfy-tpu bench report` 根据 `comfy-tpu bench` 的 JSON 文件生成；要改的是测量结果，不是本页。
-
-时间是墙钟时间，等设备算完才停表：预热一次之后各样本的中位数，旁边是最小值和最大值。同一行的各个实现在同一个进程里用同样的权重
-轮流运行；“我们快”只在同一次运行之内比较，“fp8 快”也是，比的是我们自己未量化的版本。权重是随机的。TFLOP/s 计入矩阵乘、卷积和注意力；
-“达到下限的”指一次前向与下限的接近程度，下限是其中的矩阵乘和注意力都以旁边测得的最高速率运行所需的时间（8 位乘法没有这样的参照）。
-误差是与 float32 参考结果之差的范数除以参考结果的范数；transformer 的误差取两个完整宽度的 block，因为大模型的 float32 副本放不下。
-“项目”和“实现”两列沿用 JSON 里的名字。
-""",
-}
-_TWIN_LINKS: Mapping[Language, str] = {
-    "en": "English · [简体中文]({twin})",
-    "zh-CN": "[English]({twin}) · 简体中文",
-}
-"""Under the title of a page that was made in both languages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,42 +110,42 @@ class Chapter:
 
     @property
     def title(self) -> str:
-        return self.translated_title("en")
+        return self.translated_title(ENGLISH)
 
-    def translated_title(self, language: Language) -> str:
+    def translated_title(self, texts: PageTexts) -> str:
         kind, _, family = self.model.partition(":")
         titles = {card.name: card.title for card in family_cards()}
-        small = translate("a small {family}", language).format(family=titles.get(family, family))
+        small = texts.translate("a small {family}").format(family=titles.get(family, family))
         model = small if kind == SMALL_MODEL else self.model.rpartition("/")[2]
-        mesh = self.mesh and translate("mesh {mesh}", language).format(mesh=self.mesh)
-        return translate(", ", language).join(filter(None, [self.device, model, self.dtype, mesh]))
+        mesh = self.mesh and texts.translate("mesh {mesh}").format(mesh=self.mesh)
+        return texts.translate(", ").join(filter(None, [self.device, model, self.dtype, mesh]))
 
     @property
     def slug(self) -> str:
         words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {self.mesh}"
         return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
-    def format(self, runs: Sequence[Run], stem: str, language: Language = "en") -> tuple[str, dict[str, str]]:
+    def format(self, runs: Sequence[Run], stem: str, texts: PageTexts = ENGLISH) -> tuple[str, dict[str, str]]:
         """The text, and its plots by file name, whose words are English. `stem`: of the page's name."""
-        lines, plots = [f"## {self.translated_title(language)}", "", _machine_line(runs[-1], language), ""], {}
+        lines, plots = [f"## {self.translated_title(texts)}", "", _machine_line(runs[-1], texts), ""], {}
         found = {part: latest_rows(runs, part) for part in TITLES}
         if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
             name = f"{stem}-{self.slug}.svg"
             plots[name] = draw_peers(self.title, [one for rows in found.values() for one in rows])
-            lines += [f"![{translate('seconds by peer', language)}]({name})", ""]
+            lines += [f"![{texts.translate('seconds by peer')}]({name})", ""]
         for part, title in TITLES.items():
             if found[part]:
-                lines += [f"### {translate(title, language)}", "", make_table(found[part], language), ""]
+                lines += [f"### {texts.translate(title)}", "", make_table(found[part], texts), ""]
         forwards = [*found["scaling"], *found["transformer"]]
         for against, text in draw_scaling(forwards).items():
             name = f"{stem}-{self.slug}-{against}.svg"
             plots[name] = text
-            shown = translate("cost against {against}", language).format(against=translate(against, language))
+            shown = texts.translate("cost against {against}").format(against=texts.translate(against))
             lines += [f"![{shown}]({name})", ""]
-        if table := exponent_table(forwards, language):
+        if table := exponent_table(forwards, texts):
             lines += [table, ""]
         used = [run for run in runs if any(run is one for rows in found.values() for one, _ in rows)]
-        lines += [f"### {translate('Runs', language)}", "", _runs_table(used, language), ""]
+        lines += [f"### {texts.translate('Runs')}", "", _runs_table(used, texts), ""]
         return "\n".join(lines), plots
 
 
@@ -184,36 +154,39 @@ def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language
     check_libraries()
     if output.suffix != ".md":
         raise InvalidValueError(f"output={output} is Markdown; give it a name in .md", field="output")
-    pages = {language: _page_path(output, language) for language in languages}
-    for page in pages.values():
+    pages = {_page_path(output, language): read_texts(language) for language in languages}
+    for page in pages:
         check_place(page)
-    check_conflicts([("output", page) for page in pages.values()], files)
+    check_conflicts([("output", page) for page in pages], files)
     output.parent.mkdir(exist_ok=True)
     runs = sorted((run for file in files for run in read_runs(file)), key=lambda run: run.date)
     if not runs:
         raise InvalidValueError(f"{', '.join(map(str, files))}: no run is in there; measure with `comfy-tpu bench`")
-    texts = dict.fromkeys(pages.values(), "")
+    written = dict.fromkeys(pages, "")
     chapters = dict.fromkeys(map(Chapter.find, sorted(runs, key=lambda run: run.model.startswith(SMALL_MODEL))))
-    for language, page in pages.items():
-        twins = [other.name for other in pages.values() if other != page]
-        text = [_head(language, twins), format_figures(language)]
+    for page, texts in pages.items():
+        parts = [_head(page, pages), format_figures(texts.figures)]
         for chapter in chapters:
             own = [run for run in runs if Chapter.find(run) == chapter]
-            written, plots = chapter.format(own, output.stem, language)
-            text.append(written)
-            texts |= {output.with_name(name): plot for name, plot in plots.items()}
-        texts[page] = "\n".join(text)
-    write_texts(texts)
-    return list(texts)
+            text, plots = chapter.format(own, output.stem, texts)
+            parts.append(text)
+            written |= {output.with_name(name): plot for name, plot in plots.items()}
+        written[page] = "\n".join(parts)
+    write_texts(written)
+    return list(written)
 
 
 def _page_path(output: Path, language: Language) -> Path:
     return output if language == "en" else output.with_name(f"{output.stem}.{language}.md")
 
 
-def _head(language: Language, twins: Sequence[str]) -> str:
-    title, _, rest = _HEADS[language].partition("\n")
-    return "\n".join([title, *(f"\n{_TWIN_LINKS[language].format(twin=twin)}" for twin in twins), rest])
+def _head(page: Path, pages: Mapping[Path, PageTexts]) -> str:
+    """With links to the other pages, where there are any."""
+    title, _, rest = pages[page].head.partition("\n")
+    if len(pages) == 1:
+        return f"{title}\n{rest}"
+    names = [texts.name if path == page else f"[{texts.name}]({path.name})" for path, texts in pages.items()]
+    return f"{title}\n\n{' · '.join(names)}\n{rest}"
 
 
 def latest_rows(runs: Sequence[Run], part: str) -> Rows:
@@ -228,26 +201,26 @@ def latest_rows(runs: Sequence[Run], part: str) -> Rows:
     return found
 
 
-def _machine_line(run: Run, language: Language) -> str:
+def _machine_line(run: Run, texts: PageTexts) -> str:
     hardware = run.hardware
     memory = hardware.get("device_memory_bytes")
     parts = [
         f"{hardware['devices']} × {hardware['device']}" + (f" ({memory / 2**30:.0f} GiB)" if memory else ""),
-        translate("driver {driver}", language).format(driver=hardware["driver"]) if hardware.get("driver") else "",
-        translate("{processor}, {cores} cores, {memory}", language).format(
+        texts.translate("driver {driver}").format(driver=hardware["driver"]) if hardware.get("driver") else "",
+        texts.translate("{processor}, {cores} cores, {memory}").format(
             processor=hardware["processor"],
             cores=hardware["processor_cores"],
             memory=f"{hardware['host_memory_bytes'] / 2**30:.0f} GiB",
         ),
     ]
-    line = translate("; ", language).join(filter(None, parts)) + translate(".", language)
-    return line + (translate(_CPU_REMARK, language) if hardware["platform"] == "cpu" else "")
+    line = texts.translate("; ").join(filter(None, parts)) + texts.translate(".")
+    return line + (texts.translate(_CPU_REMARK) if hardware["platform"] == "cpu" else "")
 
 
-def _runs_table(runs: Sequence[Run], language: Language) -> str:
+def _runs_table(runs: Sequence[Run], texts: PageTexts) -> str:
     lines = []
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
         lines.append([run.date.replace("T", " ").replace("+00:00", " UTC"), f"`{run.command}`", versions])
-    titles = [translate(title, language) for title in ("date", "command", "versions")]
-    return render_table(titles, lines, padded=language == "en")
+    titles = [texts.translate(title) for title in ("date", "command", "versions")]
+    return render_table(titles, lines, padded=texts.is_english)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from comfy_tpu.bench.page_texts import ENGLISH, PageTexts
 from comfy_tpu.bench.results import Row, Run
-from comfy_tpu.bench.words import Language, translate
 
 TITLES = {
     "transformer": "Transformer, one forward",
@@ -28,7 +28,7 @@ _REGIONAL = ("transformer", "accuracy", "end-to-end")
 """Parts in which `--compile-regional` means something."""
 
 
-def make_table(rows: Sequence[tuple[Run, Row]], language: Language = "en") -> str:
+def make_table(rows: Sequence[tuple[Run, Row]], texts: PageTexts = ENGLISH) -> str:
     """Rows, each with the run that it is compared within; columns that nothing fills are left out."""
     columns = {}
     for title, (value, write) in _COLUMNS.items():
@@ -36,10 +36,10 @@ def make_table(rows: Sequence[tuple[Run, Row]], language: Language = "en") -> st
         if any(each not in (None, "") for each in values):
             written = ["" if each is None else write(each) for each in values]
             if title in _TRANSLATED:
-                written = [each and translate(each, language) for each in written]
-            columns[translate(title, language)] = written
+                written = [each and texts.translate(each) for each in written]
+            columns[texts.translate(title)] = written
     lines = [list(line) for line in zip(*columns.values(), strict=True)]
-    return render_table([*columns], lines, padded=language == "en")
+    return render_table([*columns], lines, padded=texts.is_english)
 
 
 def render_table(titles: Sequence[str], lines: Sequence[Sequence[str]], *, padded: bool = True) -> str:

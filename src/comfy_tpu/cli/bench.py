@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.bench.job import PARTS, PEERS, Job
-from comfy_tpu.bench.words import LANGUAGES
+from comfy_tpu.bench.page_texts import LANGUAGES
 from comfy_tpu.cli.options import add_vae_backend, number_parser, parse_names, path_parser
 from comfy_tpu.cli.terminal import print_message, print_paths, print_text
 

@@ -21,12 +21,12 @@ _UNSUPPORTED_KEYS = {
     "area": "Conditioning (Set Area)",
     "mask": "Conditioning (Set Mask)",
     "strength": "Conditioning (Set Area Strength)",
-    "guidance": "FluxGuidance",
+    "guidance": "a guidance node",
     "control": "Apply ControlNet",
     "gligen": "GLIGENTextBoxApply",
     "hooks": "a hook node",
-    "clip_vision_output": "unCLIPConditioning or WanImageToVideo",
-    "concat_latent_image": "WanImageToVideo or InpaintModelConditioning",
+    "clip_vision_output": "unCLIPConditioning or an image-to-video node",
+    "concat_latent_image": "InpaintModelConditioning or an image-to-video node",
     "reference_latents": "ReferenceLatent",
 }
 """Options of other nodes in a CONDITIONING that we do not support, and a node that sets each. Ignoring one would give a

@@ -101,7 +101,8 @@ def _runtime_inputs() -> list[io.Input]:
             "vae_backend",
             options=list(VAE_BACKENDS),
             default=_RUNTIME.vae_backend,
-            tooltip="What runs the VAE: the PyTorch module through torchax, or nnx, the Wan 2.1 VAE in Flax.",
+            tooltip="What runs the VAE: the PyTorch module through torchax, or nnx, its version in Flax, for models "
+            "that have one.",
         ),
         io.Float.Input(
             "reuse",

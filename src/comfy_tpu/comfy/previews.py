@@ -9,7 +9,7 @@ from PIL import Image
 from comfy_tpu.pipeline.preview_colours import PreviewColours
 
 
-class ColourPreviewer(latent_preview.LatentPreviewer):  # type: ignore[misc]
+class ColourPreviewer(latent_preview.LatentPreviewer):
     """Colours each latent of the first frame."""
 
     def __init__(self, colours: PreviewColours) -> None:

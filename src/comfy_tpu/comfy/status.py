@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from comfy_tpu.comfy.fallbacks import Fallbacks
 from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.comfy.node_text import NodeLine, NodeText, clock_time, join_line, part_text, size_text
 from comfy_tpu.pipeline.progress import Progress
@@ -38,6 +39,8 @@ class Status:
         self._mark = 0.0
         self._compiling_since = 0.0
         self._compiled: dict[str, Any] = {"programs": 0, "from_cache": 0, "seconds": 0.0, "last": None, "latest": None}
+        self.fallbacks = Fallbacks()
+        """What ran on the host instead of the devices."""
 
     def start(self) -> None:
         """Lets `snapshot` ask JAX for devices, which it starts."""
@@ -101,6 +104,7 @@ class Status:
                 "step_seconds": step,
                 "eta_seconds": step * (activity["total"] - activity["done"]) if denoising and step else None,
                 "compiled": dict(self._compiled),
+                "fallbacks": self.fallbacks.as_list(),
             }
         return document | _devices() if document["started"] else document
 
@@ -123,6 +127,9 @@ class Status:
         )
         if now["step_seconds"] is not None:
             lines.append(f"last steps: {now['step_seconds']:.2f} s each")
+        for entry in now["fallbacks"]:
+            place = f" (node {entry['node']})" if entry["node"] is not None else ""
+            lines.append(f"on the host: {entry['what']}{place}: {entry['reason']}")
         return "\n".join(lines)
 
     def _record_program(self, progress: Progress, now: float) -> None:

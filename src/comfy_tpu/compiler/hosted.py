@@ -93,7 +93,7 @@ class HostedModule:
         self._on_load = on_load
         self._lock = threading.RLock()
         self._change_detector = WeightChangeDetector()
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[tuple[Function, Axes], Program] = {}
         self._tables = tables
         self._prepare = prepare
         self._varying = varying
@@ -125,6 +125,8 @@ class HostedModule:
     def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), fetch: bool = True, **kwargs: Any) -> Any:
         """Returns the results as host tensors; `axes`: how the tensors among the arguments are split over the mesh.
 
+        Equal functions share programs. A function may have an attribute `varying`, which replaces the module's.
+
         With `fetch=False` results stay on the devices, as arrays that may be arguments of another call.
         """
         tensors, structure = _flatten_args((args, kwargs))
@@ -151,6 +153,12 @@ class HostedModule:
         """Frees the module's memory on the devices."""
         self._residency.evict(self._key)
 
+    def forget(self, function: Function) -> None:
+        """Frees the programs of a function."""
+        with self._lock:
+            for key in [key for key in self._programs if key[0] == function]:
+                del self._programs[key]
+
     @property
     def compiled_count(self) -> int:
         return sum(program.compiled_count for program in self._programs.values())
@@ -163,7 +171,7 @@ class HostedModule:
                 with _foreign_code_errors(self.name):
                     return function(module, *args, **kwargs)
 
-            return run_with_detected_scans(module, once, self._varying)
+            return run_with_detected_scans(module, once, getattr(function, "varying", self._varying))
 
         run.__name__ = function.__name__
         key = (function, axes)

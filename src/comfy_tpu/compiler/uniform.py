@@ -273,7 +273,7 @@ class _LoopRecorder:
     def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = BlockCall(args, kwargs).arguments
         copied = {name: self._copy_containers(value) for name, value in arguments.items()}
-        self._in_order &= position == len(self._calls)
+        self._in_order &= all(position > earlier for earlier in self._calls)
         if not self._calls or self._writes_containers:
             made = self._run_block(position, arguments, copied, args, kwargs)
         else:
@@ -310,14 +310,14 @@ class _LoopRecorder:
         return [self._copy_containers(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def segments(self) -> list[Segment]:
-        """The segments of the run, each of which is one scan."""
-        count = self._run.count
-        single_blocks = [Segment(position, position + 1) for position in range(count)]
-        if not self._in_order or len(self._calls) != count:
+        """The segments of the run, each of which is one scan. A block that is not called ends one, and is in none."""
+        single_blocks = [Segment(position, position + 1) for position in range(self._run.count)]
+        if not self._in_order or not self._calls:
             return single_blocks
-        found = [Segment(0, 1)]
-        for position in range(1, count):
-            last, carry = found[-1], self._link(position)
+        first, *others = self._calls
+        found = [Segment(first, first + 1)]
+        for position in others:
+            last, carry = found[-1], self._link(position) if position - 1 in self._calls else ()
             if carry and (last.stop - last.start == 1 or carry == last.carry):
                 found[-1] = Segment(last.start, position + 1, carry)
             else:

@@ -22,6 +22,7 @@ from comfy_tpu.diagnosis.facts import (
     Python,
     TorchExtension,
 )
+from comfy_tpu.diagnosis.tested_versions import describe_newer
 from comfy_tpu.distribution import restore_command
 from comfy_tpu.parallel.report import format_gb, summarize
 
@@ -42,15 +43,21 @@ class Finding:
     fix: str | None = None
 
 
-def check_python(python: Python) -> Finding:
-    detail = f"{python.version} ({python.executable})"
+def check_python(python: Python, tested: Sequence[str] = ()) -> Finding:
+    """`tested`: versions in ascending order."""
+    detail = f"{python.version} ({python.executable}){describe_newer(_minor(python.version), [*map(_minor, tested)])}"
     if SpecifierSet(python.required).contains(python.version, prereleases=True):
         return Finding("python", "ok", detail)
     fix = f"install Python {python.required} and comfy-tpu with it"
     return Finding("python", "blocked", f"{detail}; needs {python.required}", fix)
 
 
-def check_package(requirement: Requirement, versions: Mapping[str, str | None]) -> Finding:
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def check_package(requirement: Requirement, versions: Mapping[str, str | None], tested: Sequence[str] = ()) -> Finding:
+    """`tested`: versions in ascending order."""
     version = versions[requirement.name]
     needs = f"needs {requirement.specifier}" if requirement.specifier else "needs any version"
     # Named beside a newer torch, torchvision moves along; otherwise pip would leave it with the older one's.
@@ -60,7 +67,7 @@ def check_package(requirement: Requirement, versions: Mapping[str, str | None]) 
         return Finding(requirement.name, "blocked", f"not installed; {needs}", fix)
     if not requirement.specifier.contains(version, prereleases=True):
         return Finding(requirement.name, "blocked", f"{version} is too old; {needs}", fix)
-    return Finding(requirement.name, "ok", version)
+    return Finding(requirement.name, "ok", version + describe_newer(version, tested))
 
 
 def check_devices(devices: Devices, versions: Mapping[str, str | None]) -> Finding:

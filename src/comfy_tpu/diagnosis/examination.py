@@ -14,6 +14,7 @@ from comfy_tpu.compiler.cache import cache_directory
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.diagnosis import checks, facts
 from comfy_tpu.diagnosis.checks import Finding
+from comfy_tpu.diagnosis.tested_versions import read_tested_versions
 
 T = TypeVar("T")
 
@@ -83,15 +84,16 @@ def examine(
     probes = probes or Probes()
     findings = _Findings()
 
+    tested = findings.attempt("tested versions", read_tested_versions) or {}
     python = findings.attempt("python", probes.python)
-    findings.judge("python", checks.check_python, python)
+    findings.judge("python", checks.check_python, python, tested.get("python", ()))
 
     lines = findings.attempt("requirements", probes.requirements) or ()
     requirements = [Requirement(line) for line in lines]
     names = [requirement.name for requirement in requirements] + list(facts.COMPANIONS)
     versions = dict(findings.attempt("versions", probes.versions, names) or {})
     for requirement in requirements if versions else []:
-        findings.judge(requirement.name, checks.check_package, requirement, versions)
+        findings.judge(requirement.name, checks.check_package, requirement, versions, tested.get(requirement.name, ()))
 
     devices = findings.attempt("devices", probes.devices)
     hardware = findings.attempt("hardware", probes.hardware)

@@ -12,14 +12,15 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+from comfy_tpu.diagnosis.tested_versions import find_bounds
 from comfy_tpu.distribution import pip_command
 
 TORCH_INDEX = "https://download.pytorch.org/whl"
 """Has a folder for each build of torch, by the label in its version: cpu in 2.13.0+cpu."""
 _TORCH_LABEL = re.compile(r"cpu|xpu|cu\d+|rocm[\d.]+")
 
-# What the tests run with, by the bounds in CONTRIBUTING.md: torchax depends on internals of torch and of jax.
-TESTED_VERSIONS = {"torch": ">=2.11,<2.16", "jax": ">=0.10,<0.12", "torchax": ">=0.0.13,<0.0.14"}
+_TRACING = ("torch", "jax", "torchax")
+"""torchax depends on internals of torch and of jax."""
 
 
 def install(*requirements: str) -> str:
@@ -65,12 +66,13 @@ def torch_index(torch: str) -> str | None:
 def repair_tracing(versions: Mapping[str, str | None]) -> str:
     """The tested versions, or the same ones again where they are tested and still do not work."""
     companions = ["torchvision"] if versions.get("torchvision") else []
-    if not all(_is_tested(name, versions.get(name)) for name in TESTED_VERSIONS):
-        return install(*(f"{name}{bounds}" for name, bounds in TESTED_VERSIONS.items()), *companions)
+    bounds = find_bounds(_TRACING)
+    if not all(_is_within(versions.get(name), bounds[name]) for name in _TRACING):
+        return install(*(f"{name}{bounds[name]}" for name in _TRACING), *companions)
     same = [f"{name}=={versions[name]}" for name in ("torch", "torchax")]
     index = torch_index(versions["torch"] or "")
     return reinstall(["torch", "torchax"], *same, *(["--extra-index-url", index] if index else []))
 
 
-def _is_tested(name: str, version: str | None) -> bool:
-    return version is not None and SpecifierSet(TESTED_VERSIONS[name]).contains(version, prereleases=True)
+def _is_within(version: str | None, bounds: str) -> bool:
+    return version is not None and SpecifierSet(bounds).contains(version, prereleases=True)

@@ -53,14 +53,13 @@ def chunked_tiles(
         part, seen = given
 
         def add(state: Any, which: Array) -> Any:
-            near = [
+            near_key, near_value = (
                 jnp.take(array, which, axis=2, mode="clip").reshape(batch, kv_heads, -1, array.shape[-1])
-                for array in arrays
-            ]
+                for array in (keys, values)
+            )
             shown = None if visible is None else jnp.take(visible, which, axis=1, mode="clip").reshape(batch, -1)
-            return chunked.update(state, part, *near, Masking(keys=shown), scale, 0, 0, 0)
+            return chunked.update(state, part, near_key, near_value, Masking(keys=shown), scale, 0, 0, 0)
 
-        arrays = keys, values
         state = chunked.start(part, value_dim)
         if batch * heads * rows * rows * seen.shape[0] <= chunked.SCORES:
             state = add(state, seen)

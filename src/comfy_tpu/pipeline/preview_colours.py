@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class PreviewColours:
     """[features, 3], for colours in 0..1."""
 
     @classmethod
-    def read(cls, document: dict[str, Any], channels: int, path: object) -> PreviewColours:
+    def read(cls, document: Mapping[str, Any], channels: int, path: object) -> PreviewColours:
         """`document`: rgb_bias (3 numbers), rgb_factors (by channel) and rgb_products (by pair of channels)."""
         rows = [document.get("rgb_bias"), *document.get("rgb_factors", ()), *document.get("rgb_products", ())]
         count = 1 + channels + channels * (channels + 1) // 2

@@ -1,8 +1,10 @@
 import { element, setHidden, setText } from "./elements.js"
+import { Fallbacks } from "./fallbacks.js"
 import { Activity, Compiled, Memory, Resident } from "./sections.js"
 
 /** The panel's page: made anew whenever the sidebar opens, then shows one status after the other. */
 export class Panel {
+  #fallbacks
   #free
   #message
   #sections
@@ -19,11 +21,12 @@ export class Panel {
     this.#message = element("p", "comfy-tpu-message")
     this.#message.setAttribute("role", "status")
     this.#sections = [new Activity(strings), new Memory(strings), new Resident(strings), new Compiled(strings)]
+    this.#fallbacks = new Fallbacks(strings)
     this.root = element(
       "div",
       "comfy-tpu-panel",
       element("div", "comfy-tpu-header", this.#title, this.#free),
-      element("div", "comfy-tpu-body", this.#message, ...this.#sections.map((section) => section.root)),
+      element("div", "comfy-tpu-body", this.#message, this.#fallbacks.root, ...this.#sections.map((section) => section.root)),
     )
   }
 
@@ -47,6 +50,7 @@ export class Panel {
     this.#free.disabled = !started || problem != null
     setText(this.#message, message ? this.#strings.get(message) : "")
     setHidden(this.#message, !message)
+    this.#fallbacks.show(problem === "other_version" ? null : status)
     for (const section of this.#sections) {
       setHidden(section.root, !started)
       if (started) section.show(status)

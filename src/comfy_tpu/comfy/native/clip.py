@@ -15,7 +15,7 @@ import torch
 from comfy.sd1_clip import SDClipModel
 
 from comfy_tpu.comfy.native.hosting import Choices
-from comfy_tpu.comfy.native.replacement import Fallback, Replacement
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
 from comfy_tpu.comfy.run import report_idle
 
 if TYPE_CHECKING:
@@ -38,8 +38,11 @@ def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
             text = DeviceText(compiled.cond_stage_model, name, "forward", choices)
             compiled.patcher.add_object_patch(f"{name}.forward", text)
             found = True
-    if not found:
-        Fallback(type(compiled.cond_stage_model).__name__).explain("there is no text model of ComfyUI's in it")
+    fallback = Fallback(type(compiled.cond_stage_model).__name__, current_run().node)
+    if found:
+        fallback.clear()
+    else:
+        fallback.explain("there is no text model of ComfyUI's in it")
     return compiled
 
 

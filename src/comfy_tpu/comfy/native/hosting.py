@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import threading
 import time
@@ -14,6 +15,8 @@ import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
+from comfy_tpu.comfy.native.block_patches import PatchedFunction
+from comfy_tpu.comfy.native.compiled_sizes import CompiledSizes, Size
 from comfy_tpu.comfy.native.foreign_patches import module_structure
 from comfy_tpu.comfy.run import NodeReport, Outcome, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
@@ -32,6 +35,11 @@ if TYPE_CHECKING:
     from comfy_tpu.compiler.component import ComponentSpec
     from comfy_tpu.compiler.hosted import HostedModule
     from comfy_tpu.compiler.program import ProgramEvent
+
+VARYING = frozenset({"block_index"})
+"""Entries of transformer_options that differ between blocks, for patches; without patches, no block reads them."""
+_PATCHED_MAX = 8
+"""Sets of patches whose programs are kept: every position of a slider may be one."""
 
 Part = Literal["transformer", "text_encoder", "vae"]
 """The role of a module in a model, by our families' names."""
@@ -97,10 +105,13 @@ class Host:
         self.size = ""
         """The size of the current call, for progress reports."""
         self._name = type(module).__name__
-        self._display = {"model": title, "part": part}
+        self._display: dict[str, Any] = {"model": title, "part": part}
         self._report: NodeReport | None = None
         self._run: tuple[object, float] | None = None
         self._step: int | None = None
+        self._patched: dict[Callable[..., Any], None] = {}
+        self._sizes = CompiledSizes()
+        self._build_seconds = 0.0
         self._hosted: HostedModule = HostedModule(
             module,
             name=self._name,
@@ -116,7 +127,7 @@ class Host:
             residency=shared_residency(),
             tables=[spec.rules for spec in _components() if spec.name.startswith(part)],
             prepare=lambda skeleton: _prepare(skeleton, prepare),
-            varying=frozenset({"block_index"}),  # for patches, with which nothing is traced
+            varying=VARYING,
             on_event=self._on_event,
             on_load=lambda done, total: self._report_progress(
                 Progress("loading", self._name, done, total, **self._display)
@@ -145,6 +156,28 @@ class Host:
         except Exception:
             self.show_end("failed")
             raise
+
+    def run_padded(
+        self, signature: Hashable, size: Size, run: Callable[[Size], torch.Tensor], max_work: float = math.inf
+    ) -> torch.Tensor:
+        """`run(padded)` for a size that is compiled already, if that is cheaper, or else for the size itself.
+
+        `signature`: what else a program depends on; `max_work`: the largest ratio of padded to real work.
+        """
+        padded = self._sizes.choose(signature, size, max_work)
+        begin, built = time.perf_counter(), self._build_seconds
+        result = run(padded)
+        self._sizes.record(signature, size, padded, time.perf_counter() - begin, self._build_seconds - built)
+        return result
+
+    def run_patched(self, function: PatchedFunction, *args: Any) -> Any:
+        """Runs a function with patches; of the functions that ran longest ago, the programs are freed."""
+        self._patched.pop(function, None)
+        self._patched[function] = None
+        for oldest in list(self._patched)[:-_PATCHED_MAX]:
+            del self._patched[oldest]
+            self._hosted.forget(oldest)
+        return self(function, *args)
 
     @staticmethod
     def fetch(results: Any) -> Any:
@@ -187,9 +220,10 @@ class Host:
         self._report = NodeReport(context.node_id if context else None)
 
     def _on_event(self, event: ProgramEvent) -> None:
+        self._build_seconds += event.seconds
         if event.stage in ("compiling", "cache_miss", "ready"):
             done, compiles = int(event.stage == "ready"), event.stage == "cache_miss"
-            state = {"size": self.size, "from_cache": event.from_cache, "compiles": compiles}
+            state: dict[str, Any] = {"size": self.size, "from_cache": event.from_cache, "compiles": compiles}
             self._report_progress(Progress("compiling", event.program, done, 1, **state, **self._display))
 
     def _report_progress(self, progress: Progress) -> None:

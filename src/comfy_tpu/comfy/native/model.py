@@ -12,9 +12,17 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from comfy_tpu.comfy.native.attention import Attention
+from comfy_tpu.comfy.native.batch_padding import MAX_WORK, describe_rows, has_independent_rows, pad_rows
+from comfy_tpu.comfy.native.block_patches import (
+    PATCH_OPTIONS,
+    BlockPatches,
+    PatchedFunction,
+    StateBudget,
+    find_patches,
+)
 from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
-from comfy_tpu.comfy.native.hosting import Choices, class_title, end_steps, pixel_size
-from comfy_tpu.comfy.native.replacement import Fallback, Replacement
+from comfy_tpu.comfy.native.hosting import VARYING, Choices, class_title, end_steps, pixel_size
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
 from comfy_tpu.comfy.native.text_padding import describe_padding, pad_texts, run_per_prompt
 from comfy_tpu.comfy.run import Outcome, report_idle
 from comfy_tpu.errors import UnsupportedError
@@ -34,14 +42,18 @@ FORWARD_OPTIONS = frozenset(
 MODEL_OPTIONS = frozenset({"rope_options"})
 """Keys of transformer_options that a forward reads, with numbers as values."""
 
+_KNOWN_OPTIONS = SAMPLER_OPTIONS | FORWARD_OPTIONS | MODEL_OPTIONS | frozenset(PATCH_OPTIONS)
+
 
 def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     """A clone whose diffusion model computes on the devices."""
     clone = model.clone()
+    fallback = Fallback(type(clone.model.diffusion_model).__name__, current_run().node)
     if "diffusion_model" in clone.object_patches:
         # Put back in the order of their names, a patch of the whole and one of its method would leave the wrong method.
-        Fallback(type(clone.model.diffusion_model).__name__).explain("another node replaced diffusion_model")
+        fallback.explain("another node replaced diffusion_model")
         return clone
+    fallback.clear()
     name = "_forward" if hasattr(type(clone.model.diffusion_model), "_forward") else "forward"
     forward = DeviceForward(clone.model, "diffusion_model", name, choices)
     clone.add_object_patch(f"diffusion_model.{name}", forward)
@@ -57,8 +69,13 @@ class DeviceForward(Replacement):
 
     part = "transformer"
 
+    def __init__(self, owner: torch.nn.Module, path: str, method: str, choices: Choices) -> None:
+        super().__init__(owner, path, method, choices)
+        self._patch_states = StateBudget()
+
     def wrap_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps a sampler's run, and reports its end, also when it fails."""
+        self._patch_states.begin_run()
         outcome: Outcome = "failed"
         try:
             result = executor(*args, **kwargs)
@@ -83,10 +100,14 @@ class DeviceForward(Replacement):
         return {**arguments, **rest}
 
     def _kind(self, *args: Any, **kwargs: Any) -> Hashable:
-        return frozenset(name for name, value in self._bind_arguments(*args, **kwargs).items() if value is not None)
+        arguments = self._bind_arguments(*args, **kwargs)
+        patches = _find_patches(arguments)
+        names = frozenset(name for name, value in arguments.items() if value is not None)
+        return names, None if patches is None else patches.key()
 
     def _run_on_devices(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         host, arguments = self._host(), self._bind_arguments(*args, **kwargs)
+        patches = _find_patches(arguments)
         options = arguments.pop("transformer_options", None) or {}
         sample_name, time_name, *_ = arguments
         sample = arguments[sample_name]
@@ -95,16 +116,48 @@ class DeviceForward(Replacement):
         host.size = pixel_size(sample.shape[2:], *_latent_scale(self._owner))
         passed = {name: value for name, value in options.items() if name in MODEL_OPTIONS}
         host.begin_step(*_step(options))
+        if patches is not None:
+            # As ComfyUI gives it: a patch may look at all rows and all tokens, so there is no padding.
+            others = {name: value for name, value in options.items() if name not in _KNOWN_OPTIONS}
+            function = PatchedFunction(
+                _patched_functions[self._method],
+                patches.key(),
+                patches,
+                SAMPLER_OPTIONS if patches.in_blocks else SAMPLER_OPTIONS | VARYING,
+            )
+            return host.run_patched(function, arguments, passed | others).to(sample.dtype)
 
         def run(part: dict[str, Any]) -> torch.Tensor:
-            return host(_functions[self._method], *pad_texts(self._module, part), passed)
+            inputs = pad_texts(self._module, part)
+            function, rows = _functions[self._method], len(part[sample_name])
+            signature = describe_rows(inputs, rows) if has_independent_rows(self._module, part) else None
+            if signature is None:
+                return host(function, *inputs, passed)
+
+            def run_padded(size: tuple[int, ...]) -> torch.Tensor:
+                return host(function, *pad_rows(inputs, rows, *size), passed)[:rows]
+
+            return host.run_padded((function, signature, repr(passed)), (rows,), run_padded, MAX_WORK)
 
         prompts = len(options.get("cond_or_uncond", ()))
         return run_per_prompt(self._module, arguments, prompts, run).to(sample.dtype)
 
     def _find_problem(self, *args: Any, **kwargs: Any) -> str:
         options = self._bind_arguments(*args, **kwargs).get("transformer_options") or {}
-        return _find_options_problem(options) or self._find_replaced_parts() or super()._find_problem()
+        return (
+            _find_options_problem(options)
+            or self._find_replaced_parts()
+            or super()._find_problem()
+            or self._find_patch_problem(find_patches(options, SAMPLER_OPTIONS))
+        )
+
+    def _find_patch_problem(self, patches: BlockPatches | None) -> str:
+        if patches is None:
+            return ""
+        try:
+            return self._patch_states.find_problem(patches)
+        except UnsupportedError as error:
+            return str(error)
 
     def _find_replaced_parts(self) -> str:
         patcher = loaded_patcher(self._owner)
@@ -130,10 +183,8 @@ def _latent_scale(model: Any) -> tuple[int | None, int | None]:
 
 def _find_options_problem(options: dict[str, Any]) -> str:
     for name, value in options.items():
-        if name in SAMPLER_OPTIONS or name in FORWARD_OPTIONS or name in MODEL_OPTIONS:
+        if name in _KNOWN_OPTIONS:
             continue
-        if name in ("patches", "patches_replace"):
-            value = {kind: inner for kind, inner in value.items() if inner}
         if isinstance(value, torch.Tensor) or value:
             inside = f" ({', '.join(map(str, value))})" if isinstance(value, dict) else ""
             return f"transformer_options hold {name}{inside}, which cannot be compiled with the model"
@@ -183,6 +234,28 @@ def _call(
     options = TraceOptions(options, optimized_attention_override=Attention(texts))
     with texts.correct_means(module) if texts else contextlib.nullcontext():
         return function(module, **arguments, transformer_options=options)
+
+
+def _patched_forward(module: Any, *inputs: Any) -> torch.Tensor:
+    return _call_patched(module, "_forward", *inputs)
+
+
+def _patched_plain_forward(module: Any, *inputs: Any) -> torch.Tensor:
+    return _call_patched(module, "forward", *inputs)
+
+
+_patched_functions = {"_forward": _patched_forward, "forward": _patched_plain_forward}
+
+
+def _call_patched(
+    module: Any, name: str, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any]
+) -> torch.Tensor:
+    given = {**options, **constants, "optimized_attention_override": Attention()}
+    return getattr(type(module), name)(module, **arguments, transformer_options=given)
+
+
+def _find_patches(arguments: dict[str, Any]) -> BlockPatches | None:
+    return find_patches(arguments.get("transformer_options") or {}, SAMPLER_OPTIONS)
 
 
 def _step(options: dict[str, Any]) -> tuple[int, int]:

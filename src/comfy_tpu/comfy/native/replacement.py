@@ -10,9 +10,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
+from comfy_execution.utils import get_executing_context
 
+from comfy_tpu.comfy.fallbacks import NodeRun
 from comfy_tpu.comfy.native.foreign_patches import OWN_MARKER, find_module_problem, find_patcher_problem
 from comfy_tpu.comfy.native.hosting import Choices, Host, Part, find_host
+from comfy_tpu.comfy.routes import send_status
+from comfy_tpu.comfy.status import STATUS
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ class Replacement:
         self._path = path
         self._method = method
         self._choices = choices
-        self._fallback = Fallback(type(self._module).__name__)
+        self._fallback = Fallback(type(self._module).__name__, current_run().node)
 
     @property
     def _owner(self) -> torch.nn.Module:
@@ -82,6 +86,7 @@ class Replacement:
             kind = self._kind(*args, **kwargs)
             traced, result = self._fallback.attempt(kind, lambda: self._run_on_devices(*args, **kwargs))
             if traced:
+                self._fallback.clear()
                 return result
         return self._own_method(self._module, *args, **kwargs)
 
@@ -102,27 +107,43 @@ Replacement.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]  
 
 
 class Fallback:
-    """Records which calls cannot be traced, and warns once for each reason."""
+    """Records which calls cannot be traced: warns once for each reason, and shows it on the node that runs."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, compile_node: str | None = None) -> None:
+        """`compile_node`: the id of the TPU Compile node that made the replacement."""
         self._name = name
+        self._compile_node = compile_node
         self._explained: set[str] = set()
-        self._refused: set[Hashable] = set()
+        self._refused: dict[Hashable, str] = {}
 
     def explain(self, reason: str) -> None:
         if reason not in self._explained:
             self._explained.add(reason)
             logger.warning("%s runs without the TPU: %s", self._name, reason)
+        if STATUS.fallbacks.record(current_run(), self._name, reason, self._compile_node):
+            send_status(immediately=True)
+
+    def clear(self) -> None:
+        """Takes the reason off the node that runs: it computes on the devices."""
+        if STATUS.fallbacks.clear(current_run(), self._name):
+            send_status(immediately=True)
 
     def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether a call could be traced, and its result. A kind that failed once is not traced again."""
         from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
 
         if kind in self._refused:
+            self.explain(self._refused[kind])
             return False, None
         try:
             return True, run()
         except (TraceError, UnsupportedError, MissingOperatorError, StackingError) as error:
-            self._refused.add(kind)
+            self._refused[kind] = str(error)
             self.explain(str(error))
             return False, None
+
+
+def current_run() -> NodeRun:
+    """The node that ComfyUI executes now."""
+    context = get_executing_context()
+    return NodeRun(context.node_id, context.prompt_id) if context else NodeRun()

@@ -12,6 +12,7 @@ import torch
 from comfy_tpu.comfy.native.attention import pixel_attention
 from comfy_tpu.comfy.native.hosting import Choices, Host, pixel_size
 from comfy_tpu.comfy.native.replacement import Replacement
+from comfy_tpu.comfy.native.tiles import HiddenPadding, can_pad_tiles, is_in_tiles, mark_tiles
 from comfy_tpu.comfy.run import report_idle
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def compile_vae(vae: VAE, choices: Choices) -> VAE:
         method = DeviceMethod(vae.first_stage_model, "", name, choices)
         method.scale = _scale(vae) if name == "decode" else (1, 1)
         compiled.patcher.add_object_patch(name, method)
+    mark_tiles(compiled)
     # ComfyUI cuts a batch where the host has no memory free for it. It takes none there, and every cut would be a
     # program of its own.
     compiled.memory_used_decode = compiled.memory_used_encode = lambda shape, dtype: 1
@@ -55,7 +57,7 @@ class DeviceMethod(Replacement):
                 part.optimized_attention = pixel_attention
 
     def _kind(self, x: torch.Tensor, **options: Any) -> Hashable:
-        return x.ndim, frozenset(options)
+        return x.ndim, frozenset(options), is_in_tiles()
 
     def _run_on_devices(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         host = self._host()
@@ -63,6 +65,8 @@ class DeviceMethod(Replacement):
         values = x.to(host.dtype)
         if _is_causal(self._module):
             result = _run_by_frames(host, self._module, self._method, values)
+        elif is_in_tiles() and can_pad_tiles(self._module, x):
+            result = _run_tile(host, self._method, values, options)
         else:
             result = host(_METHODS[self._method], values, options, axes=_axes(values))
         host.show_end()
@@ -79,6 +83,32 @@ def _encode(module: Any, x: torch.Tensor, options: dict[str, Any]) -> torch.Tens
 
 
 _METHODS = {"decode": _decode, "encode": _encode}
+
+
+def _run_tile(host: Host, name: str, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Runs a tile in the program of a larger one, if there is one."""
+    height, width = x.shape[2:]
+
+    def run(padded: tuple[int, ...]) -> torch.Tensor:
+        rows, columns = padded
+        tile = torch.nn.functional.pad(x, (0, columns - width, 0, rows - height))
+        result = host(_TILE_METHODS[name], tile, torch.tensor([height, width]), options, axes=_axes(x))
+        return result[..., : result.shape[-2] * height // rows, : result.shape[-1] * width // columns]
+
+    return host.run_padded((name, len(x), x.dtype, repr(options)), (height, width), run)
+
+
+def _decode_tile(module: Any, x: torch.Tensor, sides: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    with HiddenPadding((x.shape[2], x.shape[3]), sides):
+        return _decode(module, x, options)
+
+
+def _encode_tile(module: Any, x: torch.Tensor, sides: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    with HiddenPadding((x.shape[2], x.shape[3]), sides):
+        return _encode(module, x, options)
+
+
+_TILE_METHODS = {"decode": _decode_tile, "encode": _encode_tile}
 
 
 def _axes(x: torch.Tensor) -> tuple[Any, ...]:

@@ -83,4 +83,30 @@ class DemoText:
         return [[states * mask[..., None], {}]]
 
 
-NODE_CLASS_MAPPINGS = {"NativeDemoModel": NativeDemoModel, "NativeDemoText": NativeDemoText}
+class NativeStepPatch:
+    """A block patch that looks at the sampler's step, which no compiled program can."""
+
+    CATEGORY = "test"
+    FUNCTION = "patch"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802
+        return {"required": {"model": ("MODEL",), "reads_sigmas": ("BOOLEAN", {"default": True})}}
+
+    def patch(self, model, reads_sigmas):
+        def scale_by_step(args, extra):
+            sigma = float(args["transformer_options"]["sigmas"][0]) if reads_sigmas else 0.0
+            out = extra["original_block"](args)
+            return {"img": out["img"] * (1 - 0.01 * sigma)}
+
+        patched = model.clone()
+        patched.set_model_patch_replace(scale_by_step, "dit", "double_block", 0)
+        return (patched,)
+
+
+NODE_CLASS_MAPPINGS = {
+    "NativeDemoModel": NativeDemoModel,
+    "NativeDemoText": NativeDemoText,
+    "NativeStepPatch": NativeStepPatch,
+}
