@@ -66,8 +66,9 @@ def take_screenshots(frontend: Frontend, locale: str) -> dict[str, bytes]:
     frontend.run()
     now.get_by_text(words["seconds_per_step"].removeprefix("{seconds} ")).wait_for(timeout=RUN_MS)
     page.wait_for_function("() => document.querySelector('.comfy-tpu-panel [role=progressbar]').ariaValueNow > 30")
-    clip = {"x": 0, "y": 38, "width": PANEL_WIDTH - 26, "height": 715}
-    screenshots[f"panel{suffix}.png"] = page.screenshot(clip=clip)
+    screenshots[f"panel{suffix}.png"] = page.screenshot(
+        clip={"x": 0, "y": 38, "width": PANEL_WIDTH - 26, "height": 715}
+    )
     frontend.client.post("/interrupt", {})
     now.get_by_text(words["stage"]["idle"]).wait_for()
     return screenshots
@@ -97,7 +98,7 @@ def _quantized(png: bytes) -> bytes:
     entries = common.tobytes()
     if len(rare):
         others = Image.fromarray(rare[np.newaxis]).quantize(COLOURS - EXACT_COLOURS, Image.Quantize.MEDIANCUT)
-        entries += bytes(others.getpalette()[: 3 * (COLOURS - EXACT_COLOURS)])
+        entries += bytes((others.getpalette() or [])[: 3 * (COLOURS - EXACT_COLOURS)])
     palette.putpalette(entries)
     image.quantize(palette=palette, dither=Image.Dither.NONE).save(written, "PNG", optimize=True)
     return written.getvalue()

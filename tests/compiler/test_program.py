@@ -69,12 +69,14 @@ def test_compiled_ahead_the_first_call_compiles_nothing() -> None:
     run = program(name="model", on_event=events.append)
     abstract = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in weights.items()}
     run.compile(abstract, x=jax.ShapeDtypeStruct((3, 4), np.float32, sharding=weights["linear.weight"].sharding))
-    assert [event.stage for event in events] == ["tracing", "lowering", "compiling", "ready"]
+    # The program is in the cache, or not, as other tests left it.
+    misses = [] if events[-1].from_cache else ["cache_miss"]
+    assert [event.stage for event in events] == ["tracing", "lowering", "compiling", *misses, "ready"]
     assert {event.program for event in events} == {"model"}
     with count_compilations() as count:
         run(weights, x=x)
     assert count.requested == 0
-    assert len(events) == 4
+    assert len(events) == 4 + len(misses)
 
 
 def test_a_program_is_kept_when_its_listener_ends_the_run() -> None:

@@ -162,11 +162,11 @@ class CompileCount:
 
 
 _MISS = "PERSISTENT COMPILATION CACHE MISS"
-_compile_logger = logging.getLogger("jax._src.compiler")
+_EXPLAINING_LOGGERS = tuple(map(logging.getLogger, ("jax._src.compiler", "jax._src.compilation_cache")))
 
 
 class _MissFilter(logging.Filter):
-    """Drops JAX's line of a program that the cache lacks, after calling back in the thread that compiles it."""
+    """Drops what JAX explains of its cache, and calls back in the thread whose program the cache lacks."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         super().__init__()
@@ -174,11 +174,10 @@ class _MissFilter(logging.Filter):
         self._thread = threading.get_ident()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(_MISS):
-            return record.levelno > logging.WARNING or "persistent cache" not in str(record.msg)
-        if record.thread == self._thread:
+        text = str(record.msg)
+        if text.startswith(_MISS) and record.thread == self._thread:
             self._callback()
-        return False
+        return record.levelno > logging.WARNING or "persistent" not in text.lower()
 
 
 @contextlib.contextmanager
@@ -194,12 +193,14 @@ def on_cache_miss(callback: Callable[[], None]) -> Iterator[None]:
         yield
         return
     listening = _MissFilter(callback)
-    _compile_logger.addFilter(listening)
+    for each in _EXPLAINING_LOGGERS:
+        each.addFilter(listening)
     try:
         with jax.explain_cache_misses(True):
             yield
     finally:
-        _compile_logger.removeFilter(listening)
+        for each in _EXPLAINING_LOGGERS:
+            each.removeFilter(listening)
 
 
 _open_counts: list[CompileCount] = []
