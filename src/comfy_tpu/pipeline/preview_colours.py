@@ -16,7 +16,7 @@ _KEYS = ("rgb_bias", "rgb_factors", "rgb_products")
 
 @dataclasses.dataclass(frozen=True)
 class PreviewColours:
-    """Colours as a polynomial of second degree of a latent. On held-out videos of the demo hardly nearer than a line."""
+    """Colours as a polynomial of second degree of a latent; on held-out videos hardly nearer than a line."""
 
     weights: torch.Tensor
     """[features, 3], for colours in 0..1."""
