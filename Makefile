@@ -5,6 +5,9 @@ PYTHON ?= python3
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
+
+# Tests start a hundred processes, and pytest rewrites every test file: without bytecode, each parses all of it again.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo bench performance test test-all test-versions native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean

@@ -159,6 +159,7 @@ def test_wheel_holds_both_demo_models_once(wheel):
     assert sum(info.compress_size for info in wheel.infolist()) < 27_000_000
 
 
+@pytest.mark.slow
 def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
     with zipfile.ZipFile(build("wheel", tmp_path, sdist)) as again:
         described = [{info.filename: info.CRC for info in archive.infolist()} for archive in (wheel, again)]

@@ -362,7 +362,9 @@ def large_checkpoint(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is a Linux figure")
-@pytest.mark.parametrize(("devices", "whole"), [(8, False), pytest.param(1, False, marks=pytest.mark.slow), (1, True)])
+@pytest.mark.parametrize(
+    ("devices", "whole"), [(8, False), *(pytest.param(1, whole, marks=pytest.mark.slow) for whole in (False, True))]
+)
 def test_peak_memory_stays_near_the_resident_arrays(large_checkpoint, devices, whole):
     size = sum(path.stat().st_size for path in (large_checkpoint / "model").iterdir())
     assert size > 400e6

@@ -433,6 +433,7 @@ def test_from_a_picture_as_diffusers_does_it(
     )
 
 
+@pytest.mark.slow
 def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     photograph(tmp_path / "photograph.png")

@@ -67,6 +67,7 @@ def test_two_pictures_of_other_sizes(variant: str, mesh: str) -> None:
     assert psnr(actual, made(pipeline, TWO[::-1], height=64, width=64)) < 90, "their order counts"
 
 
+@pytest.mark.slow
 def test_several_pictures_from_one() -> None:
     actual = made(opened("base"), ONE, num_videos=2)
     assert actual.shape[0] == 2

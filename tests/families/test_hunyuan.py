@@ -264,9 +264,8 @@ def test_frames_are_decoded_one_after_the_other_with_two_programs(mesh: str, sid
     assert relative_error(torch.cat(frames, dim=1), wanted.permute(0, 2, 3, 4, 1)) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(1280, 720), pytest.param(848, 480, marks=pytest.mark.slow)], ids=["720P", "480P"]
-)
+@pytest.mark.slow  # by default: tests/families/test_full_size.py
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (848, 480)], ids=["720P", "480P"])
 def test_full_size_lowers_for_eight_chips(width: int, height: int) -> None:
     seen = measure_lowering(lower_hunyuan.lower_programs, width, height, 121)
     assert_bounded_work(seen, operators=10_000)

@@ -98,6 +98,7 @@ def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, width: int, hei
     assert psnr(actual, wanted) >= SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "height"),
     [(143, 61), pytest.param(61, 143, marks=pytest.mark.slow), pytest.param(200, 30, marks=pytest.mark.slow)],

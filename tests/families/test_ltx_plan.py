@@ -29,6 +29,7 @@ def test_the_published_size() -> None:
     assert (work.tokens, work.text_tokens, work.layers, work.hidden, work.batch) == (7392, 128, 28, 2048, 2)
 
 
+@pytest.mark.slow  # as test_flux2_plan.py, which compiles the same blocks
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, tp=4)], ids=str)
 def test_nothing_is_sent_that_nobody_asked_for(sizes: MeshSizes) -> None:
     check("v6e-8", sizes, "512P")

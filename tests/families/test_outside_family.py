@@ -86,7 +86,7 @@ def run(installed: Path, *command: str | Path, check: bool = True) -> subprocess
 SIZE = ("--height", "64", "--width", "96", "--num-frames", "9", "--steps", "2", "--seed", "7", "--mesh", "single")
 
 
-# One process for three commands: importing torch, jax and diffusers is most of the time of each.
+# One process for two commands: importing torch, jax and diffusers is most of the time of each.
 COMMANDS = """
 import contextlib, io, json, pathlib, sys
 from comfy_tpu.cli.main import main
@@ -101,14 +101,12 @@ for name, words in json.loads(sys.argv[1]).items():
 def results(
     installed: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """What `generate`, `plan` and `bench` wrote and printed, by name, and the process."""
+    """What `generate` and `plan` wrote and printed, by name, and the process."""
     place = tmp_path_factory.mktemp("results")
     plan = ("Outside-Video", "--tpu", "v6e-8", "--mesh", "dp=2,sp=4", "--no-compile", "--json")
-    bench = ("--model", "small:outside_family", "--what", "accuracy", "--repeats", "1", "--json", place / "bench.json")
     commands = {
         "generate": ["generate", "a red circle", *SIZE, "-o", place / "outside.npy", "--model", model],
         "plan": ["plan", *plan],
-        "bench": ["bench", *bench],
     }
     return place, run(installed, "-c", COMMANDS, json.dumps(commands, default=str), place)
 
@@ -134,9 +132,12 @@ def test_plan_knows_its_published_model(results: Any) -> None:
     assert found.items() <= theirs.items()
 
 
-def test_bench_measures_it_beside_diffusers(results: Any) -> None:
-    place, _ = results
-    (measured,) = json.loads((place / "bench.json").read_text())["runs"]
+@pytest.mark.slow
+def test_bench_measures_it_beside_diffusers(installed: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    what = ("--model", "small:outside_family", "--what", "accuracy", "--repeats", "1")
+    run(installed, "-m", "comfy_tpu.cli", "bench", *what, "--json", file)
+    (measured,) = json.loads(file.read_text())["runs"]
     assert measured["model"] == "small:outside_family"
     errors = {row["peer"]: row["error"] for row in measured["rows"]}
     assert errors["eager"] == 0

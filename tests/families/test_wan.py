@@ -98,7 +98,6 @@ def expected(kind: str, height: int = 64, width: int = 96, pictures: int | None 
     # The 5B without an image is below.
     always=[
         ("2.2", SINGLE),
-        ("2.2 image", SINGLE),
         ("2.1 image", SINGLE),
         ("2.1 first and last", "dp=2,tp=4"),
         ("5B image", "dp=2,sp=4"),

@@ -96,6 +96,7 @@ def test_columns_are_split_over_the_whole_mesh() -> None:
     assert len({shard.index[3].start for shard in pixels.addressable_shards}) == 8
 
 
+@pytest.mark.slow
 def test_scanned_the_program_does_not_grow_with_the_video() -> None:
     component = component_of(tiny())
     weights = component.abstract_weights()

@@ -64,6 +64,7 @@ def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     assert relative_error(actual, expected) <= 1e-4
 
 
+@pytest.mark.slow
 @covering(
     "columns, mesh, functions",
     [7, 16],

@@ -41,7 +41,7 @@ def video(prompt: str, reuse: float = 0.0, steps: int | None = None) -> torch.Te
 @pytest.mark.parametrize(
     ("prompt", "wanted"),
     [
-        pytest.param(*case, id=case[0], marks=[] if number < 2 else [pytest.mark.slow])
+        pytest.param(*case, id=case[0], marks=[] if number == 0 else [pytest.mark.slow])
         for number, case in enumerate(FIXED)
     ],
 )
@@ -50,6 +50,7 @@ def test_the_video_shows_what_was_asked_for(prompt: str, wanted: Attributes) -> 
     assert seen.agrees(wanted) == dict.fromkeys(seen.agrees(wanted), True)
 
 
+@pytest.mark.slow  # which steps are reused: tests/pipeline/test_reuse.py
 @pytest.mark.parametrize(
     ("prompt", "wanted"),
     [pytest.param(*FIXED[0], id=FIXED[0][0]), pytest.param(*FIXED[1], id=FIXED[1][0], marks=pytest.mark.slow)],

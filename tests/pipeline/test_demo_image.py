@@ -70,6 +70,7 @@ def test_diffusers_gives_the_same_video() -> None:
     assert psnr(torch.from_numpy(continued(0, steps=4)), torch.from_numpy(expected[0])) >= SAME, "132 are found"
 
 
+@pytest.mark.slow  # by default: tests/test_facade.py
 def test_an_image_of_another_size_and_mode_is_brought_to_size() -> None:
     image = tasks()[2].image.convert("RGBA").resize((200, 100), Image.Resampling.NEAREST)
     pipeline = opened()

@@ -2,6 +2,8 @@
 
 import gc
 
+import pytest
+
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_pipeline
@@ -18,6 +20,7 @@ def count_objects() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.slow
 def test_no_objects_are_left_behind() -> None:
     for _ in range(2):  # what is imported, traced and kept once
         make_video()

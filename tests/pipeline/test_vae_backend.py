@@ -23,6 +23,7 @@ def opened(backend: Any, model: str = "demo", **options: Any) -> VideoPipeline:
     return VideoPipeline.open(model, RuntimeConfig(mesh="single", vae_backend=backend), **options)
 
 
+@pytest.mark.slow  # the decoder by default: tests/nnx
 def test_the_same_video() -> None:
     residency = Residency(ResidencyConfig())
     said: list[Progress] = []
