@@ -58,6 +58,7 @@ LAYERS = [
     "comfyui_api",
     "diagnosis",
     "installation",
+    "jobs",
     "planning",
     "porting",
     "pipeline",
@@ -98,6 +99,11 @@ VIOLATIONS = {
     ),
     "torch in a card": ("families/flux/card.py", "import torch", "Cards import neither torch nor jax"),
     "jax in the registry": ("families/registry.py", "import jax", "Cards import neither torch nor jax"),
+    "jax in the driver of a batch": (
+        "jobs/driver.py",
+        "import jax",
+        "The driver of a batch needs neither torch nor jax",
+    ),
     "the resolver of the static reader imports its visitor": (
         "porting/resolver.py",
         "import comfy_tpu.porting.visitor",
@@ -124,6 +130,7 @@ def skeleton(tmp_path):
     files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
     files += [f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/rope")]
     files += [f"families/{family}/{name}.py" for family in ("flux", "wan") for name in ("__init__", "card", "model")]
+    files += [f"jobs/{name}.py" for name in ("driver", "folder", "ledger", "outcome", "request", "sources")]
     for file in files:
         (package / file).parent.mkdir(parents=True, exist_ok=True)
         (package / file).touch()

@@ -21,6 +21,7 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import StageTimes, format_spans
 from comfy_tpu.config import AttentionConfig, BlockSizes, GenerationSettings, Lora, TileWindow
 from comfy_tpu.errors import rename_field
+from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.pipeline import artifacts, media, video
 from comfy_tpu.pipeline.progress import Progress
 from tests.cli.fake_pipeline import FakePipeline
@@ -232,14 +233,14 @@ LORAS = {
 
 @pytest.mark.parametrize("text", LORAS)
 def test_lora_and_its_strength(text):
-    lora = options.parse_lora(text)
+    lora = parse_lora(text)
     assert (str(lora.path), lora.strength, lora.noise) == LORAS[text]
 
 
 def test_a_file_whose_name_ends_like_a_strength(tmp_path):
     path = tmp_path / "style:2"
     path.touch()
-    assert options.parse_lora(str(path)) == Lora(path, 1.0)
+    assert parse_lora(str(path)) == Lora(path, 1.0)
 
 
 def test_loras_are_recorded_and_another_one_is_another_video(opened, capsys):

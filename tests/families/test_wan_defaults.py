@@ -13,6 +13,7 @@ from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.families.wan import model as wan_model
 from comfy_tpu.families.wan.model import WAN21
+from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.pipeline.model_files import ModelFiles
 from tests.families import wan_pipelines
 from tests.families.wan_pipelines import KINDS
@@ -36,7 +37,7 @@ def shift(files: ModelFiles, *arguments: str) -> float:
     """That of `comfy-tpu generate` with these arguments."""
     parser = argparse.ArgumentParser()
     options.add_settings(parser)
-    chosen = options.chosen_settings(parser.parse_args(arguments), files.family.card.presets)
+    chosen = choose_settings(vars(parser.parse_args(arguments)), files.family.card.presets)
     return make_settings(files.defaults, chosen, files.family.card.limits).flow_shift
 
 

@@ -20,10 +20,10 @@ from comfy_tpu.config import (
     VAE_BACKENDS,
     AttentionConfig,
     AttentionImplementation,
-    Lora,
     SingleFiles,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.jobs.request import parse_lora
 
 Name = TypeVar("Name", bound=str)
 
@@ -136,12 +136,9 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 
 def read_images(arguments: argparse.Namespace) -> list[Image]:
     """The given images; the last frame comes last."""
-    from comfy_tpu.pipeline.images import read_image
+    from comfy_tpu.jobs import opening
 
-    if arguments.last_image is not None and not arguments.image:
-        raise InvalidValueError("last_image is given without a first one; give --image too", field="last_image")
-    last = [] if arguments.last_image is None else [arguments.last_image]
-    return [read_image(path) for path in (*arguments.image, *last)]
+    return opening.read_images(vars(arguments))
 
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
@@ -205,25 +202,10 @@ _PART_FLAGS = (
 
 def chosen_model(arguments: argparse.Namespace) -> str | SingleFiles | None:
     """The model of the command line: a name, single files, or the command's default, which may be None."""
-    parts = {name: getattr(arguments, name, []) for name in ("transformer", "text_encoder", "vae", "image_encoder")}
-    if not any(parts.values()):
-        return arguments.default_model if arguments.model is None else arguments.model
-    for name in ("transformer", "text_encoder", "vae"):
-        if not parts[name]:
-            raise InvalidValueError(
-                f"{name} is missing: a model in single files is given by --transformer, --text-encoder and --vae",
-                field=name,
-            )
-    for name in ("vae", "image_encoder"):
-        if len(parts[name]) > 1:
-            raise InvalidValueError(f"{name} is given {len(parts[name])} times; a model has one", field=name)
-    return SingleFiles(
-        tuple(parts["transformer"]),
-        tuple(parts["text_encoder"]),
-        parts["vae"][0],
-        next(iter(parts["image_encoder"]), None),
-        arguments.model,
-    )
+    from comfy_tpu.jobs import opening
+
+    chosen = opening.choose_model(vars(arguments))
+    return arguments.default_model if chosen is None else chosen
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:
@@ -236,31 +218,6 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
         help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one "
         "of two transformers; may be repeated",
     )
-
-
-def parse_lora(text: str) -> Lora:
-    """PATH[:STRENGTH][:NOISE] as a `Lora`. Values that are no numbers stay text, for the common check to refuse."""
-    if Path(text).is_file():  # colons may be part of a path
-        return Lora(Path(text))
-    path, chosen = text, dict[str, Any]()
-    for _ in range(2):  # in either order
-        rest, _, last = path.rpartition(":")
-        if rest and last in ("high", "low") and "noise" not in chosen:
-            chosen["noise"] = last
-        elif rest and "strength" not in chosen and (_is_number(last) or rest.endswith(".safetensors")):
-            chosen["strength"] = float(last) if _is_number(last) else last
-        else:
-            break
-        path = rest
-    return Lora(Path(path), **chosen)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:
@@ -380,20 +337,6 @@ def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "-o", "--output", type=path_parser("--output"), metavar="PATH", help=f"x.safetensors (default: {default})"
     )
-
-
-def chosen_settings(arguments: argparse.Namespace, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The chosen settings by field of GenerationSettings; None if not chosen. Single values override those of a
-    size."""
-    values: dict[str, Any] = {}
-    if size := getattr(arguments, "size", None):
-        if size.upper() not in presets:
-            raise InvalidValueError(
-                f"size={size} is unknown; choose from {', '.join(sorted(presets)) or 'none'}", field="size"
-            )
-        values.update(presets[size.upper()])
-    given = {option.field: getattr(arguments, option.field, None) for option in SETTINGS}
-    return {**given, **values, **{field: value for field, value in given.items() if value is not None}}
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

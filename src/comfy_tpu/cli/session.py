@@ -32,21 +32,12 @@ from comfy_tpu.cli import options
 from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
-from comfy_tpu.config import (
-    INIT_IMAGE_STRENGTH,
-    VAE_BACKEND,
-    AttentionConfig,
-    CacheConfig,
-    GenerationSettings,
-    RuntimeConfig,
-    SingleFiles,
-)
+from comfy_tpu.config import GenerationSettings, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings
-from comfy_tpu.kernels.windows import parse_blocks, parse_window
+from comfy_tpu.jobs import opening
 from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
-from comfy_tpu.pipeline.images import as_frame, fingerprint
+from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
@@ -74,51 +65,22 @@ class Session:
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, replaced by the values on the command line."""
         known = dataclasses.asdict(base) if base else {}
-        chosen = options.chosen_settings(self.arguments, self.pipeline.family.card.presets)
-        said = {field: value for field, value in chosen.items() if value is not None}
+        said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.presets)
         return self.pipeline.settings(**{**known, **said})
 
     def set_images(self, images: Sequence[Image]) -> None:
         """Checks the given images and records their fingerprint."""
-        if self.arguments.last_image is not None and self.makes_images:
-            raise InvalidValueError("last_image is for videos; leave it out", field="last_image")
-        takes = self.pipeline.family.card.image
-        if self.arguments.last_image is not None and takes is not None and takes.last_image == "no":
-            raise InvalidValueError(
-                f"last_image is given, but model {self.pipeline.model_name} takes a first image only; leave it out",
-                field="last_image",
-            )
+        opening.check_last_image(vars(self.arguments), self.pipeline)
         self.images_fingerprint = fingerprint(images)
 
     def encode_init_image(
         self, images: Sequence[Image], settings: GenerationSettings
     ) -> tuple[InitImage | None, Sequence[Image]]:
         """The image that denoising starts from, where the model takes one; and the images that the model reads."""
-        strength = self.arguments.strength
-        starts = self.pipeline.family.card.starts_from_image
-        if strength is not None and not (starts and images):
-            able = [card.name for card in model_cards() if card.starts_from_image]
-            raise InvalidValueError(
-                f"strength={strength} is for an image that denoising starts from; give --image too, and a model such "
-                f"as {able[0]}",
-                field="strength",
-            )
-        if not starts or not images:
-            return None, images
-        if len(images) > 1:
-            raise InvalidValueError(
-                f"image is given {len(images)} times, but model {self.pipeline.model_name} starts from one image; "
-                "leave the others out",
-                field="image",
-            )
-        self._init_image_metadata = {"strength": str(self._strength)}
-        return self.pipeline.encode_init_image(as_frame(images[0], settings), settings, self._strength), ()
-
-    @property
-    def _strength(self) -> float:
-        said = self.arguments.strength
-        strength: float = INIT_IMAGE_STRENGTH if said is None else said
-        return strength
+        init_image, given = opening.encode_init_image(vars(self.arguments), self.pipeline, images, settings)
+        if init_image is not None:
+            self._init_image_metadata = {"strength": str(init_image.strength)}
+        return init_image, given
 
     def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether the metadata found are those of the same run; if so, a message is printed."""
@@ -221,16 +183,7 @@ def open_session(
 
         pipeline = video.VideoPipeline.open(
             model,
-            RuntimeConfig(
-                mesh=arguments.mesh,
-                platform=arguments.platform,
-                dtype=arguments.dtype,
-                quantize=arguments.quantize,
-                vae_backend=getattr(arguments, "vae_backend", VAE_BACKEND),
-                attention=_attention(arguments),
-                cache=CacheConfig(directory=arguments.cache_dir),
-                dump=getattr(arguments, "dump", None),
-            ),
+            opening.make_runtime(vars(arguments)),
             name=name,
             on_progress=on_progress,
             loras=getattr(arguments, "lora", ()),
@@ -239,22 +192,10 @@ def open_session(
         yield Session(arguments, pipeline, display)
 
 
-def _attention(arguments: argparse.Namespace) -> AttentionConfig:
-    if not hasattr(arguments, "attention"):
-        return AttentionConfig()
-    return AttentionConfig(
-        implementation=arguments.attention,
-        block_sizes=parse_blocks(arguments.attention_blocks),
-        dense_max_tokens=arguments.dense_max_tokens,
-        window=parse_window(arguments.attention_window),
-    )
-
-
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
     """Checks the settings before devices are started, whose messages would come before the error."""
-    make_settings(
-        files.defaults, options.chosen_settings(arguments, files.family.card.presets), files.family.card.limits
-    )
+    card = files.family.card
+    make_settings(files.defaults, opening.choose_settings(vars(arguments), card.presets), card.limits)
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:

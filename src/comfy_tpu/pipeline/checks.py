@@ -44,7 +44,7 @@ def check_embeddings(
         if odd := [name for name, rows in every.items() if not is_finite(rows)]:
             raise InvalidValueError(f"embeddings hold NaN or infinity ({odd[0]}); encode the prompt again")
     for pair in embeddings.each:
-        _check_branches(pair)
+        _check_branches(pair, settings)
     if guided and embeddings.negative is None:
         raise InvalidValueError(
             "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1",
@@ -52,11 +52,12 @@ def check_embeddings(
         )
 
 
-def _check_branches(embeddings: PromptEmbeddings) -> None:
-    """Raises InvalidValueError unless both prompts have the same shapes: they are rows of one batch."""
+def _check_branches(embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:
+    """Raises InvalidValueError unless both prompts have the same shapes: they are rows of one batch. One row serves all
+    videos; or each video has its own."""
     for name, rows in embeddings.positive.items():
         other = rows if embeddings.negative is None else embeddings.negative[name]
-        if rows.ndim < 2 or rows.shape[0] != 1 or rows.shape != other.shape:
+        if rows.ndim < 2 or rows.shape[0] not in (1, settings.num_videos) or rows.shape != other.shape:
             raise InvalidValueError(
                 f"embeddings have {name} of shape {tuple(rows.shape)} for the prompt and {tuple(other.shape)} for the "
                 "negative one, expected one row each, of the same size; encode both together"

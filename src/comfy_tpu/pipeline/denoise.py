@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.pipeline.checks import check_finite, check_latents
 from comfy_tpu.pipeline.init_image import InitImage
-from comfy_tpu.pipeline.noise import image_noise, initial_noise
+from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
@@ -35,10 +35,12 @@ def denoise_steps(
     embeddings: PromptEmbeddings,
     settings: GenerationSettings,
     init_image: InitImage | None = None,
+    seeds: Sequence[int] = (),
 ) -> Generator[State, None, None]:
-    """Yields the state after each step; the next step takes over its memory."""
+    """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
+    has its own."""
     _warn_of_idle_devices(running, plan, settings)
-    first = _first_sample(running, plan, settings, init_image)
+    first = _first_sample(running, plan, settings, init_image, seeds)
     with quiet():  # these are programs too, which the compile cache may fail to read or store
         sample = to_device(first)
         samples: list[Any] = [sample, *(jax.numpy.zeros_like(sample) for _ in range(HISTORY - 1))]
@@ -77,9 +79,15 @@ def _run_key(step: PlannedStep, prompts: PromptEmbeddings) -> tuple[int, bool, i
 
 
 def _first_sample(
-    running: RunningModel, plan: Plan, settings: GenerationSettings, init_image: InitImage | None
+    running: RunningModel,
+    plan: Plan,
+    settings: GenerationSettings,
+    init_image: InitImage | None,
+    seeds: Sequence[int],
 ) -> torch.Tensor:
     shape = latent_shape(running.family, running.files.latent_channels, settings)
+    if seeds:
+        return rows_noise(shape, seeds)
     if init_image is None:
         return initial_noise(shape, settings.seed)
     check_latents(init_image.latents.expand(shape[0], -1, -1, -1, -1), shape, settings)

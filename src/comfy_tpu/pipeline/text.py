@@ -61,6 +61,24 @@ class PromptEmbeddings:
         return tuple(self.at(start) for start in sorted(starts)) or (self,)
 
 
+def merge_embeddings(prompts: Sequence[PromptEmbeddings]) -> PromptEmbeddings:
+    """The embeddings of several prompts as rows of one batch. None of them may be timed, and all share their images."""
+    first, *others = prompts
+    if not others:
+        return first
+
+    def merge(branches: Sequence[Embeddings]) -> Embeddings:
+        return {name: torch.cat([branch[name] for branch in branches]) for name in branches[0]}
+
+    negatives = [each.negative for each in prompts if each.negative is not None]
+    return PromptEmbeddings(
+        first.prompt,
+        merge([each.positive for each in prompts]),
+        merge(negatives) if negatives else None,
+        shared=first.shared,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     inputs: dict[str, torch.Tensor]

@@ -210,10 +210,19 @@ class VideoPipeline:
             return encode_init_image(self.running, image, settings, strength)
 
     def denoise(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings, init_image: InitImage | None = None
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        init_image: InitImage | None = None,
+        *,
+        seeds: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale."""
-        for samples, _ in self._steps(embeddings, settings, init_image):
+        """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale.
+
+        `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
+        (`text.merge_embeddings`).
+        """
+        for samples, _ in self._steps(embeddings, settings, init_image, seeds):
             latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
@@ -306,7 +315,11 @@ class VideoPipeline:
 
     @close_at_exit
     def _steps(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings, init_image: InitImage | None = None
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        init_image: InitImage | None = None,
+        seeds: Sequence[int] = (),
     ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
         plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
@@ -314,7 +327,7 @@ class VideoPipeline:
         check_embeddings(self.files, embeddings, plan.guided, settings)
         warn_of_ignored(self.family, self.defaults, settings)
         self.running.size = size_text(settings)
-        yield from denoise_steps(self.running, plan, embeddings, settings, init_image)
+        yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
 
     def _latent_statistics(self) -> list[torch.Tensor]:
         return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.files.latent_statistics]

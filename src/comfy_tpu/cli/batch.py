@@ -1,0 +1,217 @@
+"""comfy-tpu batch: makes a video of every line of a file, and goes on where it was interrupted.
+
+With --json, one object a line on stdout, by its "event":
+
+    submitted   total, done
+    refused     line, reason
+    progress    worker, stage, what, done, total
+    done        id, output, outputs, seconds, cut
+    failed      id, error; attempts are left unless final
+    summary     done, failed, refused, open, seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from comfy_tpu.cli import generate, options
+from comfy_tpu.cli.batch_display import Display, JsonDisplay
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.jobs.driver import Batch, FindModel, Workers
+from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.ledger import Ledger
+from comfy_tpu.jobs.request import Request
+from comfy_tpu.jobs.sources import FORMATS, open_jobs
+
+_OF_THE_RUN = ("json", "verbose", "profile", "dump", "help")
+"""Flags of `generate` that concern a process, not a video."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "jobs",
+        metavar="JOBS",
+        help='a job a line: JSON such as {"prompt": "…", "seed": 7} with any flag of `generate` as a key, CSV with '
+        "such names in its first line, or prompts; - for standard input; also an address, gs://bucket/jobs.jsonl",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        type=options.path_parser("--output", str),
+        metavar="DIR",
+        help="the directory of the videos, or an address such as gs://bucket/videos; started again with the same one, "
+        "a batch goes on where it was",
+    )
+    parser.add_argument("--format", metavar="NAME", help=f"of JOBS: {', '.join(FORMATS)} (default: by its name)")
+    parser.add_argument(
+        "--batch-size",
+        default="auto",
+        metavar="N",
+        help="the most prompts that share a step: auto, as many as keep the devices busy and fit; or a number",
+    )
+    parser.add_argument("--json", action="store_true", help="print what happens as JSON lines")
+    options.add_images(parser)
+    options.add_strength(parser)
+    options.add_settings(parser)
+    options.add_model(parser, default="demo")
+    options.add_vae_backend(parser)
+    options.add_attention(parser)
+    options.add_loras(parser)
+    parser.add_argument("--verbose", action="store_true", help="also say how weights are split, and what is evicted")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    batch_size = _parse_batch_size(arguments.batch_size)
+    parse = functools.partial(parse_values, common=_common_values(arguments))
+    folder = Folder(arguments.output)
+    with open_jobs(arguments.jobs, arguments.format) as lines:
+        folder.prepare()
+        with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
+            with _open_display(arguments) as display:
+                batch = Batch(folder, ledger, display)
+                batch.restore()
+                with _open_workers(folder, batch_size) as (workers, find_model):
+                    batch.submit(lines, parse, find_model)
+                    try:
+                        counts = batch.run(workers)
+                    finally:
+                        batch.write_results()
+            display.summary(counts, batch.refusals, time.monotonic() - started)
+    return 0 if counts.done == counts.total and not batch.refusals else 1
+
+
+@contextlib.contextmanager
+def _open_workers(folder: Folder, batch_size: int | None) -> Iterator[tuple[Workers, FindModel]]:
+    from comfy_tpu.jobs.local_worker import LocalWorker, find_model_facts
+
+    @functools.cache
+    def find(model: str) -> Any:
+        return find_model_facts(Request(json.loads(model)))
+
+    worker = LocalWorker(folder, batch_size=batch_size)
+    try:
+        yield worker, lambda request: find(_model_values(request))
+    except BaseException:
+        worker.cancel()
+        raise
+    finally:
+        worker.close()
+
+
+def _model_values(request: Request) -> str:
+    names = ("model", "transformer", "text_encoder", "vae", "image_encoder")
+    return json.dumps({name: request.values[name] for name in names if name in request.values}, sort_keys=True)
+
+
+def _open_display(arguments: argparse.Namespace) -> Display | JsonDisplay:
+    return JsonDisplay() if arguments.json else Display()
+
+
+def _parse_batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    with contextlib.suppress(ValueError):
+        if 1 <= int(text) <= 64:
+            return int(text)
+    raise InvalidValueError(f"batch_size={text} is neither auto nor a number from 1 to 64", field="batch_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A key of a line: a flag of `generate`."""
+
+    field: str
+    convert: Callable[[Any], Any]
+    is_list: bool
+
+
+@functools.cache
+def _keys() -> Mapping[str, _Key]:
+    """The keys by every name that the flags of `generate` have, with - and with _."""
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    keys: dict[str, _Key] = {}
+    for action in parser._actions:
+        if action.dest in _OF_THE_RUN:
+            continue
+        names = [action.dest, *(flag.lstrip("-") for flag in action.option_strings if flag.startswith("--"))]
+        is_list = isinstance(action, argparse._AppendAction)
+        convert = _number if action.dest in _NUMBERS else _text
+        for name in names:
+            keys[name.replace("-", "_")] = _Key(action.dest, convert, is_list)
+    return keys
+
+
+def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Request:
+    """The request of a line. `common`: the values of the command line, which hold where a line has none."""
+    parsed = dict(common)
+    for name, value in values.items():
+        key = _keys().get(name.strip().replace("-", "_"))
+        if key is None:
+            hint = " is of the whole batch" if name in _OF_THE_RUN else " is no flag of `comfy-tpu generate`"
+            raise InvalidValueError(f"{name}{hint}; leave it out", field=name)
+        if value is None:
+            continue
+        given = value if key.is_list and isinstance(value, list) else [value]
+        converted = [_checked(key, name, each) for each in given]
+        parsed[key.field] = converted if key.is_list else converted[0]
+    prompt = parsed.get("prompt", "")
+    options.check_texts(prompt, parsed.get("negative_prompt"))
+    if not prompt.strip():
+        raise InvalidValueError("prompt is missing; give one", field="prompt")
+    return Request(parsed)
+
+
+def _checked(key: _Key, name: str, value: Any) -> Any:
+    if isinstance(value, bool | dict | list):
+        kind = type(value).__name__
+        raise InvalidValueError(f"{name} is a {kind}, expected text or a number", field=name)
+    return key.convert(value)
+
+
+_NUMBERS = {option.field for option in options.SETTINGS} - {"negative_prompt", "scheduler"} | {
+    "strength",
+    "dense_max_tokens",
+}
+
+
+def _text(value: Any) -> str:
+    return str(value)
+
+
+def _number(value: Any) -> Any:
+    """A number from text, as CSV has them. Other text stays, for the common check of the settings to refuse."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says for all lines."""
+    parser, chosen = arguments.parser, dict[str, Any]()
+    fields = {key.field for key in _keys().values()} - {"prompt", "output", "contact_sheet"}
+    for action in parser._actions:
+        value = getattr(arguments, action.dest, None)
+        if action.dest in fields and value not in (None, [], action.default):
+            chosen[action.dest] = [_plain(each) for each in value] if isinstance(value, list) else _plain(value)
+    return chosen
+
+
+def _plain(value: Any) -> Any:
+    """A value of the command line as JSON has it."""
+    if hasattr(value, "strength"):  # a LoRA
+        noise = "" if value.noise == "all" else f":{value.noise}"
+        return f"{value.path}:{value.strength}{noise}"
+    return value if isinstance(value, int | float | str) else str(value)

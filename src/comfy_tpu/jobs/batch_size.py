@@ -1,0 +1,45 @@
+"""How many prompts share a step: as many as keep the devices busy, and as there is memory for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.parallel.chips import find_slice, parse_slice
+from comfy_tpu.parallel.layouts import estimate, fits
+from comfy_tpu.pipeline.video import VideoPipeline
+
+ROWS_MAX = 8
+BUSY_TOKENS = 8192
+"""Tokens per device with which matrix products are as fast as they get. A second video in the same step then only makes
+the step longer."""
+
+
+_GPU_SHARE = 0.8
+
+
+def choose_rows(pipeline: VideoPipeline, settings: GenerationSettings) -> int:
+    """A power of two: few different programs are compiled."""
+    rows = 1
+    while rows < ROWS_MAX and _pays(pipeline, settings, rows) and _has_room(pipeline, settings, 2 * rows):
+        rows *= 2
+    return rows
+
+
+def _pays(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
+    work = pipeline.files.workload(dataclasses.replace(settings, num_videos=rows))
+    return work.batch * work.tokens / pipeline.placement.sizes.device_count < BUSY_TOKENS
+
+
+def _has_room(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
+    """By the estimate of `comfy-tpu plan`; on another chip than a TPU, by that of a TPU in the memory that it has."""
+    placement = pipeline.placement
+    if placement.platform == "cpu":
+        return True
+    work = pipeline.files.workload(dataclasses.replace(settings, num_videos=rows))
+    slice_ = find_slice(placement.chip, placement.sizes.device_count)
+    if slice_ is not None:
+        return fits(estimate(work, placement.sizes, slice_).memory.total, slice_.chip)
+    needed = estimate(work, placement.sizes, parse_slice("v6e-1")).memory.total
+    device = placement.mesh.devices.flat[0]
+    return bool(needed <= _GPU_SHARE * (device.memory_stats() or {}).get("bytes_limit", 0))

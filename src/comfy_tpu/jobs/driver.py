@@ -1,0 +1,222 @@
+"""Drives a batch: submits lines as jobs, leases them to workers, records what becomes of them.
+
+Nothing here imports jax: the workers may be in other processes, on other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.jobs.folder import Folder, check_output_name, file_fingerprint
+from comfy_tpu.jobs.ledger import LEASE_SECONDS, Counts, Job, Ledger, NewJob, OutputFile
+from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.request import Request, default_output
+from comfy_tpu.jobs.sources import InvalidLine, Line
+
+logger = logging.getLogger(__name__)
+
+_SUBMIT_AT_ONCE = 1000
+_RENEW_SECONDS = LEASE_SECONDS / 6
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What a driver must know of a model."""
+
+    fingerprint: str
+    makes_images: bool
+
+    @property
+    def suffix(self) -> str:
+        return ".png" if self.makes_images else ".mp4"
+
+
+ParseLine = Callable[[Mapping[str, Any]], Request]
+FindModel = Callable[[Request], ModelFacts]
+
+
+class Workers(Protocol):
+    """Where jobs are carried out."""
+
+    def capacity(self) -> int:
+        """How many more jobs are wanted now; 0 while all are busy."""
+        ...
+
+    def preference(self) -> tuple[str | None, str | None]:
+        """The model and the shape of the jobs that are wanted: those that the next free worker has programs for."""
+        ...
+
+    def give(self, jobs: list[Job]) -> str:
+        """Takes jobs of one shape, and returns the worker's name."""
+        ...
+
+    def wait(self, timeout: float) -> list[Outcome | Event]:
+        """What happened, as soon as something did."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the jobs that are running; they are returned."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A line that was not submitted."""
+
+    line: int
+    reason: str
+
+
+class Observer(Protocol):
+    """Shows what happens in a batch."""
+
+    def refused(self, refusal: Refusal) -> None: ...
+    def submitted(self, counts: Counts) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def finished(self, outcome: Outcome, state: str, counts: Counts) -> None: ...
+
+
+class Batch:
+    """The jobs of one directory."""
+
+    def __init__(self, folder: Folder, ledger: Ledger, observer: Observer) -> None:
+        self.folder = folder
+        self.ledger = ledger
+        self._observer = observer
+        self.refusals = 0
+        self._counts = Counts()
+        self._outputs: dict[str, str] = {}
+
+    def submit(self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel) -> None:
+        """Submits all lines, some thousand at a time. Those that are done already stay done."""
+        existing = self.folder.names()
+        numbered = self._make_jobs(lines, parse, find_model)
+        while jobs := list(itertools.islice(numbered, _SUBMIT_AT_ONCE)):
+            for job, submission in zip(jobs, self.ledger.submit(jobs, existing), strict=True):
+                if submission.conflict is not None:
+                    reason = f"output={job.output} is also that of line {submission.conflict}; give another name"
+                    self._refuse(Refusal(job.line, reason))
+        self._counts = self.ledger.counts()
+        self._observer.submitted(self._counts)
+
+    def restore(self) -> None:
+        """Finds finished jobs in results.jsonl where the ledger is new: its machine is gone, or it was removed."""
+        if self.ledger.run != 1 or self.ledger.counts().total:
+            return
+        with self.folder.open_results() as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    result = json.loads(line)
+                    if result["state"] == "done":
+                        job = NewJob(result["id"], result["line"], Request(result["request"]), result["output"])
+                        outputs = [OutputFile(**each) for each in result["outputs"]]
+                        self.ledger.restore_done(job, outputs, result["seconds"] or {})
+
+    def _make_jobs(
+        self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel
+    ) -> Iterator[NewJob]:
+        for line in lines:
+            if isinstance(line, InvalidLine):
+                self._refuse(Refusal(line.number, line.reason))
+                continue
+            try:
+                yield self._make_job(line, parse, find_model)
+            except InvalidValueError as error:
+                self._refuse(Refusal(line.number, str(error)))
+
+    def _make_job(self, line: Line, parse: ParseLine, find_model: FindModel) -> NewJob:
+        request = parse(line.values)
+        facts = find_model(request)
+        identity = request.identity(facts.fingerprint, file_fingerprint)
+        output = request.output
+        name = default_output(request, identity, facts.suffix) if output is None else check_output_name(output)
+        return NewJob(_job_id(identity, name), line.number, request, name)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self.refusals += 1
+        self._observer.refused(refusal)
+
+    def run(self, workers: Workers) -> Counts:
+        """Carries out all submitted jobs. Raises ComfyTpuError where no job can succeed."""
+        stopped = threading.Event()
+        renewal = threading.Thread(target=self._renew, args=(stopped,), name="leases", daemon=True)
+        renewal.start()
+        try:
+            while self._step(workers):
+                pass
+        except BaseException:
+            workers.cancel()
+            raise
+        finally:
+            stopped.set()
+            renewal.join()
+        return self.ledger.counts()
+
+    def _step(self, workers: Workers) -> bool:
+        """Whether there is more to do."""
+        idle = True
+        while (wanted := workers.capacity()) > 0:
+            model_key, shape_key = workers.preference()
+            jobs = self.ledger.lease(wanted, model_key=model_key, shape_key=shape_key)
+            if not jobs:
+                break
+            self.ledger.start([job.id for job in jobs], workers.give(jobs))
+            idle = False
+        counts = self.ledger.counts() if idle else self._counts
+        if idle and not counts.open:
+            return False
+        for happened in workers.wait(1.0):
+            if isinstance(happened, Event):
+                self._observer.event(happened)
+            else:
+                self._record(happened)
+        return True
+
+    def _record(self, outcome: Outcome) -> None:
+        state = "returned"
+        if outcome.state == "done":
+            for file, content in outcome.contents:
+                self.folder.receive(file, content)
+            state = "done" if self.ledger.finish(outcome.id, outcome.outputs, outcome.seconds) else "lost"
+        elif outcome.state == "failed":
+            state = self.ledger.fail(outcome.id, outcome.error, is_final=outcome.is_final) or "lost"
+        else:
+            self.ledger.give_back([outcome.id], lost=outcome.is_lost)
+        self._observer.finished(outcome, state, self.ledger.counts())
+        if outcome.stops_batch:
+            raise ComfyTpuError(f"{outcome.error}; start the batch again afterwards, and it goes on where it was")
+
+    def _renew(self, stopped: threading.Event) -> None:
+        while not stopped.wait(_RENEW_SECONDS):
+            try:
+                self.ledger.renew()
+            except ComfyTpuError as error:  # the next write of the driver itself will say so, too
+                logger.warning("%s", error)
+
+    def write_results(self) -> None:
+        self.folder.write_results(self.ledger.results())
+
+
+def _job_id(identity: str, output: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(f"{identity}\0{output}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

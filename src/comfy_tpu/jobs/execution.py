@@ -1,0 +1,275 @@
+"""Carries jobs out with a model: reads inputs, runs the stages, hands the frames to a writer.
+
+The thread that drives the devices does nothing else: inputs are fetched before, videos are encoded and uploaded after
+it, each in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.jobs import opening
+from comfy_tpu.jobs.batch_size import choose_rows
+from comfy_tpu.jobs.folder import Folder, fetch
+from comfy_tpu.jobs.ledger import Job, OutputFile
+from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
+from comfy_tpu.jobs.request import DEFAULT_MODEL, FILE_FIELDS, Request, parse_lora
+from comfy_tpu.pipeline import artifacts, media
+from comfy_tpu.pipeline.images import fingerprint
+from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
+from comfy_tpu.pipeline.video import VideoPipeline
+
+_CHUNKS_AHEAD = 2
+"""Decoded parts of a video that may wait for the writer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A job on its way, with what only it has."""
+
+    job: Job
+    settings: GenerationSettings
+    paths: tuple[str, ...]
+    """Of its videos, inside the directory."""
+    embeddings: PromptEmbeddings
+    metadata: Mapping[str, str]
+
+
+@dataclasses.dataclass
+class _Writing:
+    """Rows whose frames are being written."""
+
+    rows: Sequence[_Row]
+    started: float
+    chunks: queue.Queue[torch.Tensor | BaseException | None]
+    seconds: dict[str, float]
+
+
+class Executor:
+    """Carries out jobs, one group of equal shape after the other, in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        batch_size: int | None = 1,
+        on_outcome: Callable[[Outcome], None],
+        on_progress: ProgressCallback = ignore_progress,
+    ) -> None:
+        """`batch_size`: the most prompts that share a step; None: as many as there is room for."""
+        self._folder = folder
+        self._batch_size = batch_size
+        self._on_outcome = on_outcome
+        self._on_progress = on_progress
+        self._pipeline: VideoPipeline | None = None
+        self._model_key = ""
+        self._rows_used: dict[str, int] = {}
+        """Rows of the steps that were compiled, by shape."""
+        self._inputs = TemporaryDirectory(prefix="comfy-tpu-inputs-")
+        self._writings: queue.Queue[_Writing | None] = queue.Queue(maxsize=1)
+        self._writer = threading.Thread(target=self._write_all, name="writer")
+        self._writer.start()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Carries out jobs of one shape. Outcomes are reported when their files are at their places."""
+        waiting = list(jobs)
+        while waiting:
+            try:
+                pipeline = self._open(waiting[0].request)
+                count = self._count_rows(pipeline, waiting)
+            except Exception as error:  # noqa: BLE001 - a job's error is its outcome
+                self._fail(waiting, error)
+                return
+            group, waiting = waiting[:count], waiting[count:]
+            self._run_group(pipeline, group)
+
+    def close(self) -> None:
+        """Waits until all files are written, and frees the devices' memory."""
+        if self._writer.is_alive():
+            self._writings.put(None)
+            self._writer.join()
+        if self._pipeline is not None:
+            self._pipeline.running.unload()
+            self._pipeline = None
+        self._inputs.cleanup()
+
+    def _open(self, request: Request) -> VideoPipeline:
+        if self._pipeline is None or self._model_key != request.model_key:
+            if self._pipeline is not None:
+                self._pipeline.running.unload()
+            model = opening.choose_model(request.values)
+            self._pipeline = VideoPipeline.open(
+                DEFAULT_MODEL if model is None else model,
+                opening.make_runtime(request.values),
+                on_progress=self._on_progress,
+            )
+            self._model_key = request.model_key
+        return self._pipeline
+
+    def _count_rows(self, pipeline: VideoPipeline, jobs: Sequence[Job]) -> int:
+        """How many of the jobs share the next steps."""
+        values = jobs[0].request.values
+        alone = any(name in values for name in ("contact_sheet", "num_videos", "strength"))
+        if self._batch_size == 1 or alone:
+            return 1
+        settings = pipeline.settings(**opening.choose_settings(values, pipeline.family.card.presets))
+        most = choose_rows(pipeline, settings) if self._batch_size is None else self._batch_size
+        return min(most, len(jobs))
+
+    def _run_group(self, pipeline: VideoPipeline, jobs: Sequence[Job]) -> None:
+        started, seconds = time.monotonic(), dict[str, float]()
+        rows, init_image = list[_Row](), None
+        try:
+            values = self._fetch_inputs(jobs[0].request)
+            pipeline.use_loras([parse_lora(text) for text in values.get("lora", ())])
+            images = opening.read_images(values)
+            opening.check_last_image(values, pipeline)
+        except Exception as error:  # noqa: BLE001
+            self._fail(jobs, error)
+            return
+        for job in jobs:
+            try:
+                row, init_image = self._prepare(pipeline, job, {**values, **job.request.values}, images)
+                rows.append(row)
+            except Exception as error:  # noqa: BLE001
+                self._fail([job], error)
+        seconds["encoding"] = time.monotonic() - started
+        if not rows:
+            return
+        try:
+            self._denoise_and_decode(pipeline, rows, init_image, started, seconds)
+        except Exception as error:  # noqa: BLE001
+            if len(rows) == 1 or isinstance(error, CancelledError):
+                self._fail([row.job for row in rows], error)
+                return
+            for row in rows:  # one of them may be the reason, or there are too many for the memory
+                self._run_group(pipeline, [row.job])
+
+    def _fetch_inputs(self, request: Request) -> dict[str, Any]:
+        values = dict(request.values)
+        for name in FILE_FIELDS:
+            if name in values:
+                given = values[name]
+                each = [given] if isinstance(given, str) else given
+                local = [str(fetch(address, Path(self._inputs.name))) for address in each]
+                values[name] = local[0] if isinstance(given, str) else local
+        return values
+
+    def _prepare(
+        self, pipeline: VideoPipeline, job: Job, values: Mapping[str, Any], images: Sequence[Image]
+    ) -> tuple[_Row, Any]:
+        settings = pipeline.settings(**opening.choose_settings(values, pipeline.family.card.presets))
+        init_image, given = opening.encode_init_image(values, pipeline, images, settings)
+        with self._folder.writing() as directory:
+            place = self._folder.check_inside(directory, job.output)
+            names = [path.relative_to(directory) for path in media.check_output(place, settings)]
+        embeddings = pipeline.encode(job.request.prompt, settings, given)
+        description = artifacts.describe(
+            job.request.prompt,
+            settings,
+            pipeline,
+            images_fingerprint=fingerprint(images),
+            loras=pipeline.loras.text,
+            attention_window=pipeline.attention_window,
+        )
+        if init_image is not None:
+            description["strength"] = str(init_image.strength)
+        return _Row(job, settings, tuple(map(str, names)), embeddings, description), init_image
+
+    def _denoise_and_decode(
+        self, pipeline: VideoPipeline, rows: Sequence[_Row], init_image: Any, started: float, seconds: dict[str, float]
+    ) -> None:
+        shape_key = rows[0].job.request.shape_key
+        # Copies of the last row make up the number that a program was compiled for: cheaper than another program.
+        count = max(len(rows), self._rows_used.get(shape_key, 0))
+        padded = [*rows, *[rows[-1]] * (count - len(rows))]
+        settings, seeds = rows[0].settings, tuple[int, ...]()
+        if count > 1:
+            settings = dataclasses.replace(settings, num_videos=count)
+            seeds = tuple(row.settings.seed for row in padded)
+        begun = time.monotonic()
+        embeddings = merge_embeddings([row.embeddings for row in padded])
+        latents = pipeline.denoise(embeddings, settings, init_image, seeds=seeds)
+        self._rows_used[shape_key] = count
+        seconds["denoising"] = time.monotonic() - begun
+        chunks: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=_CHUNKS_AHEAD)
+        self._writings.put(_Writing(rows, started, chunks, seconds))
+        begun = time.monotonic()
+        try:
+            for part in pipeline.decode(latents, settings):
+                chunks.put(part)
+        except BaseException as error:
+            chunks.put(error)
+            raise
+        seconds["decoding"] = time.monotonic() - begun
+        chunks.put(None)
+
+    def _write_all(self) -> None:
+        while (writing := self._writings.get()) is not None:
+            try:
+                placed = self._write(writing)
+            except _DecodeError:
+                continue  # the thread that decodes reports it
+            except Exception as error:  # noqa: BLE001
+                while isinstance(writing.chunks.get(), torch.Tensor):  # the decoder must not wait for ever
+                    pass
+                self._fail([row.job for row in writing.rows], error)
+                continue
+            seconds = {**writing.seconds, "total": time.monotonic() - writing.started}
+            for row, outputs in zip(writing.rows, placed, strict=True):
+                self._on_outcome(Outcome(row.job.id, "done", outputs, cut=row.embeddings.cut, seconds=seconds))
+
+    def _write(self, writing: _Writing) -> list[tuple[OutputFile, ...]]:
+        rows = writing.rows
+        sheet = rows[0].job.request.values.get("contact_sheet")
+        with self._folder.writing() as directory:
+            paths = [directory / name for row in rows for name in row.paths]
+            for name in (*(name for row in rows for name in row.paths), *([] if sheet is None else [sheet])):
+                self._folder.check_inside(directory, name)
+            media.write_videos(
+                paths,
+                (chunk[: len(paths)] for chunk in _chunks(writing.chunks)),
+                fps=rows[0].settings.fps,
+                metadata=[{**row.metadata, "video": str(index)} for row in rows for index in range(len(row.paths))],
+                sheet=None if sheet is None else directory / sheet,
+            )
+            files = [
+                self._folder.place(directory, [name for path in row.paths for name in _list_files(directory, path)])
+                for row in rows
+            ]
+        return [tuple(each) for each in files]
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        for job in jobs:
+            self._on_outcome(outcome_of_error(job.id, error))
+
+
+class _DecodeError(Exception):
+    """Frames that will not come."""
+
+
+def _chunks(chunks: queue.Queue[torch.Tensor | BaseException | None]) -> Iterator[torch.Tensor]:
+    while (chunk := chunks.get()) is not None:
+        if isinstance(chunk, BaseException):
+            raise _DecodeError from chunk
+        yield chunk
+
+
+def _list_files(directory: Path, name: str) -> list[str]:
+    """The files of an output: one, or the frames of a sequence."""
+    if "%" not in name:
+        return [name]
+    place = directory / Path(name).parent
+    return sorted(path.relative_to(directory).as_posix() for path in place.glob("*.png"))

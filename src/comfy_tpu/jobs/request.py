@@ -1,0 +1,131 @@
+"""A request as data: what one call of `comfy-tpu generate` would be told, and the identity of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.config import Lora
+
+RESULT_VERSION = 1
+"""Part of every identity. To be increased when the same request gives another video, so that finished jobs are done
+again; the versions of torch and jax move the last bits only, and are not part of it."""
+
+DEFAULT_MODEL = "demo"
+
+MACHINE_FIELDS = frozenset(
+    ("mesh", "platform", "cache_dir", "attention", "attention_blocks", "dense_max_tokens", "output", "contact_sheet")
+)
+"""Fields that change where or how fast a video is made, or what it is called, and not what it shows."""
+
+FILE_FIELDS = ("image", "last_image", "lora", "transformer", "text_encoder", "vae", "image_encoder")
+"""Fields that name input files."""
+
+MODEL_FIELDS = (
+    *("model", "transformer", "text_encoder", "vae", "image_encoder"),
+    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend"),
+    *("attention", "attention_window", "attention_blocks", "dense_max_tokens"),
+)
+"""Fields that decide which model is opened, and how. A model changes where one of them does."""
+
+PER_ROW_FIELDS = frozenset(("prompt", "negative_prompt", "seed", "output"))
+"""Fields in which requests that share a step may differ."""
+
+Fingerprint = Callable[[str], str]
+"""A text that changes when the model, or the file, of this name does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The chosen values by field, as JSON has them; what is not chosen is the model's default."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def prompt(self) -> str:
+        return str(self.values["prompt"])
+
+    @property
+    def model(self) -> str:
+        return str(self.values.get("model", DEFAULT_MODEL))
+
+    @property
+    def output(self) -> str | None:
+        """The name of the output inside the batch's directory; None: made of the prompt and the identity."""
+        return self.values.get("output")
+
+    @property
+    def model_key(self) -> str:
+        """Equal for requests that one opened model serves."""
+        return _digest({name: self.values[name] for name in MODEL_FIELDS if name in self.values})
+
+    @property
+    def shape_key(self) -> str:
+        """Equal for requests that run the same programs and may share a step."""
+        return _digest({name: value for name, value in self.values.items() if name not in PER_ROW_FIELDS})
+
+    def identity(self, model_fingerprint: str, file_fingerprint: Fingerprint) -> str:
+        """Equal for requests whose videos are the same."""
+        decisive = {name: value for name, value in self.values.items() if name not in MACHINE_FIELDS}
+        files = {
+            name: [file_fingerprint(each) for each in _as_list(self.values[name])]
+            for name in FILE_FIELDS
+            if name in self.values
+        }
+        return _digest({**decisive, **files, "model": model_fingerprint, "version": RESULT_VERSION})
+
+    def to_json(self) -> str:
+        return json.dumps(self.values, ensure_ascii=False, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        return cls(json.loads(text))
+
+
+def default_output(request: Request, identity: str, suffix: str) -> str:
+    """A file name that a person can tell from others: words of the prompt, and the beginning of the identity."""
+    plain = unicodedata.normalize("NFKC", request.prompt).casefold()
+    words = "-".join(re.findall(r"\w+", plain))
+    while len(words.encode()) > 60:  # in bytes: a file name has 255
+        words = words[:-1]
+    return f"{words.rstrip('-') or 'video'}-{identity[:10]}{suffix}"
+
+
+def parse_lora(text: str) -> Lora:
+    """PATH[:STRENGTH][:NOISE] as a `Lora`. Values that are no numbers stay text, for the common check to refuse."""
+    if Path(text).is_file():  # colons may be part of a path
+        return Lora(Path(text))
+    path, chosen = text, dict[str, Any]()
+    for _ in range(2):  # in either order
+        rest, _, last = path.rpartition(":")
+        if rest and last in ("high", "low") and "noise" not in chosen:
+            chosen["noise"] = last
+        elif rest and "strength" not in chosen and (_is_number(last) or rest.endswith(".safetensors")):
+            chosen["strength"] = float(last) if _is_number(last) else last
+        else:
+            break
+        path = rest
+    return Lora(Path(path), **chosen)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
