@@ -1,4 +1,4 @@
-"""Ends runs of nodes in every way over the stand-in for ComfyUI; prints one JSON object: the texts that nodes showed.
+"""Ends runs of nodes in every way over the stand-in for ComfyUI; prints what nodes showed, as one JSON object.
 
 python tests/comfy_pack/run_reports.py
 """
@@ -7,10 +7,12 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import types
 from pathlib import Path
 
 import fake_comfyui  # beside this file
+import torch
 
 from comfy_tpu.comfy.node_text import join_line
 from comfy_tpu.errors import DeviceMemoryError, TraceError
@@ -51,6 +53,42 @@ def run_family(run, error, *, opens=True):
         pipeline.on_progress(Progress("denoising", "", 0, 4, size="64×64×17"))
         raise_error(error)
     return {"texts": shown, "stage": run.STATUS.snapshot()["activity"]["stage"]}
+
+
+class Colours:
+    """A previewer of the kind that colours latents."""
+
+    def decode_latent_to_preview_image(self, kind, latents):
+        return [kind, list(latents.shape), int(latents[0, 0, 0, 0, 0])]
+
+
+class Network:
+    """Any other previewer."""
+
+    decode_latent_to_preview_image = Colours.decode_latent_to_preview_image
+
+
+def run_previews(run, previewer):
+    """The images that a step of a video with three latent frames shows: with the bar, and until the next."""
+    shown, sent, complete = [], [], threading.Event()
+
+    def send_preview(node, image):
+        sent.append([node, image])
+        if len(sent) == 3:
+            complete.set()
+
+    run.send_preview = send_preview
+    run.send_node_text = lambda node, lines: None
+    run.comfy.latent_formats.Wan21 = object
+    run.latent_preview.Latent2RGBPreviewer = Colours
+    run.latent_preview.get_previewer = lambda device, latent_format: previewer
+    run.comfy.utils.ProgressBar.update_absolute = lambda self, value, preview=None: shown.append(preview)
+    latents = torch.arange(3.0).view(1, 1, 3, 1, 1)
+    report = run.NodeReport("7", {"denoising": 4}, CARD.node_sets[0])
+    with report.to_the_end():
+        report(Progress("denoising", "", 1, 4, size="64×64×9", preview=lambda: latents))
+        complete.wait(60 if isinstance(previewer, Colours) else 0.5)
+    return {"bar": shown, "sent": sent[:3]}
 
 
 def run_native(run, hosting, error):
@@ -102,6 +140,7 @@ def run():
             "out of memory": run_native(run, hosting, DeviceMemoryError("x")),
             "on the host": run_native(run, hosting, TraceError("x")),
         },
+        "previews": {"colours": run_previews(run, Colours()), "network": run_previews(run, Network())},
     }
 
 

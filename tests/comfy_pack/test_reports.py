@@ -1,4 +1,6 @@
-"""However a run ends, the text on its node says so, and the panel shows no activity. Needs no ComfyUI."""
+"""However a run ends, the text on its node says so, and the panel shows no activity; previews of videos move.
+
+Needs no ComfyUI."""
 
 import json
 import os
@@ -51,3 +53,15 @@ def test_the_text_of_a_node_of_comfyui_ends_too(case, text, raised, ends):
     assert re.fullmatch(text, end["texts"][-1])
     assert end["raised"] == raised
     assert end["stage"] == "idle"
+
+
+def test_every_frame_of_a_video_is_previewed_in_turn(ends):
+    """The step shows one, and the others follow at the video's pace, on the same node."""
+    image = ["JPEG", [1, 1, 1, 1, 1]]
+    assert ends["previews"]["colours"]["bar"] == [[*image, 0]]
+    assert ends["previews"]["colours"]["sent"] == [["7", [*image, frame]] for frame in (1, 2, 0)]
+
+
+def test_a_previewer_that_costs_time_is_asked_once(ends):
+    """TAESD and the like, and those of other node packs, which see all frames."""
+    assert ends["previews"]["network"] == {"bar": [["JPEG", [1, 1, 3, 1, 1], 0]], "sent": []}
