@@ -66,7 +66,7 @@ def denoise_steps(
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
-                preview = functools.partial(_predict_first_frame, samples[1], outputs[0], step.sigma)
+                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
@@ -144,9 +144,9 @@ def _advance(
     return after[0], after[1]
 
 
-def _predict_first_frame(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
-    """The latents of the first frame without noise, as the velocity predicts them."""
-    return to_host(sample[:1, :, :1] - sigma * velocity[:1, :, :1])
+def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float) -> torch.Tensor:
+    """The latents of the first video without noise, as the velocity predicts them: 19 MB at 1280×720×81."""
+    return to_host(sample[:1] - sigma * velocity[:1])
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:
