@@ -90,7 +90,6 @@ class HostLink:
         self._ending = threading.Lock()
         """Held for ever by the thread that ends this process: only it prints a sentence."""
         self._done = threading.Event()
-        self._finished: set[int] = set()
         self._report: Callable[[str], None] = lambda sentence: None
         self._cleanups: list[Callable[[], object]] = []
         for number in peers:
@@ -187,14 +186,10 @@ class HostLink:
             if message.get("type") == "failed":
                 failed, reason = int(message["process"]), str(message["sentence"])
                 break
-            if message.get("type") == "done":
-                self._finished.add(number)
             self._received[number].put(message.get("value"))
-            if number in self._finished:
-                # The first host closes its connections when all are here, after it said so.
-                if not self.is_first:
-                    self._done.set()
-                    return
+            if message.get("type") == "done" and not self.is_first:
+                self._done.set()  # the first host closes its connections after this message
+                return
         if not self._ending.acquire(blocking=False):
             return
         self._tell(failed, reason)
