@@ -181,7 +181,7 @@ class HostLink:
             if self._done.is_set():
                 return
             if message is None:
-                failed, reason = number, "it has ended, or its machine cannot be reached"
+                failed, reason = number, ""
                 break
             if message.get("type") == "failed":
                 failed, reason = int(message["process"]), str(message["sentence"])
@@ -193,11 +193,17 @@ class HostLink:
         if not self._ending.acquire(blocking=False):
             return
         self._tell(failed, reason)
-        self._end(f"{self.describe(failed)} failed, so this one ends too: {reason}")
+        self._end(self._explain(failed, reason))
 
     def describe(self, number: int) -> str:
         name = self.names.get(number)
         return f"process {number} of {self.count}" + (f" ({sanitize(excerpt(name))})" if name else "")
+
+    def _explain(self, failed: int, reason: str) -> str:
+        who = self.describe(failed)
+        if reason:
+            return f"{who} failed, so this one ends too: {sanitize(reason)}"
+        return f"{who} has ended or cannot be reached, so this one ends too; look at its output, and start all again"
 
     def _tell(self, failed: int, sentence: str) -> None:
         for number in self._peers:

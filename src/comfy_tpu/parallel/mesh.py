@@ -20,6 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
 from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel.chips import find_slice
+from comfy_tpu.parallel.host_meshes import arrange_over_networks, check_hosts
 from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
@@ -261,10 +262,12 @@ def make_placement(
         )
     _check_platform(found[0], PLATFORMS)
     sizes = parse_mesh(mesh, len(devices), chip=chip_name(devices[0]), workload=workload)
+    check_hosts(sizes, devices)
     if sizes.device_count < len(devices):
         logger.info("mesh %s uses the first %d of %d devices", sizes, sizes.device_count, len(devices))
     used = list(devices)[: sizes.device_count]
-    jax_mesh = Mesh(arrange_devices(sizes, used), MESH_AXES, axis_types=_AXIS_TYPES)
+    arranged = arrange_over_networks(sizes, used, arrange_devices)
+    jax_mesh = Mesh(arranged, MESH_AXES, axis_types=_AXIS_TYPES)
     return Placement(mesh=jax_mesh, platform=used[0].platform, chip=chip_name(used[0]))
 
 
