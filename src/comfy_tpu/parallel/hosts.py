@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -253,6 +254,8 @@ def _ignoring_lost_service() -> Iterator[None]:
 
 def stop_devices() -> None:
     """Ends JAX's connections, after all processes are done."""
+    if "jax" not in sys.modules:  # as in the doctor's process
+        return
     import jax
 
     if jax.distributed.is_initialized():
