@@ -167,4 +167,4 @@ def test_a_batch_of_one_crosses_slices():
     best = rank_layouts(dataclasses.replace(wan(), batch=1), parse_slice("2xv6e-8"))[0]
     assert best.sizes.dp == 1
     assert not best.stays_in_slices
-    assert best.network_seconds > 10 * best.interconnect_seconds
+    assert best.network_seconds > 0.5  # Wan 14B at 720p; with two branches on two slices 6 ms
