@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from comfy_tpu.cli.options import number_parser
 from comfy_tpu.cli.streams import library_output_discarded
@@ -97,22 +97,20 @@ def joined(
             yield arguments
 
 
-def run_to_exit(run: Callable[[], int]) -> int:
-    """Runs a command of several hosts. Where it fails, the process ends at once: at Python's exit JAX and gloo may wait
-    for processes that are gone."""
+def run_to_exit(run: Callable[[], int]) -> NoReturn:
+    """Runs a command of several hosts, and ends the process at once: at Python's exit XLA waits for all that it has
+    begun, also for collectives with processes that are gone."""
     try:
         status: Any = run()
     except SystemExit as error:
-        status = error.code
+        status = error.code or 0
     except BaseException:  # noqa: BLE001 - printed as Python would print it
         traceback.print_exc()
         status = 1
-    if status:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(status if isinstance(status, int) else 1)
-    return 0
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 def _refuse_abbreviations(arguments: argparse.Namespace) -> None:

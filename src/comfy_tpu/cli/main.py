@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with standard_streams():
         given = sys.argv[1:] if argv is None else argv
         if hosts.find_config(given, HOSTS_COMMANDS)[0] is not None:
-            return hosts.run_to_exit(lambda: _run(given))
+            hosts.run_to_exit(lambda: _run(given))
         return _run(given)
 
 

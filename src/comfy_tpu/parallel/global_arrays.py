@@ -39,7 +39,9 @@ def fetch_global(array: jax.Array) -> jax.Array:
     if not array.is_fully_replicated:
         assert isinstance(array.sharding, NamedSharding)
         array = _gatherer(array.sharding)(array)
-    return array.addressable_data(0)
+    # On all devices of this process, not on the first alone: at the end of a run another process could leave while one
+    # of them still waits for it in a collective, for ever.
+    return array.block_until_ready().addressable_data(0)
 
 
 @functools.cache  # jit compiles once per function object
