@@ -96,6 +96,16 @@ def test_a_host_that_never_joins_is_named(tmp_path):
     assert other == f"process 0 refused to start: {own}"
 
 
+def test_a_host_that_ends_before_all_have_joined(tmp_path):
+    first, other = run("exchange", tmp_path, numbers=(0, 1), seconds=100)
+    time.sleep(2)
+    other.kill()
+    (status, _, err), _ = wait_all([first, other], 30)
+    assert status == 1
+    assert err.startswith("process 1 of 3 (")
+    assert err.endswith(") ended before all had joined; look at its output, and start all again\n")
+
+
 def test_a_host_that_joins_late(tmp_path):
     port = find_port()
     late = run("exchange", tmp_path, numbers=(1, 2), port=port)

@@ -75,14 +75,14 @@ def joined(
 
     `commands`: those that run on several hosts.
     """
-    from comfy_tpu.pipeline.partial_files import remove_own
-
     config, rest = find_config(argv, commands)
     if config is None:
         arguments = parse(argv)
         _refuse_abbreviations(arguments)
         yield arguments
         return
+    from comfy_tpu.pipeline.partial_files import remove_own
+
     with hosts.start_hosts(config, report=print_error, cleanups=(remove_own,)), library_output_discarded():
         arguments = parse(rest)
         hosts.check_same(**_same_options(arguments))

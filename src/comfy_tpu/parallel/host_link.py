@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import threading
@@ -29,7 +30,6 @@ _LINE_BYTES = 8 * 2**20
 """The longest message."""
 _HELLO_SECONDS = 10
 _RETRY_SECONDS = 0.3
-_SEND_SECONDS = 10
 # A machine that is gone without closing its connections is noticed after 10 + 4 * 5 seconds. The kernel answers for a
 # process, so that one which compiles for minutes is not taken for dead.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -49,7 +49,7 @@ class Peer:
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):  # Linux has all of them
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._connection = connection
+        self.connection = connection
         self._reader = connection.makefile("rb")
         self._sending = threading.Lock()
 
@@ -58,11 +58,11 @@ class Peer:
         line = json.dumps(message).encode("ascii") + b"\n"
         assert len(line) <= _LINE_BYTES
         with self._sending:
-            self._connection.sendall(line)
+            self.connection.sendall(line)
 
     def receive(self, seconds: float | None = None) -> dict[str, Json] | None:
         """The next message; None where the other side is gone, sends no JSON, or nothing in time."""
-        self._connection.settimeout(seconds)
+        self.connection.settimeout(seconds)
         try:
             line = self._reader.readline(_LINE_BYTES + 1)
             message = json.loads(line) if line.endswith(b"\n") else None
@@ -72,9 +72,9 @@ class Peer:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
-            self._connection.close()
+            self.connection.close()
 
 
 class HostLink:
@@ -256,11 +256,16 @@ def accept_all(
     deadline = time.monotonic() + seconds
     try:
         while len(peers) < count - 1:
-            try:
-                server.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, _ = server.accept()
-            except TimeoutError:
-                raise HostsError(_missing(count, [0, *peers], seconds), field="hosts_timeout") from None
+            watched = {server: 0, **{peer.connection: number for number, peer in peers.items()}}
+            ready, _, _ = select.select(list(watched), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise HostsError(_missing(count, [0, *peers], seconds), field="hosts_timeout")
+            if server not in ready:  # nobody speaks before all have joined
+                raise HostsError(
+                    f"process {watched[ready[0]]} of {count} ({names[watched[ready[0]]]}) ended before all had joined; "
+                    "look at its output, and start all again"
+                )
+            connection, _ = server.accept()
             peer = Peer(connection)
             given = peer.receive(_HELLO_SECONDS)
             if given is None or given.get("type") != "hello" or not isinstance(given.get("process"), int):

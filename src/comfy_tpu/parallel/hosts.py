@@ -212,6 +212,8 @@ def start_devices(config: HostsConfig) -> None:
 
     address = _address
     host = f"[{address.host}]" if ":" in address.host else address.host
+    # It would take SIGTERM away from this process, and do nothing.
+    jax.config.update("jax_enable_preemption_service", False)
     with _ignoring_lost_service():
         try:
             jax.distributed.initialize(
