@@ -23,6 +23,7 @@ TWINS = [
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),
     ("docs/design.md", "docs/design.zh-CN.md"),
+    ("docs/hosts.md", "docs/hosts.zh-CN.md"),
     ("docs/native.md", "docs/native.zh-CN.md"),
     ("docs/performance.md", "docs/performance.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),

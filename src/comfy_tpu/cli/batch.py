@@ -30,7 +30,10 @@ from comfy_tpu.jobs.ledger import Ledger
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.sources import FORMATS, open_jobs
 
-_OF_THE_RUN = ("json", "verbose", "profile", "dump", "help")
+_OF_THE_RUN = (
+    *("json", "verbose", "profile", "dump", "help"),
+    *("coordinator", "num_processes", "process_id", "hosts_timeout"),
+)
 """Flags of `generate` that concern a process, not a video."""
 
 
