@@ -15,7 +15,7 @@ from comfy_execution.progress import get_progress_state
 from protocol import BinaryEventTypes
 from server import PromptServer
 
-from comfy_tpu.comfy.node_text import NodeLine, NodeText, join_line
+from comfy_tpu.comfy.node_text import NodeLine, join_line, lines_as_json
 from comfy_tpu.comfy.status import STATUS
 
 PATH = "/comfy_tpu/status"
@@ -55,9 +55,8 @@ def send_node_text(node: str, lines: Sequence[NodeLine]) -> None:
     """Shows lines on a node, in the user's language where the browser has our extension, else in English."""
     server = PromptServer.instance
     text = "\n".join(map(join_line, lines))
-    words = [[word.as_dict() if isinstance(word, NodeText) else word for word in line] for line in lines]
     # First what the extension replaces the text by, then the text, which is all that other clients read.
-    server.send_sync(TEXT_EVENT, {"node": node, "text": text, "lines": words}, server.client_id)
+    server.send_sync(TEXT_EVENT, {"node": node, "text": text, "lines": lines_as_json(lines)}, server.client_id)
     server.send_progress_text(text, node, server.client_id)
 
 
