@@ -190,3 +190,14 @@ def test_different_options(tmp_path):
     sentence = "mesh is sp=8 on process 0, but dp=8 on process 1; start all hosts with the same model and options"
     assert results[0][2].strip() == "comfy-tpu: --" + sentence
     assert results[1][2].strip().endswith(sentence)
+
+
+@pytest.mark.slow
+def test_the_doctor_tells_of_all_hosts(tmp_path):
+    results = wait_all(start_all(2, *COMMAND, "doctor", "--json", cwd=tmp_path))
+    assert [out for _, out, _ in results[1:]] == [""]
+    document = json.loads(results[0][1])
+    found = [(host["process"], host["platform"], host["devices"]) for host in document["hosts"]]
+    assert found == [(0, "cpu", 2), (1, "cpu", 2)]
+    (finding,) = [each for each in document["findings"] if each["name"] == "hosts"]
+    assert "together 4 devices" in finding["detail"]

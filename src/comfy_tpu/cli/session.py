@@ -36,7 +36,7 @@ from comfy_tpu.config import GenerationSettings, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
-from comfy_tpu.parallel.hosts import check_same, first_host_value, is_first_host
+from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
 from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
@@ -213,12 +213,18 @@ def open_session(
             loras=getattr(arguments, "lora", ()),
             check=lambda files: _check_settings(arguments, files),
         )
-        check_same(
-            model=f"{pipeline.model_name} ({pipeline.model_fingerprint})",
-            mesh=str(pipeline.placement.sizes),
-            dtype=pipeline.dtype_name,
-        )
+        if host_names():
+            _check_hosts(pipeline)
         yield Session(arguments, pipeline, display)
+
+
+def _check_hosts(pipeline: video.VideoPipeline) -> None:
+    """Raises HostsError where another host has another model of the same name, or another mesh."""
+    check_same(
+        model=f"{pipeline.model_name} ({pipeline.model_fingerprint})",
+        mesh=str(pipeline.placement.sizes),
+        dtype=pipeline.dtype_name,
+    )
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
