@@ -104,8 +104,8 @@ class RayWorkers:
         self._scale_at = 0.0
         self._told: set[str] = set()
         self._chosen: _Worker | None = None
-        self._started_at = time.monotonic()
         self._cluster = Cluster(config.address, num_cpus=config.workers)
+        self._started_at = time.monotonic()
         try:
             self._check_local()
             self._scale()
