@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import CheckpointError
 from comfy_tpu.jobs.worker_thread import ROWS_MAX
 from comfy_tpu.parallel.chips import find_slice, parse_slice
 from comfy_tpu.parallel.layouts import estimate, fits
+from comfy_tpu.pipeline.step import batch_rows
 from comfy_tpu.pipeline.video import VideoPipeline
 
 BUSY_TOKENS = 8192
@@ -27,8 +30,10 @@ def choose_rows(pipeline: VideoPipeline, settings: GenerationSettings) -> int:
 
 
 def _pays(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
-    work = pipeline.files.workload(dataclasses.replace(settings, num_videos=rows))
-    return work.batch * work.tokens / pipeline.placement.sizes.device_count < BUSY_TOKENS
+    """By about as many tokens as there are patches of 2×2 latents, which most models have."""
+    tokens = math.prod(pipeline.family.card.latent_size(settings)) / 4
+    batch = batch_rows(pipeline.family, dataclasses.replace(settings, num_videos=rows))
+    return batch * tokens / pipeline.placement.sizes.device_count < BUSY_TOKENS
 
 
 def _has_room(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
@@ -36,7 +41,10 @@ def _has_room(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) 
     placement = pipeline.placement
     if placement.platform == "cpu":
         return True
-    work = pipeline.files.workload(dataclasses.replace(settings, num_videos=rows))
+    try:
+        work = pipeline.files.workload(dataclasses.replace(settings, num_videos=rows))
+    except CheckpointError:  # a model of a make that the estimate does not know
+        return False
     slice_ = find_slice(placement.chip, placement.sizes.device_count)
     if slice_ is not None:
         return fits(estimate(work, placement.sizes, slice_).memory.total, slice_.chip)
