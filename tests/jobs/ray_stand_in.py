@@ -1,6 +1,7 @@
 """A worker module without a model: each job writes a tiny image whose metadata are the job's.
 
-Environment: STAND_IN_SECONDS, how long a job takes; STAND_IN_HANG, a prompt at which it makes no progress.
+Environment: STAND_IN_SECONDS, how long a job takes; STAND_IN_HANG, a prompt at which it makes no
+progress, once: STAND_IN_HUNG is the file that tells.
 """
 
 import os
@@ -32,8 +33,8 @@ class Executor:
     def _carry_out(self, job):
         started = time.monotonic()
         self._on_progress(Progress("denoising", "", 0, 2))
-        if self._hang is not None and job.request.prompt == self._hang and not Path(f"{self._hang}.hung").exists():
-            Path(f"{self._hang}.hung").touch()
+        if job.request.prompt == self._hang and not (hung := Path(os.environ["STAND_IN_HUNG"])).exists():
+            hung.touch()
             time.sleep(3600)
         for step in range(2):
             time.sleep(self._seconds / 2)
