@@ -161,7 +161,9 @@ def skeleton(tmp_path):
     files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
     files += [f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/rope")]
     files += [f"families/{family}/{name}.py" for family in ("flux", "wan") for name in ("__init__", "card", "model")]
-    files += [f"jobs/{name}.py" for name in ("driver", "folder", "ledger", "outcome", "request", "sources")]
+    drivers = ("driver", "folder", "ledger", "outcome", "request", "sources", "worker_thread")
+    rays = ("ray_actor", "ray_cluster", "ray_slices", "ray_workers")
+    files += [f"jobs/{name}.py" for name in (*drivers, *rays)]
     for file in files:
         (package / file).parent.mkdir(parents=True, exist_ok=True)
         (package / file).touch()

@@ -36,7 +36,7 @@ class StandInWorkers:
         """The next attempts at this prompt raise these errors."""
         self._errors[prompt] = list(errors)
 
-    def capacity(self) -> int:
+    def capacity(self, waiting: int) -> int:
         return self._group_size if len(self.groups) < 2 else 0
 
     def preference(self) -> tuple[str | None, str | None]:

@@ -7,6 +7,7 @@ With --json, one object a line on stdout, by its "event":
     progress    worker, stage, what, done, total
     done        id, output, outputs, seconds, cut
     failed      id, error; attempts are left unless final
+    message     text
     summary     done, failed, refused, open, seconds
 """
 
@@ -19,22 +20,27 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli import generate, options
 from comfy_tpu.cli.batch_display import Display, JsonDisplay
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.jobs.driver import Batch, FindModel, Workers
+from comfy_tpu.jobs.driver import Batch, FindModel, ModelFacts, Workers
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Ledger
+from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.sources import FORMATS, open_jobs
+
+if TYPE_CHECKING:
+    from comfy_tpu.jobs.local_worker import LocalWorker
 
 _OF_THE_RUN = (
     *("json", "verbose", "profile", "dump", "help"),
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""
+RAY_DEFAULTS = RayConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the most prompts that share a step: auto, as many as keep the devices busy and fit; or a number",
     )
+    parser.add_argument(
+        "--workers",
+        type=options.number_parser(int),
+        metavar="N",
+        help="processes of this machine that share the jobs, one for each GPU where there are any; with --ray, the "
+        "most workers (default: one, in this process; with --ray, as many as the cluster has room for)",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="share the jobs with the machines of a running Ray cluster: auto, or HOST:PORT of its head",
+    )
+    parser.add_argument(
+        "--slice", metavar="NAME", help="with --ray: each worker is a TPU slice of this kind, such as v6e-16"
+    )
     parser.add_argument("--json", action="store_true", help="print what happens as JSON lines")
     options.add_images(parser)
     options.add_strength(parser)
@@ -74,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     batch_size = _parse_batch_size(arguments.batch_size)
+    ray = _ray_config(arguments)
     parse = functools.partial(parse_values, common=_common_values(arguments))
     folder = Folder(arguments.output)
     with open_jobs(arguments.jobs, arguments.format) as lines:
@@ -82,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _open_display(arguments) as display:
                 batch = Batch(folder, ledger, display)
                 batch.restore()
-                with _open_workers(folder, batch_size) as (workers, find_model):
+                with _open_workers(ray, folder, batch_size, display) as (workers, find_model):
                     batch.submit(lines, parse, find_model)
                     try:
                         counts = batch.run(workers)
@@ -92,22 +114,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if counts.done == counts.total and not batch.refusals else 1
 
 
+def _ray_config(arguments: argparse.Namespace) -> RayConfig | None:
+    """None: one worker, in this process."""
+    if arguments.ray is None and arguments.workers is None and arguments.slice is None:
+        return None
+    return dataclasses.replace(
+        RAY_DEFAULTS, address=arguments.ray, workers=arguments.workers, slice_name=arguments.slice
+    )
+
+
 @contextlib.contextmanager
-def _open_workers(folder: Folder, batch_size: int | None) -> Iterator[tuple[Workers, FindModel]]:
-    from comfy_tpu.jobs.local_worker import LocalWorker, find_model_facts
+def _open_workers(
+    ray: RayConfig | None, folder: Folder, batch_size: int | None, display: Display | JsonDisplay
+) -> Iterator[tuple[Workers, FindModel]]:
+    workers: LocalWorker | RayWorkers
+    if ray is None:
+        from comfy_tpu.jobs.local_worker import LocalWorker, find_model_facts
+
+        workers, find_facts = LocalWorker(folder, batch_size=batch_size), find_model_facts
+    else:
+        workers = RayWorkers(folder, ray, batch_size=batch_size, report=display.message)
+        find_facts = workers.find_model_facts
 
     @functools.cache
-    def find(model: str) -> Any:
-        return find_model_facts(Request(json.loads(model)))
+    def find(model: str) -> ModelFacts:
+        return find_facts(Request(json.loads(model)))
 
-    worker = LocalWorker(folder, batch_size=batch_size)
     try:
-        yield worker, lambda request: find(_model_values(request))
+        yield workers, lambda request: find(_model_values(request))
     except BaseException:
-        worker.cancel()
+        workers.cancel()
         raise
     finally:
-        worker.close()
+        workers.close()
 
 
 def _model_values(request: Request) -> str:

@@ -67,6 +67,9 @@ class Display:
             self._bar.n = counts.done
             self._bar.refresh()
 
+    def message(self, text: str) -> None:
+        print_message(text)
+
     def summary(self, counts: Counts, refused: int, seconds: float) -> None:
         left = f", {refused} lines left out" if refused else ""
         failed = f", {counts.failed} failed" if counts.failed else ""
@@ -112,6 +115,9 @@ class JsonDisplay:
             self._print("done", id=outcome.id, outputs=files, seconds=dict(outcome.seconds), cut=outcome.cut)
         elif outcome.error:
             self._print("failed", id=outcome.id, error=outcome.error, final=state == "failed")
+
+    def message(self, text: str) -> None:
+        self._print("message", text=text)
 
     def summary(self, counts: Counts, refused: int, seconds: float) -> None:
         left = {"done": counts.done, "failed": counts.failed, "open": counts.open, "refused": refused}

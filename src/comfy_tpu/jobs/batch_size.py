@@ -7,12 +7,12 @@ import math
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError
+from comfy_tpu.jobs.worker_thread import ROWS_MAX
 from comfy_tpu.parallel.chips import find_slice, parse_slice
 from comfy_tpu.parallel.layouts import estimate, fits
 from comfy_tpu.pipeline.step import batch_rows
 from comfy_tpu.pipeline.video import VideoPipeline
 
-ROWS_MAX = 8
 BUSY_TOKENS = 8192
 """Tokens per device with which matrix products are as fast as they get. A second video in the same step then only makes
 the step longer."""

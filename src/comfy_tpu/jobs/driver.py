@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.folder import Folder, check_output_name, file_fingerprint
 from comfy_tpu.jobs.ledger import LEASE_SECONDS, Counts, Job, Ledger, NewJob, OutputFile
-from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.outcome import Event, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import Request, default_output
 from comfy_tpu.jobs.sources import InvalidLine, Line
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SUBMIT_AT_ONCE = 1000
 _RENEW_SECONDS = LEASE_SECONDS / 6
+_COUNT_SECONDS, _COUNT_SHARE = 0.2, 0.05
+"""Jobs are counted this long after the last time, and in this share of the driver's time at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,8 @@ FindModel = Callable[[Request], ModelFacts]
 class Workers(Protocol):
     """Where jobs are carried out."""
 
-    def capacity(self) -> int:
-        """How many more jobs are wanted now; 0 while all are busy."""
+    def capacity(self, waiting: int) -> int:
+        """How many more jobs are wanted now, of so many that wait; 0 while all workers are busy."""
         ...
 
     def preference(self) -> tuple[str | None, str | None]:
@@ -94,7 +96,7 @@ class Batch:
         self._observer = observer
         self.refusals = 0
         self._counts = Counts()
-        self._outputs: dict[str, str] = {}
+        self._recount_at = 0.0
 
     def submit(self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel) -> None:
         """Submits all lines, some thousand at a time. Those that are done already stay done."""
@@ -105,8 +107,7 @@ class Batch:
                 if submission.conflict is not None:
                     reason = f"output={job.output} is also that of line {submission.conflict}; give another name"
                     self._refuse(Refusal(job.line, reason))
-        self._counts = self.ledger.counts()
-        self._observer.submitted(self._counts)
+        self._observer.submitted(self._recount(at_once=True))
 
     def restore(self) -> None:
         """Finds finished jobs in results.jsonl where the ledger is new: its machine is gone, or it was removed."""
@@ -164,15 +165,16 @@ class Batch:
     def _step(self, workers: Workers) -> bool:
         """Whether there is more to do."""
         idle = True
-        while (wanted := workers.capacity()) > 0:
+        waiting = self._recount().submitted
+        while (wanted := workers.capacity(waiting)) > 0:
             model_key, shape_key = workers.preference()
             jobs = self.ledger.lease(wanted, model_key=model_key, shape_key=shape_key)
             if not jobs:
                 break
             self.ledger.start([job.id for job in jobs], workers.give(jobs))
+            waiting = max(0, waiting - len(jobs))
             idle = False
-        counts = self.ledger.counts() if idle else self._counts
-        if idle and not counts.open:
+        if idle and not self._counts.open and not self._recount(at_once=True).open:
             return False
         for happened in workers.wait(1.0):
             if isinstance(happened, Event):
@@ -181,17 +183,35 @@ class Batch:
                 self._record(happened)
         return True
 
+    def _recount(self, *, at_once: bool = False) -> Counts:
+        """The counts as they are, or were a moment ago: to count a million jobs takes a while."""
+        if at_once or time.monotonic() >= self._recount_at:
+            begun = time.monotonic()
+            self._counts = self.ledger.counts()
+            ended = time.monotonic()
+            self._recount_at = ended + max(_COUNT_SECONDS, (ended - begun) / _COUNT_SHARE)
+        return self._counts
+
+    def _receive(self, outcome: Outcome) -> Outcome:
+        """The outcome, after its files are at their places; that of the error, if they cannot be."""
+        try:
+            for file, content in outcome.contents:
+                self.folder.receive(file, content)
+        except (ComfyTpuError, OSError) as error:
+            return outcome_of_error(outcome.id, error)
+        return outcome
+
     def _record(self, outcome: Outcome) -> None:
         state = "returned"
         if outcome.state == "done":
-            for file, content in outcome.contents:
-                self.folder.receive(file, content)
+            outcome = self._receive(outcome)
+        if outcome.state == "done":
             state = "done" if self.ledger.finish(outcome.id, outcome.outputs, outcome.seconds) else "lost"
         elif outcome.state == "failed":
             state = self.ledger.fail(outcome.id, outcome.error, is_final=outcome.is_final) or "lost"
         else:
             self.ledger.give_back([outcome.id], lost=outcome.is_lost)
-        self._observer.finished(outcome, state, self.ledger.counts())
+        self._observer.finished(outcome, state, self._recount())
         if outcome.stops_batch:
             raise ComfyTpuError(f"{outcome.error}; start the batch again afterwards, and it goes on where it was")
 

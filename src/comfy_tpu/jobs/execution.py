@@ -55,6 +55,16 @@ class _Writing:
     started: float
     chunks: queue.Queue[torch.Tensor | BaseException | None]
     seconds: dict[str, float]
+    is_decoded: bool = False
+    """Whether the last chunk was taken: nothing more comes."""
+
+    def take_chunks(self) -> Iterator[torch.Tensor]:
+        while (chunk := self.chunks.get()) is not None:
+            if isinstance(chunk, BaseException):
+                self.is_decoded = True
+                raise _DecodeError from chunk
+            yield chunk
+        self.is_decoded = True
 
 
 class Executor:
@@ -223,13 +233,22 @@ class Executor:
             except _DecodeError:
                 continue  # the thread that decodes reports it
             except Exception as error:  # noqa: BLE001
-                while isinstance(writing.chunks.get(), torch.Tensor):  # the decoder must not wait for ever
-                    pass
-                self._fail([row.job for row in writing.rows], error)
+                if self._drain(writing):
+                    self._fail([row.job for row in writing.rows], error)
                 continue
             seconds = {**writing.seconds, "total": time.monotonic() - writing.started}
             for row, outputs in zip(writing.rows, placed, strict=True):
                 self._on_outcome(Outcome(row.job.id, "done", outputs, cut=row.embeddings.cut, seconds=seconds))
+
+    @staticmethod
+    def _drain(writing: _Writing) -> bool:
+        """Takes what the decoder would wait for ever to hand over. Whether it decoded everything."""
+        try:
+            for _ in () if writing.is_decoded else writing.take_chunks():
+                pass
+        except _DecodeError:
+            return False
+        return True
 
     def _write(self, writing: _Writing) -> list[tuple[OutputFile, ...]]:
         rows = writing.rows
@@ -240,7 +259,7 @@ class Executor:
                 self._folder.check_inside(directory, name)
             media.write_videos(
                 paths,
-                (chunk[: len(paths)] for chunk in _chunks(writing.chunks)),
+                (chunk[: len(paths)] for chunk in writing.take_chunks()),
                 fps=rows[0].settings.fps,
                 metadata=[{**row.metadata, "video": str(index)} for row in rows for index in range(len(row.paths))],
                 sheet=None if sheet is None else directory / sheet,
@@ -249,6 +268,8 @@ class Executor:
                 self._folder.place(directory, [name for path in row.paths for name in _list_files(directory, path)])
                 for row in rows
             ]
+            if sheet is not None:
+                files[0] += self._folder.place(directory, [sheet])
         return [tuple(each) for each in files]
 
     def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
@@ -258,13 +279,6 @@ class Executor:
 
 class _DecodeError(Exception):
     """Frames that will not come."""
-
-
-def _chunks(chunks: queue.Queue[torch.Tensor | BaseException | None]) -> Iterator[torch.Tensor]:
-    while (chunk := chunks.get()) is not None:
-        if isinstance(chunk, BaseException):
-            raise _DecodeError from chunk
-        yield chunk
 
 
 def _list_files(directory: Path, name: str) -> list[str]:

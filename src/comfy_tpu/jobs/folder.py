@@ -117,8 +117,7 @@ class Folder:
         from comfy_tpu.pipeline import atomic
 
         assert self.local is not None
-        path = self.local / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(self.check_inside(self.local, name))
         with atomic.replacing(path) as partial, atomic.write_errors(path):
             partial.write_bytes(content)
 

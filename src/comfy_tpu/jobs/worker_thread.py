@@ -1,0 +1,106 @@
+"""A thread that carries jobs out, one group after the other. It imports neither torch nor jax; its executor may."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from comfy_tpu.jobs.ledger import Job
+from comfy_tpu.jobs.outcome import CancelledError, Event, Outcome
+from comfy_tpu.jobs.request import Request
+from comfy_tpu.pipeline.progress import Progress, ProgressCallback
+
+ROWS_MAX = 8
+"""The most jobs of a group whose batch size is to be chosen."""
+GROUPS_AHEAD = 2
+"""Groups that are leased: one that runs, and the next, so that the devices do not wait for the ledger."""
+
+
+class JobExecutor(Protocol):
+    """What carries jobs out: `execution.Executor`."""
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Reports an outcome for each job, perhaps after it has returned."""
+        ...
+
+    def close(self) -> None:
+        """Waits for outcomes that are to come."""
+        ...
+
+
+MakeExecutor = Callable[[Callable[[Outcome], None], ProgressCallback], JobExecutor]
+"""Makes an executor that reports outcomes and progress to these two."""
+
+
+class WorkerThread:
+    """Workers of a driver: one, in a thread of its process."""
+
+    def __init__(self, name: str, group_size: int, make_executor: MakeExecutor) -> None:
+        self._name = name
+        self._group_size = group_size
+        self._groups: queue.Queue[list[Job] | None] = queue.Queue()
+        self._happened: queue.Queue[Outcome | Event] = queue.Queue()
+        self._last: Request | None = None
+        # Two counts, each changed by one thread only: `+=` of two threads would lose some.
+        self._given = 0
+        self._carried_out = 0
+        self._is_cancelled = threading.Event()
+        self._failure: BaseException | None = None
+        self._executor = make_executor(self._happened.put, self._on_progress)
+        self._thread = threading.Thread(target=self._run, name="jobs")
+        self._thread.start()
+
+    def capacity(self, waiting: int) -> int:
+        is_free = self._given - self._carried_out < GROUPS_AHEAD
+        return self._group_size if is_free and not self._is_cancelled.is_set() else 0
+
+    def preference(self) -> tuple[str | None, str | None]:
+        return (None, None) if self._last is None else (self._last.model_key, self._last.shape_key)
+
+    def give(self, jobs: list[Job]) -> str:
+        self._given += 1
+        self._last = jobs[0].request
+        self._groups.put(jobs)
+        return self._name
+
+    def wait(self, timeout: float) -> list[Outcome | Event]:
+        if self._failure is not None:
+            raise self._failure
+        with contextlib.suppress(queue.Empty):
+            happened = [self._happened.get(timeout=timeout)]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    happened.append(self._happened.get_nowait())
+            return happened
+        return []
+
+    def cancel(self) -> None:
+        """At the end of the step that is running. The jobs that were given are returned."""
+        self._is_cancelled.set()
+
+    def close(self) -> None:
+        """Waits for the jobs that were given, or for the step that is running where they were cancelled."""
+        self._groups.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (jobs := self._groups.get()) is not None:
+                if self._is_cancelled.is_set():
+                    for job in jobs:
+                        self._happened.put(Outcome(job.id, "returned"))
+                else:
+                    self._executor.run(jobs)
+                self._carried_out += 1
+        except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
+            self._failure = error
+        finally:
+            self._executor.close()
+
+    def _on_progress(self, progress: Progress) -> None:
+        if self._is_cancelled.is_set():
+            raise CancelledError
+        self._happened.put(Event(self._name, progress.stage, progress.label, progress.done, progress.total))
