@@ -30,6 +30,8 @@ from comfy_tpu.jobs.worker_thread import ROWS_MAX, WorkerThread
 WORKER_MODULE = "comfy_tpu.jobs.local_worker"
 """Has `Executor`, `find_model_facts` and, for several hosts, `join_hosts`."""
 
+_GATHER_SECONDS = 0.05
+"""For which a report waits for more: short jobs are told together. A worker has its next group meanwhile."""
 _FETCH_SECONDS = 10.0
 """In which a driver fetches the last outcomes of an actor that ends. A preempted machine has 30 s in all."""
 
@@ -181,6 +183,9 @@ class JobActor:
         items: list[Outcome | Event] = []
         if self._thread is not None:
             items = self._thread.wait(0.0 if is_over else max(0.0, end - time.monotonic()))
+            if items and not is_over:
+                time.sleep(_GATHER_SECONDS)
+                items += self._thread.wait(0.0)
         if is_over:
             self._is_fetched.set()
         outcomes = [self._with_contents(item) for item in items if isinstance(item, Outcome)]

@@ -27,6 +27,8 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 """Of a Ray of our own: videos on their way to the driver. More than that goes to the disk."""
 _SOCKET_PATH_MAX = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Bytes of Ray's directory: the path of a Unix socket in it has 107 at most."""
+_START_TRIES = 3
+"""For a Ray of our own: it gives its processes 30 s, which a machine with much else to do may exceed."""
 _END_SECONDS = 10.0
 """In which the processes of a Ray that was shut down end by themselves."""
 
@@ -89,11 +91,22 @@ class Cluster:
                 options["address"] = _check_address(address)
             with _connection_errors(address), _kept_handler():
                 stack.callback(self._shut_down)
-                ray.init(**options)
+                self._connect(options)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
         self._stack.close()
+
+    def _connect(self, options: dict[str, Any]) -> None:
+        for attempt in range(1, _START_TRIES + 1):
+            try:
+                self._ray.init(**options)
+                return
+            except Exception as error:
+                is_slow = "node registration may not be complete" in str(error)
+                if self._address is not None or not is_slow or attempt == _START_TRIES:
+                    raise
+                self._ray.shutdown()
 
     def _shut_down(self) -> None:
         self._ray.shutdown()

@@ -40,7 +40,8 @@ def remove_abandoned(directory: Path) -> None:
     """Removes partial files of this machine in `directory` whose process is gone. Never raises an OSError."""
     name = re.compile(re.escape(_prefix()) + r"\d+-[0-9a-f]{8}\.partial")
     with contextlib.suppress(OSError):
-        for path in [path for path in directory.iterdir() if name.fullmatch(path.name)]:
+        # By names: a path of each entry would take 10 ms for 10,000, at every write.
+        for path in [directory / entry for entry in os.listdir(directory) if name.fullmatch(entry)]:  # noqa: PTH208
             lock = _open(path)
             if lock is None:
                 continue
