@@ -1,5 +1,6 @@
 """Style, types and layers. Here, and only here, so that plain `pytest` checks all of them."""
 
+import graphlib
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,35 @@ def test_the_package_is_written_in_english():
 @pytest.mark.parametrize("text", ["“模型”", "模型", "，", "（"])
 def test_chinese_is_found(text):
     assert bool(CHINESE.search(text))
+
+
+def find_circle(package):
+    """A circle of modules that import each other, at the top or in functions; empty where there is none."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    imports[package] = set()  # it imports its interface when that is asked for, and its version is imported everywhere
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other():
+    assert find_circle("comfy_tpu") == []
+
+
+def test_a_circle_is_found(tmp_path, monkeypatch):
+    package = tmp_path / "round_package"
+    package.mkdir()
+    for name, line in {
+        "__init__": "",
+        "a": "from round_package import b",
+        "b": "def f():\n    import round_package.a",
+    }.items():
+        (package / f"{name}.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert set(find_circle("round_package")) == {"round_package.a", "round_package.b"}
 
 
 LAYERS = [

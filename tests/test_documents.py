@@ -20,9 +20,12 @@ from tests.native.table import read_tables, with_chinese_tables
 ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
+    ("deploy/README.md", "deploy/README.zh-CN.md"),
+    ("docs/batch.md", "docs/batch.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),
     ("docs/design.md", "docs/design.zh-CN.md"),
+    ("docs/hosts.md", "docs/hosts.zh-CN.md"),
     ("docs/native.md", "docs/native.zh-CN.md"),
     ("docs/performance.md", "docs/performance.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),
@@ -38,7 +41,7 @@ CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 CITING = [*DOCUMENTS, "tools/demo_model/README.md"]
 PLACES = [ROOT, ROOT / "src", ROOT / "src" / "comfy_tpu", ROOT / "tests" / "comfyui"]
 """Where a cited path may begin: the checkout, the package, and the tests that CONTRIBUTING tells about file by file."""
-OWN = ["src", "tests", "tools", "docs", "web", "locales", "benchmarks", "example_workflows"]
+OWN = ["src", "tests", "tools", "docs", "web", "locales", "benchmarks", "example_workflows", "deploy"]
 OWN += [path.name for path in sorted((ROOT / "src" / "comfy_tpu").iterdir()) if path.is_dir()]
 FOREIGN = {
     *("custom_nodes/ComfyUI-TPU", "models/diffusers", "models/loras", "output/video", "n/a", "path/to/model"),

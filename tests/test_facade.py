@@ -89,6 +89,10 @@ def test_several_prompts_and_videos(pipe: comfy_tpu.Pipeline, video: Video) -> N
     assert [each.metadata["video"] for each in both] == ["0", "1"]
     with pytest.raises(InvalidValueError, match="prompt is an empty list"):
         pipe([])
+    for prompt, kind in ((7, "int"), (None, "NoneType"), ([PROMPT, 7], "int")):
+        with pytest.raises(InvalidValueError, match=f"prompt is a {kind}, expected text or a list of texts"):
+            # Before the first video of a list is made.
+            pipe(prompt, on_progress=lambda progress: pytest.fail("it has begun"), **SIZE)
 
 
 def test_numbers_of_numpy(pipe: comfy_tpu.Pipeline, video: Video) -> None:
@@ -159,5 +163,6 @@ def test_images_of_every_kind(tmp_path: Path) -> None:
                 pipe("a red circle", images=given, **chosen)  # type: ignore[arg-type]
         with pytest.raises(InvalidValueError, match="strength=0.5 is for an image that denoising starts from"):
             pipe("a red circle", images=pixels, strength=0.5, **chosen)
-    with pytest.raises(InvalidValueError, match=r"lora is 7, expected a path or \(path, strength\)"):
-        pipe("a red circle", lora=[7], **chosen)  # type: ignore[list-item]
+    for lora in (7, [7]):
+        with pytest.raises(InvalidValueError, match=r"lora is 7, expected a path or \(path, strength\)"):
+            pipe("a red circle", lora=lora, **chosen)  # type: ignore[arg-type]

@@ -90,3 +90,14 @@ def test_a_later_patch_of_python_is_not_newer():
 def test_a_page_without_the_row_is_named():
     with pytest.raises(PageError, match="X has no row"):
         replace_versions("| a | b |", "X", {})
+
+
+def test_the_row_says_which_python_was_tested_with_one_set_only(tmp_path):
+    """Otherwise the README would claim runs that nobody made."""
+    packages = {"packages": {"torch": "2.11.0"}}
+    runs = [{"environment": name, "python": f"{name[:4]}.1", **packages} for name in ("3.12-newest", "3.13-oldest")]
+    (tmp_path / "x.json").write_text(json.dumps({"runs": [*runs, {**runs[1], "environment": "3.13-newest"}]}))
+    words = {"row": "torch {torch}; Python {python}", "separator": ", ", "only": {"newest": "{python} (newest)"}}
+    texts = {"versions": {**words, "state": "work"}}
+    page = replace_versions("| torch x | y |", "X", texts, tmp_path / "x.json")
+    assert page == "| torch 2.11.0; Python 3.12 (newest), 3.13 | work |"

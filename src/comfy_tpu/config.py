@@ -39,6 +39,20 @@ class MeshSizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostsConfig:
+    """The processes, one on each host, that run a model together."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0; the next port is used too. "auto": as TPU metadata, GKE, Slurm or Open MPI say. None: one
+    process alone."""
+    num_processes: int | None = None
+    """None, here and below: as the cluster says."""
+    process_id: int | None = None
+    hosts_timeout: float = 300.0
+    """Seconds in which all processes must join."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardingConfig:
     gather_min_bytes: int = 64 * 1024
     """Weights with one dimension, or smaller than this (per layer), are not split in storage: gathering them costs only

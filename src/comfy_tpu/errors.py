@@ -71,6 +71,10 @@ class MeshError(InvalidValueError):
     """The device mesh asked for cannot be built, or does not fit the model."""
 
 
+class HostsError(ComfyTpuError):
+    """The processes of a run on several hosts did not find each other, or differ."""
+
+
 class ShardingError(InvalidValueError):
     """Sharding rules and weights do not fit each other."""
 

@@ -144,9 +144,7 @@ class Pipeline:
         takes them. `strength`: the share of an image to start from that is replaced. `lora`: LoRAs for this call only.
         `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        if not prompts:
-            raise InvalidValueError("prompt is an empty list; give one prompt or more", field="prompt")
+        prompts = _as_prompts(prompt)
         self._use(lora)
         videos: list[Video] = []
         for each in prompts:
@@ -201,7 +199,9 @@ class Pipeline:
         return f"<Pipeline {stages.model_name}, {stages.family.name}, mesh {stages.placement.sizes}>"
 
     def _use(self, lora: LoraLike | Sequence[LoraLike] | None) -> None:
-        given = [] if lora is None else [lora] if isinstance(lora, str | Path | tuple | Lora) else list(lora)
+        given: list[Any] = [] if lora is None else [lora]
+        if isinstance(lora, Sequence) and not isinstance(lora, str | tuple):
+            given = list(lora)
         self.stages.use_loras([_as_lora(each) for each in given])
 
     def _request(
@@ -226,7 +226,7 @@ class Pipeline:
                 (image, *others), images = images, ()
                 if others:
                     raise InvalidValueError(
-                        f"images has {1 + len(others)} entries; {stages.model_name} starts from one"
+                        f"images has {1 + len(others)} entries; {stages.model_name} starts from one", field="images"
                     )
                 strength = INIT_IMAGE_STRENGTH if request.strength is None else request.strength
                 init_image = stages.encode_init_image(as_frame(image, settings), settings, strength)
@@ -270,6 +270,19 @@ def open(
     return Pipeline(VideoPipeline.open(model, runtime, on_progress=on_progress))
 
 
+def _as_prompts(given: Any) -> list[str]:
+    """Checked before the first of them is generated."""
+    prompts = list(given) if isinstance(given, list | tuple) else [given]
+    if not prompts:
+        raise InvalidValueError("prompt is an empty list; give one prompt or more", field="prompt")
+    for each in prompts:
+        if not isinstance(each, str):
+            raise InvalidValueError(
+                f"prompt is a {type(each).__name__}, expected text or a list of texts", field="prompt"
+            )
+    return prompts
+
+
 def _as_lora(given: LoraLike) -> Lora:
     if isinstance(given, Lora):
         return given
@@ -286,15 +299,21 @@ def _as_image(given: ImageLike) -> Image.Image:
     if isinstance(given, str | Path):
         return read_image(Path(given))
     if not isinstance(given, np.ndarray | torch.Tensor):
-        raise InvalidValueError(f"images holds a {type(given).__name__}, expected a path, a PIL image or an array")
+        raise InvalidValueError(
+            f"images holds a {type(given).__name__}, expected a path, a PIL image or an array", field="images"
+        )
     pixels = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
     if pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise InvalidValueError(f"images holds an array of shape {pixels.shape}, expected (height, width, 3)")
+        raise InvalidValueError(
+            f"images holds an array of shape {pixels.shape}, expected (height, width, 3)", field="images"
+        )
     if pixels.dtype == np.uint8:
         return Image.fromarray(pixels)
     # Compared, because NaN is in no range.
     if not np.issubdtype(pixels.dtype, np.floating) or not ((pixels >= 0) & (pixels <= 1)).all():
-        raise InvalidValueError(f"images holds {pixels.dtype} values, expected uint8, or floats from 0 to 1")
+        raise InvalidValueError(
+            f"images holds {pixels.dtype} values, expected uint8, or floats from 0 to 1", field="images"
+        )
     return Image.fromarray(np.round(pixels * 255).astype(np.uint8))
 
 

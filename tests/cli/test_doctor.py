@@ -351,7 +351,7 @@ def test_verdict_counts():
 
 KEYS = {
     "": "schema blocked python versions devices torch_extensions hardware host_memory compile_cache model_cache "
-    "findings model",
+    "findings model hosts",
     "python": "version executable required",
     "devices": "platform devices requested messages error tracing demo_models holders",
     "torch_extensions": "torchvision torchaudio",

@@ -120,8 +120,10 @@ def install(models: Path) -> _Routes:
     inputs = add("comfy_api.io", Schema=Schema, NodeOutput=NodeOutput, Custom=_declarer, **declarers)
     add("comfy_api.latest", io=inputs, ComfyExtension=extension, ui=add("comfy_api.ui"))
     add("comfy_execution")
+    add("comfy_execution.progress")
     add("comfy_execution.utils")
     add("latent_preview")
+    add("protocol")
     add("aiohttp")
     add("aiohttp.web")
     add(

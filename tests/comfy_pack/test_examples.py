@@ -213,6 +213,15 @@ def test_the_note_is_in_both_languages_and_has_the_size_of_the_download(workflow
         assert sizes or re.search("none|无", line)
 
 
+def test_the_titles_of_groups_are_in_both_languages_and_fit(workflow):
+    """ComfyUI translates the names of nodes, and nothing that a workflow says itself."""
+    for group in workflow["groups"]:
+        title = group["title"]
+        assert title.endswith("VideoHelperSuite") or re.search(r"^\d · [A-Z].* · .*[\u4e00-\u9fff]", title), title
+        pixels = sum(24 if ord(letter) > 0x2E80 else 12 for letter in title)
+        assert pixels <= group["bounding"][2] - 10, title
+
+
 def test_missing_packs_and_models_can_be_found(workflow):
     """By what ComfyUI's manager and its dialog for missing models read."""
     for node in working(workflow):

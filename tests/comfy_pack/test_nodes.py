@@ -1,5 +1,7 @@
 """What the pack declares to ComfyUI, against the specification, which is written out here. Needs no ComfyUI."""
 
+import ast
+
 import pytest
 
 from comfy_tpu.families.registry import family_cards
@@ -369,6 +371,18 @@ def test_frames_that_a_latent_does_not_hold_are_refused_before_running(node, acc
     answers = pack["frames"][node]
     assert [count for count, answer in answers.items() if answer is True] == accepted
     assert {count: answers[count] for count in refused} == refused
+
+
+def test_every_refused_value_names_its_input():
+    """By its field: a node's input is found without taking a sentence apart."""
+    unnamed = [
+        f"{path.name}:{call.lineno}"
+        for path in (ROOT / "src" / "comfy_tpu" / "comfy").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InvalidValueError", "MeshError")
+        if "field" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert unnamed == []
 
 
 def test_one_route_that_only_answers(pack):

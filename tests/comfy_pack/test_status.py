@@ -1,12 +1,14 @@
 """What the node says and the panel shows, from what a pipeline tells. Needs no ComfyUI."""
 
+import json
 import logging
 
 import jax.numpy as jnp
 import pytest
 
 from comfy_tpu.comfy import status as status_module
-from comfy_tpu.comfy.node_text import NodeText, duration_text
+from comfy_tpu.comfy.fallbacks import NodeRun
+from comfy_tpu.comfy.node_text import NodeText, duration_text, lines_as_json
 from comfy_tpu.comfy.status import Status
 from comfy_tpu.compiler import residency as residency_module
 from comfy_tpu.compiler.residency import Residency
@@ -147,6 +149,19 @@ def test_devices_are_told_once_started(status: Status) -> None:
     assert now["platform"] == "cpu"
     assert {"id", "kind", "weights_bytes", "used_bytes", "limit_bytes"} == set(now["devices"][0])
     assert status.report().splitlines()[0] == f"{len(now['devices'])} cpu devices"
+
+
+def test_the_report_can_be_translated(status: Status) -> None:
+    """Every line is a key with values, of which the English text is made."""
+    status.start()
+    status.fallbacks.record(NodeRun("7", "p"), "UNet", "it cannot be traced")
+    lines = status.report_lines()
+    assert all(isinstance(line[0], NodeText) and line[0].key.startswith("info.") for line in lines)
+    sent = json.loads(json.dumps(lines_as_json(lines)))
+    assert sent[-1] == [
+        {"key": "info.on_host_node", "values": {"what": "UNet", "reason": "it cannot be traced", "node": "7"}}
+    ]
+    assert status.report().splitlines()[-1] == "on the host: UNet (node 7): it cannot be traced"
 
 
 def test_at_rest_nothing_goes_on(status: Status) -> None:

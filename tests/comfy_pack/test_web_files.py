@@ -48,6 +48,17 @@ def test_the_texts_of_the_nodes_are_those_of_the_english_locale() -> None:
     assert {key: english[key] for key in ENGLISH} == ENGLISH
 
 
+@pytest.mark.parametrize(("page", "language"), [("TPUInfo.md", "en"), ("TPUInfo/en.md", "en"), ("TPUInfo/zh.md", "zh")])
+def test_the_example_of_tpu_info_is_what_the_node_says(page: str, language: str) -> None:
+    texts = [text for key, text in strings(language).items() if key.startswith("info.")]
+    patterns = ["(?:.+)".join(map(re.escape, re.split(r"{\w+}", text))) for text in texts if text != "{model} {part}"]
+    (example,) = re.findall(r"```\n(.*?)\n```", (WEB / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert len(example.splitlines()) > 5
+    for line in example.splitlines():
+        assert any(re.fullmatch(pattern, line) for pattern in patterns), line
+    assert strings(language)["part.text_encoder"] in example
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(WEB).as_posix())
 def test_a_script_asks_no_other_server_and_makes_no_html_of_data(script: Path) -> None:
     text = script.read_text(encoding="utf-8")

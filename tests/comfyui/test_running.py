@@ -63,29 +63,38 @@ def test_previews_come_where_they_are_on_and_only_there(client: ComfyClient) -> 
     assert off.of("preview") == []
     on = client.succeed(three_nodes(steps=3, seed=4), preview_method="latent2rgb")
     previews = on.of("preview")
-    assert [preview["node"] for preview in previews] == [SAMPLER] * 3
+    assert len(previews) >= 3  # one of each step, and between two as many as there is time for
+    assert {preview["node"] for preview in previews} == {SAMPLER}
     with Image.open(io.BytesIO(previews[-1]["image"])) as image:
         assert image.format == "JPEG"
         assert image.width == image.height
 
 
 def test_previews_have_the_colours_of_the_video(client: ComfyClient) -> None:
-    """A red circle on black: the reddest place of the preview is red, and its corner is dark."""
+    """A red circle on black, at whatever frame: the reddest place of the preview is red, and its corner is dark."""
     run = client.succeed(three_nodes(steps=8, seed=6), preview_method="latent2rgb")
     with Image.open(io.BytesIO(run.of("preview")[-1]["image"])) as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)
     red, green, blue = max(pixels.reshape(-1, 3), key=lambda colour: colour[0] - colour[1] - colour[2])
-    assert red > 140
-    assert max(green, blue) < 110
-    assert pixels[-2:, -2:].max() < 70
+    assert red - max(green, blue) > 40
+    assert pixels[-2:, -2:].max() < 110
 
 
 def test_the_pipeline_node_shows_previews_and_both_stages_on_one_bar(client: ComfyClient) -> None:
     run = client.succeed(whole_pipeline(steps=3, seed=5), preview_method="auto")
-    assert len(run.of("preview")) == 3
+    assert len(run.of("preview")) >= 3
     values = [(data["value"], data["max"]) for data in run.of("progress") if data["node"] == "pipeline"]
     assert values[-1] == (3 + 5, 3 + 5)
     assert values == sorted(values)
+
+
+def test_previews_of_a_video_move_between_two_steps(client: ComfyClient) -> None:
+    """More images than steps, and not the same one again."""
+    run = client.succeed(three_nodes(steps=40, seed=8), preview_method="latent2rgb")
+    images = [preview["image"] for preview in run.of("preview")]
+    assert len(images) > 40
+    last = images[-4:]
+    assert len(set(last)) > 1
 
 
 # what it does not do again

@@ -1,5 +1,6 @@
 import pytest
 
+from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel.chips import CHIPS, find_slice, parse_slice
 
@@ -64,3 +65,44 @@ def test_a_device_of_v7x_is_half_a_chip():
     v7x = CHIPS["v7x"]
     assert v7x.flops * v7x.devices_per_chip == 2307e12
     assert v7x.memory_bytes * v7x.devices_per_chip == 192_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "hosts", "name"),
+    [
+        ("v6e-8", 8, 1, "v6e-8"),
+        ("v6e-16", 16, 4, "v6e-16"),
+        ("v5litepod-8", 8, 1, "v5e-8"),
+        ("v5p-8", 4, 1, "v5p-8"),
+        ("v5p-16", 8, 2, "v5p-16"),
+        ("tpu7x-16", 16, 2, "v7x-16"),
+        ("2xv6e-8", 16, 2, "2xv6e-8"),
+        ("1xv6e-8", 8, 1, "v6e-8"),
+        (" 4xv5litepod-16 ", 64, 16, "4xv5e-16"),
+    ],
+)
+def test_hosts_and_slices(text, devices, hosts, name):
+    found = parse_slice(text)
+    assert (found.device_count, found.host_count, found.name) == (devices, hosts, name)
+    assert parse_slice(found.name) == found
+
+
+@pytest.mark.parametrize("text", ["0xv6e-8", "65xv6e-8", "2x2xv6e-8"])
+def test_no_number_of_slices(text):
+    with pytest.raises(MeshError, match="is no number of slices; ask for 1 to 64: 2xv6e-8"):
+        parse_slice(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "axes"),
+    [
+        ("v6e-16", MeshSizes(dp=2, sp=8), ()),
+        ("2xv6e-8", MeshSizes(dp=2, sp=8), ("dp",)),
+        ("2xv6e-8", MeshSizes(dp=2, sp=2, tp=4), ("dp",)),
+        ("2xv6e-8", MeshSizes(sp=16), ("sp",)),
+        ("2xv6e-8", MeshSizes(sp=2, tp=8), ("sp",)),
+        ("4xv6e-4", MeshSizes(dp=2, tp=8), ("dp", "tp")),
+    ],
+)
+def test_axes_that_cross_slices(text, sizes, axes):
+    assert parse_slice(text).crossing_axes(sizes) == axes

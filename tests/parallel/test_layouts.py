@@ -144,3 +144,27 @@ def test_a_configuration_that_is_short_or_damaged():
     damaged = dataclasses.replace(model, config=config | {"ffn_dim": "many"})
     with pytest.raises(CheckpointError, match="has ffn_dim='many', expected a value such as 13824; download"):
         damaged.workload(model.defaults)
+
+
+def test_several_slices_keep_sp_and_tp_inside():
+    """The two branches of guidance go to two slices; only their exchange crosses the data centre's network."""
+    slices = parse_slice("2xv6e-8")
+    best, *_ = ranking = rank_layouts(wan(), slices)
+    assert best.sizes.dp == 2
+    assert best.crossing_axes == ("dp",)
+    one = estimate(wan(), best.sizes, parse_slice("v6e-16"))
+    assert one.network_seconds == 0 < best.network_seconds < 0.1
+    assert best.interconnect_seconds < one.interconnect_seconds + best.network_seconds
+    # Those that cross are told with their cost, and come last.
+    inside = [layout.stays_in_slices for layout in ranking if layout.fits]
+    assert inside == sorted(inside, reverse=True)
+    assert not all(inside)
+    crossing = next(layout for layout in ranking if not layout.stays_in_slices)
+    assert crossing.network_seconds > 10 * best.network_seconds
+
+
+def test_a_batch_of_one_crosses_slices():
+    best = rank_layouts(dataclasses.replace(wan(), batch=1), parse_slice("2xv6e-8"))[0]
+    assert best.sizes.dp == 1
+    assert not best.stays_in_slices
+    assert best.network_seconds > 0.5  # Wan 14B at 720p; with two branches on two slices 6 ms

@@ -274,3 +274,14 @@ def test_a_partial_file_that_another_run_removes_before_it_is_locked_is_made_aga
             assert seen == [seen[0], partial]
             assert partial.is_dir() == is_directory
             partial.rmdir() if is_directory else partial.unlink()
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_process_that_ends_without_leaving_its_blocks_removes_its_partial_files(is_directory, tmp_path):
+    with partial_files.open_partial(tmp_path, is_directory=is_directory) as partial:
+        assert partial.exists()
+        partial_files.remove_own()
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x").touch()
+    partial_files.remove_own()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -179,8 +179,8 @@ def test_a_preview_is_what_the_model_sees_finished() -> None:
     pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="dp=2,tp=2"), on_progress=keep)
     settings = pipeline.settings(**(CHOSEN | {"scheduler": "euler"}))
     latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings)
-    assert [preview.shape for preview in previews] == [(1, 4, 1, 6, 10)] * 4
-    torch.testing.assert_close(previews[-1], latents[:, :, :1], rtol=1e-4, atol=1e-5)
+    assert [preview.shape for preview in previews] == [(1, 4, 3, 6, 10)] * 4
+    torch.testing.assert_close(previews[-1], latents, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(previews[0], previews[-1], atol=1e-2)
 
 

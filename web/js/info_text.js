@@ -1,6 +1,9 @@
 // TPU Info shows its text on the node, as ComfyUI's Preview as Text does. The frontend does so for its own nodes only.
+// On the node the text is in the user's language; the output that other nodes read is in English.
 
+import { api } from "../../../scripts/api.js"
 import { app } from "../../../scripts/app.js"
+import { sharedStrings } from "./panel/strings.js"
 
 const NODE = "TPUInfo"
 const WIDGET = "text"
@@ -17,6 +20,10 @@ function addTextWidget(node) {
 app.registerExtension({
   name: "comfy_tpu.info_text",
 
+  async setup() {
+    await sharedStrings(app, api).load()
+  },
+
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (nodeData.name !== NODE) return
     const { onNodeCreated, onExecuted } = nodeType.prototype
@@ -29,7 +36,9 @@ app.registerExtension({
     nodeType.prototype.onExecuted = function (output, ...args) {
       onExecuted?.call(this, output, ...args)
       const widget = this.widgets?.find((candidate) => candidate.name === WIDGET)
-      if (widget && output?.text) widget.value = [output.text].flat().join("\n")
+      if (!widget || !output?.text) return
+      const lines = output.comfy_tpu_lines
+      widget.value = lines ? sharedStrings(app, api).translate(lines) : [output.text].flat().join("\n")
     }
   },
 })

@@ -7,13 +7,6 @@ import { sharedStrings } from "./panel/strings.js"
 
 const EVENT = "comfy_tpu.node_text"
 const TEXT = "progress_text"
-const SEPARATOR = " · "
-
-function translate(strings, word) {
-  if (typeof word === "string") return word
-  const values = Object.entries(word.values).map(([name, value]) => [name, translate(strings, value)])
-  return strings.get(word.key, Object.fromEntries(values))
-}
 
 app.registerExtension({
   name: "comfy_tpu.node_text",
@@ -27,7 +20,7 @@ app.registerExtension({
       const known = newest.get(String(detail?.nodeId))
       // Another pack may show a text on the same node.
       if (!known || known.text !== detail.text) return
-      const text = known.lines.map((line) => line.map((word) => translate(strings, word)).join(SEPARATOR)).join("\n")
+      const text = strings.translate(known.lines)
       if (text === detail.text) return
       // For a listener of the frontend's that comes after this one, and for one that was before.
       detail.text = text

@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from comfy_tpu.bridge.dtypes import as_numpy, as_tensor, check_integer_range
 from comfy_tpu.bridge.environment import DeviceTensor
 from comfy_tpu.errors import EscapeError, device_errors
+from comfy_tpu.parallel.global_arrays import fetch_global, put_global
 
 
 def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
@@ -29,7 +30,7 @@ def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
             leaf = as_numpy(leaf)
         if isinstance(leaf, np.ndarray):
             check_integer_range(leaf)
-            return jax.device_put(np.array(leaf), sharding)
+            return put_global(np.array(leaf), sharding)
         return leaf
 
     return jax.tree.map(move, tree, is_leaf=_is_tensor)
@@ -38,12 +39,14 @@ def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
 def to_host(tree: Any, *, consume: bool = False) -> Any:
     """Converts jax arrays in nested containers to writable torch CPU tensors; other leaves are returned unchanged.
 
-    `consume=True` promises that the arrays are not used again: on CPU the tensor then takes over their memory.
+    `consume=True` promises that the arrays are not used again: on CPU the tensor then takes over their memory. Arrays
+    that are split over several processes are gathered, so that all of them must call this.
     """
 
     def fetch(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
+        leaf = fetch_global(leaf)
         if all(device.platform == "cpu" for device in leaf.devices()):
             # Shares memory with the array unless copied; several devices have no single memory to share.
             return from_dlpack(leaf) if consume and len(leaf.devices()) == 1 else as_tensor(np.array(leaf))

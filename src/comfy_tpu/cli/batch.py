@@ -35,7 +35,10 @@ from comfy_tpu.jobs.sources import FORMATS, open_jobs
 if TYPE_CHECKING:
     from comfy_tpu.jobs.local_worker import LocalWorker
 
-_OF_THE_RUN = ("json", "verbose", "profile", "dump", "help")
+_OF_THE_RUN = (
+    *("json", "verbose", "profile", "dump", "help"),
+    *("coordinator", "num_processes", "process_id", "hosts_timeout"),
+)
 """Flags of `generate` that concern a process, not a video."""
 RAY_DEFAULTS = RayConfig()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.hosts import add_hosts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, default=None)
     options.add_vae_backend(parser)
     options.add_debugging(parser)
+    add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli import session as sessions
-    from comfy_tpu.pipeline import artifacts, media
+    from comfy_tpu.pipeline import artifacts
 
     header = artifacts.read_header(arguments.latents, "latents")
     sessions.check_video_output(arguments, header.settings.num_videos)
@@ -32,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         session.attention_window = header.attention_window
         settings = session.settings(header.settings)
         own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
-        paths = media.check_output(arguments.output or own, settings)
-        session.check_outputs(*paths)
+        paths = session.choose_outputs(lambda: own, settings)
         there = session.are_videos_up_to_date(paths, header.prompt, settings)
         if not there:
             session.write_videos(latents, header.prompt, settings, paths)

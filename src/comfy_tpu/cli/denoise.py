@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.hosts import add_hosts
+from comfy_tpu.parallel.hosts import is_first_host
 
 OUTPUT = "latents.safetensors"
 
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_attention(parser)
     options.add_loras(parser)
     options.add_debugging(parser)
+    add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         skipped = session.is_up_to_date(output, header.prompt, settings, there)
         if not skipped:
             latents = session.pipeline.denoise(embeddings, settings)
+        if not skipped and is_first_host():
             artifacts.save_latents(
                 output,
                 latents,

@@ -18,6 +18,7 @@ With --json, one object. Its keys stay; new ones may be added:
     model           with --model: name, family, directory, error (why it was not recognised), incomplete (what its files
                     lack), size (of its default request), mesh, components (name, bytes_on_disk, sharding as in the
                     JSON of plan), needed_bytes and usable_bytes of a device; else null
+    hosts           with --coordinator: process, host, platform, devices, kind, problems of each; else null
     findings        name, status ("ok", "warning", "blocked"), detail, fix (or null)
 
 A fact that could not be gathered is null, and a finding gives the reason.
@@ -32,8 +33,11 @@ import sys
 from typing import Any
 
 from comfy_tpu.cli.findings import finding_lines, printable, verdict
+from comfy_tpu.cli.hosts import add_hosts
 from comfy_tpu.cli.options import path_parser
 from comfy_tpu.diagnosis import Report, examine
+from comfy_tpu.diagnosis.hosts import join_reports, summarize_host
+from comfy_tpu.parallel import hosts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also look at a model: its files, whether it fits, how its weights would be split; no weight is read",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     report = examine(model=arguments.model)
+    if names := hosts.host_names():
+        summaries = hosts.gather(summarize_host(report))
+        if not hosts.is_first_host():
+            return 0
+        report = join_reports(report, names, summaries)
     print(as_json(report) if arguments.json else as_text(report, sys.stdout.encoding))
     return 1 if report.blocked else 0
 

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.hosts import add_hosts
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.parallel.hosts import is_first_host
 
 OUTPUT = "text.safetensors"
 
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, default="demo")
     options.add_vae_backend(parser)
     options.add_debugging(parser)
+    add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,8 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
                 field="image",
             )
         if session.is_up_to_date(output, prompt, settings, there):
-            return session.report([output], prompt, settings, cut=there["cut"], skipped=True)
+            return session.report([output], prompt, settings, cut=there.get("cut", ""), skipped=True)
         embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)
-        artifacts.save_text(output, embeddings, settings, session.pipeline)
+        if is_first_host():
+            artifacts.save_text(output, embeddings, settings, session.pipeline)
     return session.report([output], prompt, settings, cut=embeddings.cut)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.hosts import add_hosts
 
 VIDEO_OUTPUT = "video.mp4"
 IMAGE_OUTPUT = "image.png"
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_attention(parser)
     options.add_loras(parser)
     options.add_debugging(parser)
+    add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,9 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = session.settings()
         session.set_images(images)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
-        output = arguments.output or media.free_output(own, settings.num_videos)
-        paths = media.check_output(output, settings)
-        session.check_outputs(*paths)
+        paths = session.choose_outputs(lambda: media.free_output(own, settings.num_videos), settings)
         init_image, given = session.encode_init_image(images, settings)
         embeddings = session.pipeline.encode(prompt, settings, given)
         sessions.warn_of_cut(embeddings.cut)

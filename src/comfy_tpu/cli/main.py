@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 import comfy_tpu
+from comfy_tpu.cli import hosts
 from comfy_tpu.cli.options import argument_names, find_flag
 from comfy_tpu.cli.streams import discard, is_output_broken, standard_streams
 from comfy_tpu.cli.terminal import print_error, warning_lines
@@ -55,10 +56,16 @@ COMMANDS = (
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
 
+HOSTS_COMMANDS = ("generate", "encode", "denoise", "decode", "doctor")
+"""Commands that run on several hosts as one."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     with standard_streams():
-        return _run(sys.argv[1:] if argv is None else argv)
+        given = sys.argv[1:] if argv is None else argv
+        if hosts.find_config(given, HOSTS_COMMANDS)[0] is not None:
+            hosts.run_to_exit(lambda: _run(given))
+        return _run(given)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -66,19 +73,19 @@ def _run(argv: Sequence[str]) -> int:
     try:
         with _raise_on_termination():
             try:
-                arguments = _parse(argv)
-                names = arguments.names
-                if arguments.runs_models:
-                    _check_address_space()
-                with warning_lines(
-                    lambda text, field: rename_field(text, field, find_flag(field, names)),
-                    verbose=getattr(arguments, "verbose", False),
-                ):
-                    status: int = arguments.run(arguments)
+                with hosts.joined(argv, HOSTS_COMMANDS, _parse) as arguments:
+                    names = arguments.names
+                    if arguments.runs_models:
+                        _check_address_space()
+                    with warning_lines(
+                        lambda text, field: rename_field(text, field, find_flag(field, names)),
+                        verbose=getattr(arguments, "verbose", False),
+                    ):
+                        status: int = arguments.run(arguments)
+                    sys.stdout.flush()  # here, where a closed pipe can still be handled
             except SystemExit:  # of --help, which has printed it
                 sys.stdout.flush()
                 raise
-            sys.stdout.flush()  # here, where a closed pipe can still be handled
             return status
     except KeyboardInterrupt:
         print_error("interrupted")

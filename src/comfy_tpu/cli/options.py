@@ -24,6 +24,7 @@ from comfy_tpu.config import (
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.request import parse_lora
+from comfy_tpu.parallel.hosts import first_host_value
 
 Name = TypeVar("Name", bound=str)
 
@@ -97,6 +98,10 @@ FLAGS = {
     "image": "--image",
     "last_image": "--last-image",
     "comfyui_dir": "COMFYUI_DIR",
+    "coordinator": "--coordinator",
+    "num_processes": "--num-processes",
+    "process_id": "--process-id",
+    "hosts_timeout": "--hosts-timeout",
 }
 """Flags by the names of the fields that errors mention."""
 
@@ -345,7 +350,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     prompt: str = arguments.prompt
     with _utf8_errors("prompt"):
         if prompt == "-":
-            prompt = _read_standard_input()
+            prompt = first_host_value(_read_standard_input)
     check_texts(prompt, arguments.negative_prompt)
     check_prompt(prompt)
     return prompt

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a directory, the id of a known model, or demo")
-    parser.add_argument("--tpu", metavar="SLICE", help="v5e, v5p, v6e or v7x, 1 to 256 chips: v6e-8")
+    parser.add_argument("--tpu", metavar="SLICE", help="v5e, v5p, v6e or v7x, 1 to 256 chips: v6e-8; several: 2xv6e-8")
     parser.add_argument("--size", metavar="SIZE", help="1280x720x81, or 480P, 720P (default: the model's)")
     parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos from one prompt (1)")
     parser.add_argument("--no-guidance", action="store_true", help="one branch: no negative prompt")

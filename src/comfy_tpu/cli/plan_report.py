@@ -4,13 +4,15 @@ One object. Its keys stay; new ones may be added:
 
     schema          1
     model, size     as planned
-    tpu             name, chips, devices, topology, and the figures of one device
+    tpu             name, slices, hosts (of all slices), chips (of one slice), devices, topology, and the figures of one
+                    device
     tokens, batch   of the sequence; videos times branches
     fits            the chosen layout, with a tenth of the memory to spare
     chosen          dp, sp, tp
     layouts         best first: mesh, attention, fits, memory (weights, prompt, latents, temporaries, total), flops,
-                    memory_bytes, sent_bytes, seconds (compute, memory, interconnect, step), bound, traffic (cause,
-                    kind, axes, group, count, nbytes, detail); partitioned and compiled: what was counted, or null;
+                    memory_bytes, sent_bytes, seconds (compute, memory, interconnect, network, step), bound, traffic
+                    (cause, kind, axes, group, count, nbytes, detail); partitioned and compiled: what was counted, or
+                    null;
                     temporaries of a compiled one are all that the compiler wants beside the other three;
                     sharding: of the weights of one transformer, tensors, nbytes and bytes_per_device that are sharded,
                     gathered, replicated and in total, and could_not_split (names), or null where nothing was counted
@@ -30,6 +32,7 @@ from typing import Any
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.distribution import find_page
 from comfy_tpu.parallel.layouts import fits
+from comfy_tpu.parallel.traffic import crosses_slices, transfer_seconds
 from comfy_tpu.planning.compilation import ProgramCounts, has_tpu_compiler
 from comfy_tpu.planning.plan import LayoutPlan, Plan, refined_seconds
 
@@ -49,6 +52,8 @@ def as_document(plan: Plan) -> dict[str, Any]:
         "size": plan.size,
         "tpu": {
             "name": slice_.name,
+            "slices": slice_.count,
+            "hosts": slice_.host_count,
             "chips": slice_.chips,
             "devices": slice_.device_count,
             "topology": slice_.topology,
@@ -80,6 +85,7 @@ def _layout_document(layout: LayoutPlan, plan: Plan) -> dict[str, Any]:
             "compute": guess.compute_seconds,
             "memory": guess.memory_seconds,
             "interconnect": guess.interconnect_seconds,
+            "network": guess.network_seconds,
             "step": refined_seconds(layout, plan.slice),
         },
         "bound": guess.bound,
@@ -170,7 +176,8 @@ def _chosen_lines(plan: Plan) -> Iterable[str]:
         if others:
             yield f"Another layout does: {'; '.join(others)}."
         elif plan.larger:
-            yield f"{plan.larger[0].name} would do, as {plan.larger[1]}."
+            hosts = f" on {plan.larger[0].host_count} hosts" if plan.larger[0].host_count > 1 else ""
+            yield f"{plan.larger[0].name} would do, as {plan.larger[1]}{hosts}."
         else:
             yield "No slice up to 256 chips would do; choose a smaller size."
     if layout.facts is not None:
@@ -182,10 +189,38 @@ def _chosen_lines(plan: Plan) -> Iterable[str]:
         yield from _table(_traffic_rows(layout, counts))
         yield ""
         yield _attention_line(layout, counts)
+    yield from _host_lines(plan)
     if plan.seed and plan.seed_share is not None and plan.seed is not layout and layout.partitioned:
         yield (
             f"Against the seed's {plan.seed.sizes}: {_gb(layout.partitioned.sent_bytes)} GB sent instead of "
             f"{_gb(plan.seed.sent_bytes)}, {plan.seed_share:.0%}."
+        )
+
+
+def _host_lines(plan: Plan) -> Iterable[str]:
+    """Which collectives leave a slice, and how to start a slice of several hosts."""
+    slice_, layout = plan.slice, plan.chosen
+    if slice_.host_count == 1:
+        return
+    page = find_page("hosts.md")
+    yield f"{slice_.host_count} hosts: start the same command on each, with --coordinator auto ({page})."
+    if slice_.count == 1:
+        yield "The slice's own links go from host to host: no collective crosses the data centre's network."
+        return
+    traffic = layout.counts.traffic if layout.counts else layout.estimate.traffic
+    crossing = [item for item in traffic if crosses_slices(item, slice_, layout.sizes)]
+    listed = [
+        f"{item.cause} ({item.kind} over {','.join(item.axes)}) {item.nbytes / 1e9:.3f} GB in "
+        f"{transfer_seconds(item, slice_, layout.sizes):.3g} s"
+        for item in crossing
+    ]
+    speed = f"{slice_.chip.network_bandwidth / 1e9:g} GB/s a device"
+    yield f"Over the data centre's network between {slice_.count} slices, {speed}: {'; '.join(listed) or 'nothing'}."
+    if not layout.estimate.stays_in_slices:
+        axes = " and ".join(axis for axis in layout.estimate.crossing_axes if axis != "dp")
+        yield (
+            f"Among them {axes}, in every layer: a batch of {plan.work.batch} does not give each slice its own part. "
+            "Take one larger slice instead, or more videos (--num-videos)."
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from comfy_tpu.parallel.hosts import is_first_host
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.terminal_text import escape_controls
 
@@ -83,7 +84,7 @@ class Display:
 
     def __call__(self, progress: Progress) -> None:
         self.account.add(progress)
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or not is_first_host():
             return
         key = (progress.stage, progress.label)
         if key not in self._bars:

@@ -22,7 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from comfy_tpu.config import GenerationSettings, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
+from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
 from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
@@ -83,7 +84,12 @@ class Session:
         return init_image, given
 
     def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
-        """Whether the metadata found are those of the same run; if so, a message is printed."""
+        """Whether the metadata found are those of the same run; if so, a message is printed. The first host decides."""
+        return bool(first_host_value(lambda: self._is_up_to_date(output, prompt, settings, *found)))
+
+    def _is_up_to_date(
+        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]
+    ) -> bool:
         expected = artifacts.describe(
             prompt,
             settings,
@@ -98,6 +104,8 @@ class Session:
         return True
 
     def are_videos_up_to_date(self, paths: Sequence[Path], prompt: str, settings: GenerationSettings) -> bool:
+        if not is_first_host():
+            return self.is_up_to_date(Path(), prompt, settings)
         sheet = self.arguments.contact_sheet
         found = [media.find_metadata(path, settings.num_frames) for path in paths]
         if sheet is not None:
@@ -106,10 +114,24 @@ class Session:
 
     def check_outputs(self, *paths: Path) -> None:
         """Raises where an output would replace another one, or a file that this run reads. --force changes nothing."""
+        if not is_first_host():
+            return
         model = [path for path in list_model_files(self.pipeline.directory) if path.name != reuse.CURVE_FILE]
         check_conflicts(_output_fields(self.arguments, paths), [*options.list_input_files(self.arguments), *model])
 
+    def choose_outputs(self, own: Callable[[], str | Path], settings: GenerationSettings) -> Sequence[Path]:
+        """The checked paths of the videos, `own` where none is given; none on a host that writes nothing."""
+        if not is_first_host():
+            return ()
+        paths = media.check_output(self.arguments.output or own(), settings)
+        self.check_outputs(*paths)
+        return paths
+
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
+        if not is_first_host():
+            for _ in self.pipeline.decode(latents, settings):  # the first host writes what all of them compute
+                pass
+            return
         made_from = {
             "images_fingerprint": self.images_fingerprint,
             "loras": self.loras,
@@ -133,6 +155,8 @@ class Session:
         cut: str = "",
         skipped: bool = False,
     ) -> int:
+        if not is_first_host():
+            return 0
         if not self.arguments.json:
             print_paths(outputs)
             return 0
@@ -189,7 +213,18 @@ def open_session(
             loras=getattr(arguments, "lora", ()),
             check=lambda files: _check_settings(arguments, files),
         )
+        if host_names():
+            _check_hosts(pipeline)
         yield Session(arguments, pipeline, display)
+
+
+def _check_hosts(pipeline: video.VideoPipeline) -> None:
+    """Raises HostsError where another host has another model of the same name, or another mesh."""
+    check_same(
+        model=f"{pipeline.model_name} ({pipeline.model_fingerprint})",
+        mesh=str(pipeline.placement.sizes),
+        dtype=pipeline.dtype_name,
+    )
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
@@ -200,6 +235,8 @@ def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:
     """Checks the outputs before the model is opened, which may download it."""
+    if not is_first_host():
+        return
     paths = () if arguments.output is None else media.check_output(arguments.output)
     if arguments.contact_sheet is not None:
         if arguments.contact_sheet.suffix != ".png":
@@ -219,6 +256,8 @@ def read_existing_artifact(path: Path, stage: artifacts.Stage, arguments: argpar
     """The metadata of the artifact at `path`, empty if there is none; raises InvalidValueError for another file."""
     if path.suffix != artifacts.SUFFIX:
         raise InvalidValueError(f"output={path} is for tensors; give it a name in {artifacts.SUFFIX}", field="output")
+    if not is_first_host():
+        return {}
     atomic.check_place(path)
     check_conflicts([("output", path)], options.list_input_files(arguments))
     if arguments.force or not path.exists():

@@ -34,6 +34,28 @@ def standard_streams() -> Iterator[None]:
             setattr(sys, name, stream)
 
 
+@contextlib.contextmanager
+def library_output_discarded() -> Iterator[None]:
+    """Sends to the null device what libraries write to descriptor 1, such as gloo's line for every connection.
+
+    What Python prints goes where it went.
+    """
+    before = sys.stdout
+    before.flush()
+    kept = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    sys.stdout = open(kept, "w", encoding=before.encoding, errors=before.errors, closefd=False)  # noqa: SIM115
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = before
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def write_error(text: str) -> None:
     """Writes a line to standard error; ignores a reader that is gone: a lost warning must not end a run."""
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from comfy_tpu.cli.streams import discard, write_error
+from comfy_tpu.parallel.hosts import is_first_host
 from comfy_tpu.terminal_text import escape_controls, sanitize
 
 
@@ -23,7 +24,9 @@ def print_error(text: str) -> None:
 
 
 def print_message(text: str) -> None:
-    """Prints a line on stderr without disturbing progress bars."""
+    """Prints a line on stderr without disturbing progress bars; on several hosts, on the first."""
+    if not is_first_host():
+        return
     if "tqdm" not in sys.modules:
         print_error(text)
         return

@@ -337,7 +337,8 @@ def _check_image_embeds(image_embeds: Any) -> dict[str, torch.Tensor]:
         return {}
     if not isinstance(image_embeds, dict) or not all(isinstance(each, torch.Tensor) for each in image_embeds.values()):
         raise InvalidValueError(
-            f"image_embeds is a {type(image_embeds).__name__}, expected what an Image Encoder gives"
+            f"image_embeds is a {type(image_embeds).__name__}, expected what an Image Encoder gives",
+            field="image_embeds",
         )
     return image_embeds
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
+from comfy_tpu.comfy.node_text import join_line, lines_as_json
 from comfy_tpu.comfy.status import STATUS
 
 
@@ -34,5 +35,7 @@ class TPUInfo(io.ComfyNode):
     @classmethod
     def execute(cls, after: Any = None) -> io.NodeOutput:
         STATUS.start()
-        text = STATUS.report()
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+        lines = STATUS.report_lines()
+        text = "\n".join(map(join_line, lines))
+        # As ComfyUI's own PreviewText, and the same for the browser to translate.
+        return io.NodeOutput(text, ui={"text": (text,), "comfy_tpu_lines": lines_as_json(lines)})

@@ -92,7 +92,8 @@ def open_pipeline(
     if model_id not in (*family.model_ids, *local):
         raise InvalidValueError(
             f"model_id={model_id!r} is not a {family.name} model that is known here; choose from "
-            f"{join_names(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers"
+            f"{join_names(model_choices(family))}, or put a model in diffusers' layout into ComfyUI's models/diffusers",
+            field="model_id",
         )
     place = local.get(model_id)
     stamp = _stamp(place) if place else ()

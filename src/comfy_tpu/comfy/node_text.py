@@ -28,6 +28,21 @@ ENGLISH = {
     "seconds_per_step": "{seconds} s/step",
     "left": "{time} left",
     "seconds": "{seconds} s",
+    "info.device": "1 {platform} device",
+    "info.devices": "{count} {platform} devices",
+    "info.memory": "{id}: {kind}, weights {weights}",
+    "info.memory_used": "{id}: {kind}, weights {weights}, in use {used} of {limit}",
+    "info.resident": "resident: {name}, {size}",
+    "info.model_part": "{model} {part}",
+    "info.nothing_resident": "resident: nothing",
+    "info.sharding": "  mesh {mesh}: {tensors} tensors, {size}, {per_device} of it on each device; "
+    "{sharded} split ({sharded_size}), {gathered} stored in pieces and gathered ({gathered_size}), "
+    "{replicated} replicated ({replicated_size})",
+    "info.could_not_split": "  could not be split, because no dimension divides: {names}",
+    "info.programs": "programs: {count} compiled in {seconds} s, {cached} from the cache",
+    "info.steps": "last steps: {seconds} s each",
+    "info.on_host": "on the host: {what}: {reason}",
+    "info.on_host_node": "on the host: {what} (node {node}): {reason}",
     "part.transformer": "transformer",
     "part.transformer_2": "second transformer",
     "part.text_encoder": "text encoder",
@@ -66,6 +81,11 @@ NodeLine = Sequence[str | NodeText]
 
 def join_line(line: NodeLine) -> str:
     return SEPARATOR.join(map(str, line))
+
+
+def lines_as_json(lines: Sequence[NodeLine]) -> list[list[Any]]:
+    """What the browser translates."""
+    return [[word.as_dict() if isinstance(word, NodeText) else word for word in line] for line in lines]
 
 
 def size_text(size: str) -> str | NodeText:

@@ -99,7 +99,8 @@ class TPULoadPipeline(io.ComfyNode):
         if not files:
             if base_model == AUTO:
                 raise InvalidValueError(
-                    "no file is chosen; choose a transformer, text encoder and vae, or a base_model"
+                    "no file is chosen; choose a transformer, text encoder and vae, or a base_model",
+                    field="transformer",
                 )
             return io.NodeOutput(base_model)
         if missing := [name for name in ("transformer", "text_encoder", "vae") if name not in files]:

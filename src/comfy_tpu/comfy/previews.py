@@ -1,6 +1,8 @@
-"""Previews in the colours of a model whose VAE is not its family's own."""
+"""Preview images of latents: in the colours of a model whose VAE is not its family's own, and of every frame."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import latent_preview
 import torch
@@ -10,13 +12,28 @@ from comfy_tpu.pipeline.preview_colours import PreviewColours
 
 
 class ColourPreviewer(latent_preview.LatentPreviewer):
-    """Colours each latent of the first frame."""
+    """Colours each latent of a frame."""
 
     def __init__(self, colours: PreviewColours) -> None:
         self._colours = colours
 
-    def decode_latent_to_preview(self, x0: torch.Tensor) -> Image.Image:
+    def decode_latent_to_preview(self, x0: torch.Tensor, frame: int = 0) -> Image.Image:
         """x0: [1, channels, frames, height, width] or [1, channels, height, width], in the transformer's scale."""
-        frame = x0[0, :, 0] if x0.ndim == 5 else x0[0]
-        colours = self._colours.apply(frame.movedim(0, -1).float())
+        latents = x0[0, :, frame] if x0.ndim == 5 else x0[0]
+        colours = self._colours.apply(latents.movedim(0, -1).float(), frame)
         return Image.fromarray(colours.mul(255).round().byte().numpy())
+
+
+def preview_frames(previewer: Any, latents: torch.Tensor) -> list[Any]:
+    """The images of latents [1, channels, frames, height, width], in the form of ComfyUI's previews.
+
+    One image of the first frame from a previewer that decodes with a network, on the host, and whatever a previewer of
+    another node pack gives: it has been given all frames.
+    """
+    frames = range(latents.shape[2])
+    if isinstance(previewer, ColourPreviewer):
+        size = latent_preview.MAX_PREVIEW_RESOLUTION
+        return [("JPEG", previewer.decode_latent_to_preview(latents, frame), size) for frame in frames]
+    if not isinstance(previewer, latent_preview.Latent2RGBPreviewer):
+        return [previewer.decode_latent_to_preview_image("JPEG", latents)]
+    return [previewer.decode_latent_to_preview_image("JPEG", latents[:, :, frame : frame + 1]) for frame in frames]

@@ -1,4 +1,4 @@
-"""The pack's route for the device panel, the event with the same content, and the texts on nodes."""
+"""The pack's route for the device panel, the event with the same content, and the texts and previews on nodes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from collections.abc import Sequence
 
 from aiohttp import web
 from comfy.cli_args import args
+from comfy_api import feature_flags
+from comfy_execution.progress import get_progress_state
+from protocol import BinaryEventTypes
 from server import PromptServer
 
-from comfy_tpu.comfy.node_text import NodeLine, NodeText, join_line
+from comfy_tpu.comfy.node_text import NodeLine, join_line, lines_as_json
 from comfy_tpu.comfy.status import STATUS
 
 PATH = "/comfy_tpu/status"
@@ -52,10 +55,28 @@ def send_node_text(node: str, lines: Sequence[NodeLine]) -> None:
     """Shows lines on a node, in the user's language where the browser has our extension, else in English."""
     server = PromptServer.instance
     text = "\n".join(map(join_line, lines))
-    words = [[word.as_dict() if isinstance(word, NodeText) else word for word in line] for line in lines]
     # First what the extension replaces the text by, then the text, which is all that other clients read.
-    server.send_sync(TEXT_EVENT, {"node": node, "text": text, "lines": words}, server.client_id)
+    server.send_sync(TEXT_EVENT, {"node": node, "text": text, "lines": lines_as_json(lines)}, server.client_id)
     server.send_progress_text(text, node, server.client_id)
+
+
+def send_preview(node: str, image: object) -> None:
+    """Shows a preview on a node, by ComfyUI's own event and without its progress bar. May be called from any thread.
+
+    The bar's hook would raise for Cancel here, and the run would never hear of it.
+    """
+    server, state = PromptServer.instance, get_progress_state()
+    if feature_flags.supports_feature(server.sockets_metadata, server.client_id, "supports_preview_metadata"):
+        names = {
+            "node_id": node,
+            "prompt_id": state.prompt_id,
+            "display_node_id": state.dynprompt.get_display_node_id(node),
+            "parent_node_id": state.dynprompt.get_parent_node_id(node),
+            "real_node_id": state.dynprompt.get_real_node_id(node),
+        }
+        server.send_sync(BinaryEventTypes.PREVIEW_IMAGE_WITH_METADATA, (image, names), server.client_id)
+    else:
+        server.send_sync(BinaryEventTypes.UNENCODED_PREVIEW_IMAGE, image, server.client_id)
 
 
 async def _get_status(request: web.Request) -> web.Response:

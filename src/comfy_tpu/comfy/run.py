@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import comfy.latent_formats
 import comfy.model_management
@@ -19,7 +19,8 @@ from comfy_execution.utils import get_executing_context
 
 from comfy_tpu.comfy.models import open_pipeline
 from comfy_tpu.comfy.node_text import NodeLine, NodeText, duration_text
-from comfy_tpu.comfy.routes import send_node_text, send_status
+from comfy_tpu.comfy.preview_loop import PreviewLoop
+from comfy_tpu.comfy.routes import send_node_text, send_preview, send_status
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.config import Lora, RuntimeConfig, SingleFiles
@@ -53,7 +54,7 @@ def pipeline_run(
     """The model's pipeline on this runtime with these LoRAs, reporting to the current node. `stages`: the stages that
     its progress bar counts, with totals."""
     context = get_executing_context()
-    report = NodeReport(context.node_id if context else None, stages, family.latent_format)
+    report = NodeReport(context.node_id if context else None, stages, family)
     with _run_lock, report.to_the_end():
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
@@ -107,14 +108,18 @@ def report_idle() -> None:
 class NodeReport:
     """Shows progress on a node, and raises ComfyUI's exception if the user cancelled the run."""
 
-    def __init__(self, node: str | None, stages: Mapping[str, int] | None = None, latent_format: str = "") -> None:
+    def __init__(
+        self, node: str | None, stages: Mapping[str, int] | None = None, family: NodeSet | None = None
+    ) -> None:
         self._node = node
         self._stages = stages or {}
         self._bar = comfy.utils.ProgressBar(sum(self._stages.values()), node_id=node)
         # Only where there is something to show: "taesd" reads a model from the disk for it, or warns that it has none.
-        wanted = "denoising" in self._stages
-        known = getattr(comfy.latent_formats, latent_format, None) if wanted else None  # an older ComfyUI may lack it
+        wanted = family.latent_format if family is not None and "denoising" in self._stages else ""
+        known = getattr(comfy.latent_formats, wanted, None) if wanted else None  # an older ComfyUI may lack it
         self._previewer = latent_preview.get_previewer(torch.device("cpu"), known()) if known else None
+        rate = family.latent_rate if family is not None else 1.0
+        self._previews: PreviewLoop[Any] = PreviewLoop(lambda image: send_preview(node, image) if node else None, rate)
         self._shown: list[NodeLine] = []
         self._shown_at, self._begun = 0.0, time.monotonic()
         self.note: NodeText | None = None
@@ -131,6 +136,7 @@ class NodeReport:
             outcome = "cancelled"
             raise
         finally:
+            self._previews.close()
             self.show_end(outcome, time.monotonic() - self._begun)
 
     def show_end(self, outcome: Outcome, seconds: float) -> None:
@@ -164,7 +170,9 @@ class NodeReport:
     def _preview_image(self, progress: Progress) -> object:
         if self._previewer is None or progress.preview is None:
             return None
-        return self._previewer.decode_latent_to_preview_image("JPEG", progress.preview())
+        from comfy_tpu.comfy.previews import preview_frames
+
+        return self._previews.replace(preview_frames(self._previewer, progress.preview()))
 
     def _show(self, line: NodeLine, *, immediately: bool) -> None:
         now = time.monotonic()

@@ -12,6 +12,7 @@ from typing import Any
 from comfy_tpu.comfy.fallbacks import Fallbacks
 from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.comfy.node_text import NodeLine, NodeText, clock_time, join_line, part_text, size_text
+from comfy_tpu.errors import join_names
 from comfy_tpu.pipeline.progress import Progress
 
 _RECENT_STEPS = 8
@@ -109,28 +110,40 @@ class Status:
         return document | _devices() if document["started"] else document
 
     def report(self) -> str:
-        """The snapshot in words."""
+        """The snapshot in English words."""
+        return "\n".join(map(join_line, self.report_lines()))
+
+    def report_lines(self) -> list[NodeLine]:
+        """The snapshot in words, for TPU Info."""
         now = self.snapshot()
         count = len(now["devices"])
-        lines = [f"{count} {now['platform']} device{'' if count == 1 else 's'}"]
-        lines += [_device_line(device) for device in now["devices"]]
+        counted = {"count": str(count), "platform": str(now["platform"])}
+        lines = [
+            NodeText("info.device", {"platform": counted["platform"]})
+            if count == 1
+            else NodeText("info.devices", counted),
+            *map(_device_line, now["devices"]),
+        ]
         for entry in now["resident"]:
-            name = " ".join(str(word) for word in (entry["model"], part_text(entry["part"])) if str(word))
-            lines.append(f"resident: {name or entry['label']}, {_bytes(entry['bytes_per_device'])}")
+            size = _bytes(entry["bytes_per_device"])
+            lines.append(NodeText("info.resident", {"name": _resident_name(entry), "size": size}))
             lines += _sharding_lines(entry["sharding"]) if count > 1 else []
         if not now["resident"]:
-            lines.append("resident: nothing")
+            lines.append(NodeText("info.nothing_resident"))
         compiled = now["compiled"]
-        lines.append(
-            f"programs: {compiled['programs']} compiled in {compiled['seconds']:.1f} s, "
-            f"{compiled['from_cache']} from the cache"
-        )
+        made = {
+            "count": compiled["programs"],
+            "seconds": f"{compiled['seconds']:.1f}",
+            "cached": compiled["from_cache"],
+        }
+        lines.append(NodeText("info.programs", {name: str(value) for name, value in made.items()}))
         if now["step_seconds"] is not None:
-            lines.append(f"last steps: {now['step_seconds']:.2f} s each")
+            lines.append(NodeText("info.steps", {"seconds": f"{now['step_seconds']:.2f}"}))
         for entry in now["fallbacks"]:
-            place = f" (node {entry['node']})" if entry["node"] is not None else ""
-            lines.append(f"on the host: {entry['what']}{place}: {entry['reason']}")
-        return "\n".join(lines)
+            values = {"what": entry["what"], "reason": entry["reason"]}
+            place = {} if entry["node"] is None else {"node": str(entry["node"])}
+            lines.append(NodeText("info.on_host_node" if place else "info.on_host", values | place))
+        return [[line] for line in lines]
 
     def _record_program(self, progress: Progress, now: float) -> None:
         if not progress.done:
@@ -187,19 +200,36 @@ def _unit(count: int) -> tuple[float, str]:
     return (1e9, "GB") if count >= 1e8 else (1e6, "MB")
 
 
-def _device_line(device: dict[str, Any]) -> str:
-    memory = f"weights {_bytes(device['weights_bytes'])}"
-    if device["used_bytes"] is not None and device["limit_bytes"]:
-        memory += f", in use {_bytes(device['used_bytes'])} of {_bytes(device['limit_bytes'])}"
-    return f"{device['id']}: {device['kind']}, {memory}"
+def _device_line(device: dict[str, Any]) -> NodeText:
+    values = {"id": str(device["id"]), "kind": device["kind"], "weights": _bytes(device["weights_bytes"])}
+    if device["used_bytes"] is None or not device["limit_bytes"]:
+        return NodeText("info.memory", values)
+    used = {"used": _bytes(device["used_bytes"]), "limit": _bytes(device["limit_bytes"])}
+    return NodeText("info.memory_used", values | used)
 
 
-def _sharding_lines(sharding: dict[str, Any] | None) -> list[str]:
+def _resident_name(entry: dict[str, Any]) -> str | NodeText:
+    model, part = entry["model"], part_text(entry["part"])
+    if model and str(part):
+        return NodeText("info.model_part", {"model": model, "part": part})
+    return model or part or entry["label"]
+
+
+def _sharding_lines(sharding: dict[str, Any] | None) -> list[NodeText]:
     if sharding is None:
         return []
-    from comfy_tpu.parallel.report import summarize
+    from comfy_tpu.config import MeshSizes
+    from comfy_tpu.parallel.report import format_gb
 
-    return [f"  {line}" for line in summarize(sharding).splitlines()]
+    values = {"mesh": str(MeshSizes(**sharding["mesh"])), "tensors": str(sharding["total"]["tensors"])}
+    values |= {"size": format_gb(sharding["total"]["nbytes"])}
+    values |= {"per_device": format_gb(sharding["total"]["bytes_per_device"])}
+    for name in ("sharded", "gathered", "replicated"):
+        values |= {name: str(sharding[name]["tensors"]), f"{name}_size": format_gb(sharding[name]["nbytes"])}
+    lines = [NodeText("info.sharding", values)]
+    if sharding["could_not_split"]:
+        lines.append(NodeText("info.could_not_split", {"names": join_names(sharding["could_not_split"])}))
+    return lines
 
 
 def _check_devices() -> None:

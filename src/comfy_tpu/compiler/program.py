@@ -28,6 +28,7 @@ from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
 from comfy_tpu.parallel.constraints import Axes, constrain, even_batch_spec, even_spec
+from comfy_tpu.parallel.global_arrays import move_global
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.quiet import quiet
 
@@ -199,7 +200,7 @@ class DeviceProgram(abc.ABC):
             if not isinstance(leaf, (jax.Array, torch.Tensor, np.ndarray)):
                 return leaf
             sharding = self._sharding(name, tuple(leaf.shape))
-            return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) else to_device(leaf, sharding)
+            return move_global(leaf, sharding) if isinstance(leaf, jax.Array) else to_device(leaf, sharding)
 
         return jax.tree.map(place, value)
 

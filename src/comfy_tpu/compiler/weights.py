@@ -230,6 +230,15 @@ def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep:
         # out to be the mapped file. torch aligns: its one copy per shard is taken over, not copied again.
         def piece(index: Any) -> np.ndarray:
             return as_numpy(tensor[index].to(target, copy=True, memory_format=torch.contiguous_format))
+    elif not sharding.is_fully_addressable:
+        # Cut first: a process reads only its own shards of the file, one of them once for all its devices.
+        pieces: dict[str, np.ndarray] = {}
+
+        def piece(index: Any) -> np.ndarray:
+            key = str(index)
+            if key not in pieces:
+                pieces[key] = as_numpy(tensor[index].to(target))
+            return pieces[key]
     else:
         whole = as_numpy(tensor.to(target))
 

@@ -46,7 +46,7 @@ def probe() -> dict[str, Any]:
 def _start_devices() -> tuple[str, list[dict[str, Any]]]:
     import jax
 
-    found = jax.devices()
+    found = jax.local_devices()  # of this host: a TPU slice may have several
     described = []
     for device in found:
         statistics = device.memory_stats() or {}

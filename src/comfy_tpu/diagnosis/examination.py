@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from packaging.requirements import Requirement
 
@@ -49,6 +49,8 @@ class Report:
     findings: tuple[Finding, ...]
     model: facts.ModelFacts | None = None
     """Where one was asked about."""
+    hosts: tuple[Any, ...] | None = None
+    """The hosts of a run (`diagnosis.hosts.HostFacts`), where several were asked about."""
 
     @property
     def blocked(self) -> bool:

@@ -180,6 +180,11 @@ class NodeSet:
         return self.models[0].makes_images
 
     @property
+    def latent_rate(self) -> float:
+        """Latent frames in a second of the video, at the default frame rate."""
+        return self.defaults.fps / self.models[0].temporal_scale
+
+    @property
     def hub_models(self) -> tuple[str, ...]:
         """Hub ids; the first is the default of every node."""
         return tuple(hub_id for model in self.models for hub_id in model.published)

@@ -6,9 +6,15 @@ import dataclasses
 import math
 import re
 
+from comfy_tpu.config import MeshSizes
 from comfy_tpu.errors import MeshError
 
 _LARGEST_SLICE = 256
+
+
+HOST_CHIPS = 4
+"""Chips of each host of a slice on several hosts, in every generation."""
+SLICES_MAX = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Chip:
     matmul_fraction: float
     """Fractions of the peak that large products and attention reach: assumptions."""
     attention_fraction: float
+    network_bandwidth: float
+    """Bytes per second of one device in one direction over the data centre's network, which joins slices."""
     devices_per_chip: int = 1
     cores_per_chip: int = 1
     """Cores per chip, by which the names of some generations count: v5p-8 is four chips."""
@@ -32,6 +40,8 @@ class Chip:
     """Dimensions of the interconnect's torus."""
     compiler_name: str = ""
     """The compiler's name of the chip, where it differs from `name`."""
+    one_host_chips: int = 4
+    """Chips of the largest slice on one host. A host of a larger slice has HOST_CHIPS."""
     temporaries: float = 1.0
     """Factor on the temporaries of layouts.py, which are fitted on v6e: the most that the chip's compiler allocated for
     Wan 14B (docs/plan.md)."""
@@ -43,7 +53,7 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, temporaries=2.5),
+        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, 3.125e9, one_host_chips=8, temporaries=2.5),
         Chip(
             "v5p",
             459e12,
@@ -52,11 +62,12 @@ CHIPS = {
             100e9,
             0.77,
             0.50,
+            6.25e9,
             cores_per_chip=2,
             dimensions=3,
             temporaries=1.7,
         ),
-        Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.41),
+        Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.41, 12.5e9, one_host_chips=8),
         Chip(
             "v7x",
             1153.5e12,
@@ -65,6 +76,7 @@ CHIPS = {
             50e9,
             0.77,
             0.41,
+            6.25e9,
             devices_per_chip=2,
             cores_per_chip=2,
             dimensions=3,
@@ -94,17 +106,38 @@ _TOPOLOGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
+    """A slice, whose links join its chips from host to host; or several equal ones, joined by the data centre's
+    network."""
+
     chip: Chip
     chips: int
+    """Chips of one slice."""
+    count: int = 1
+    """The number of slices."""
 
     @property
     def name(self) -> str:
-        """Google Cloud's name: v6e-8 is eight chips, v5p-8 four."""
-        return f"{self.chip.name}-{self.chips * self.chip.cores_per_chip}"
+        """Google Cloud's name: v6e-8 is eight chips, v5p-8 four; 2xv6e-8 are two slices of eight."""
+        name = f"{self.chip.name}-{self.chips * self.chip.cores_per_chip}"
+        return name if self.count == 1 else f"{self.count}x{name}"
 
     @property
     def device_count(self) -> int:
-        return self.chips * self.chip.devices_per_chip
+        return self.count * self.chips * self.chip.devices_per_chip
+
+    @property
+    def host_count(self) -> int:
+        each = 1 if self.chips <= self.chip.one_host_chips else self.chips // HOST_CHIPS
+        return self.count * each
+
+    def crossing_axes(self, sizes: MeshSizes) -> tuple[str, ...]:
+        """The axes of a mesh whose collectives go from one slice to another; dp is divided among the slices first."""
+        if self.count == 1:
+            return ()
+        inner = {"dp": sizes.device_count, "sp": sizes.sp * sizes.tp, "tp": sizes.tp}
+        own = self.device_count // self.count
+        # An axis stays inside where whole groups of it fill a slice.
+        return tuple(axis for axis, size in inner.items() if getattr(sizes, axis) > 1 and own % size)
 
     @property
     def topology(self) -> str:
@@ -115,11 +148,18 @@ class Slice:
         return max(map(int, self.topology.split("x")))
 
     def next_larger(self) -> Slice | None:
-        return Slice(self.chip, self.chips * 2) if self.chips < _LARGEST_SLICE else None
+        return dataclasses.replace(self, chips=self.chips * 2) if self.chips < _LARGEST_SLICE else None
 
 
 def parse_slice(text: str) -> Slice:
-    """The slice of a name such as "v6e-8", also in Google Cloud's spelling ("v5litepod-8", "tpu7x-8")."""
+    """The slice of a name such as "v6e-8", also in Google Cloud's spelling ("v5litepod-8", "tpu7x-8"); "2xv6e-8" are
+    two slices."""
+    several = re.fullmatch(r"\s*(\d{1,9})x(.*)", text)
+    if several is not None:
+        count, slice_ = int(several[1]), parse_slice(several[2])
+        if not 1 <= count <= SLICES_MAX or slice_.count > 1:
+            raise MeshError(f"tpu={text!r} is no number of slices; ask for 1 to {SLICES_MAX}: 2xv6e-8", field="tpu")
+        return dataclasses.replace(slice_, count=count)
     match = re.fullmatch(r"\s*([A-Za-z]+\d*[A-Za-z]*)-(\d{1,9})\s*", text)
     if match is None:
         raise MeshError(f"tpu={text!r} is not a slice; write a generation and a number, such as v6e-8", field="tpu")
@@ -138,10 +178,13 @@ def parse_slice(text: str) -> Slice:
     return Slice(chip, chips)
 
 
-def find_slice(chip_name: str, device_count: int) -> Slice | None:
-    """The smallest slice with this many devices, for devices that are attached; None where the chip is not a TPU."""
+def find_slice(chip_name: str, device_count: int, count: int = 1) -> Slice | None:
+    """The smallest slice with this many devices, for devices that are attached; None where the chip is not a TPU.
+
+    `count`: the number of slices that they are in.
+    """
     chip = CHIPS.get(chip_name)
     if chip is None:
         return None
-    chips = 2 ** math.ceil(math.log2(max(1, -(-device_count // chip.devices_per_chip))))
-    return Slice(chip, min(chips, _LARGEST_SLICE))
+    chips = 2 ** math.ceil(math.log2(max(1, -(-device_count // (count * chip.devices_per_chip)))))
+    return Slice(chip, min(chips, _LARGEST_SLICE), count)

@@ -13,13 +13,13 @@ from typing import Literal
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import Chip, Slice
 from comfy_tpu.parallel.rules import rule_axes
-from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, sent_bytes, transfer_seconds
+from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, crosses_slices, sent_bytes, transfer_seconds
 from comfy_tpu.parallel.workload import Matrix, Workload
 
 SPARE_FRACTION = 0.10
 """Share of a chip's memory that must stay free: the estimate's error, the program itself, fragmentation."""
 
-Bound = Literal["compute", "HBM", "interconnect"]
+Bound = Literal["compute", "HBM", "interconnect", "network"]
 
 # Live at the worst moment of a block, in arrays of [tokens, hidden] and of [tokens, ffn]: fitted to the TPU compiler's
 # figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4).
@@ -71,6 +71,15 @@ class Estimate:
     interconnect_seconds: float
     fits: bool
     """Whether the step fits with SPARE_FRACTION of the memory free."""
+    network_seconds: float = 0.0
+    """Seconds of the collectives that go from one slice to another."""
+    crossing_axes: tuple[str, ...] = ()
+    """The mesh axes of those collectives."""
+
+    @property
+    def stays_in_slices(self) -> bool:
+        """Whether only dp crosses slices."""
+        return set(self.crossing_axes) <= {"dp"}
 
     @property
     def flops(self) -> float:
@@ -83,7 +92,7 @@ class Estimate:
     @property
     def step_seconds(self) -> float:
         # Memory is read beside the products; the compiler leaves the large collectives in sequence with both.
-        return max(self.compute_seconds, self.memory_seconds) + self.interconnect_seconds
+        return max(self.compute_seconds, self.memory_seconds) + self.interconnect_seconds + self.network_seconds
 
     @property
     def bound(self) -> Bound:
@@ -91,15 +100,27 @@ class Estimate:
             "compute": self.compute_seconds,
             "HBM": self.memory_seconds,
             "interconnect": self.interconnect_seconds,
+            "network": self.network_seconds,
         }
         return max(costs, key=lambda name: costs[name])
 
 
 def rank_layouts(work: Workload, slice_: Slice, device_count: int | None = None) -> list[Estimate]:
-    """Estimates of all valid layouts: those that fit by step time, then the others by the memory that they need."""
+    """Estimates of all valid layouts: those that fit by step time, then the others by the memory that they need.
+
+    On several slices, those whose sp and tp stay inside one come first.
+    """
     count = slice_.device_count if device_count is None else device_count
     estimates = [estimate(work, sizes, slice_) for sizes in valid_layouts(work, count)]
-    return sorted(estimates, key=lambda e: (not e.fits, e.step_seconds if e.fits else e.memory.total, e.sent_bytes))
+    return sorted(
+        estimates,
+        key=lambda e: (
+            not e.fits,
+            not e.stays_in_slices,
+            e.step_seconds if e.fits else e.memory.total,
+            e.sent_bytes,
+        ),
+    )
 
 
 def valid_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
@@ -141,8 +162,14 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         traffic=traffic,
         compute_seconds=compute_seconds(matmul, attention, chip),
         memory_seconds=memory_bytes / chip.memory_bandwidth,
-        interconnect_seconds=sum(transfer_seconds(item, slice_) for item in traffic),
+        interconnect_seconds=sum(
+            transfer_seconds(item, slice_) for item in traffic if not crosses_slices(item, slice_, sizes)
+        ),
         fits=fits(memory.total, chip),
+        network_seconds=sum(
+            transfer_seconds(item, slice_, sizes) for item in traffic if crosses_slices(item, slice_, sizes)
+        ),
+        crossing_axes=slice_.crossing_axes(sizes),
     )
 
 

@@ -20,6 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
 from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel.chips import find_slice
+from comfy_tpu.parallel.host_meshes import arrange_over_networks, check_hosts, group_by_network
 from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
@@ -150,19 +151,24 @@ def find_chip(kind: str) -> str:
 
 
 def parse_mesh(
-    mesh: str | MeshSizes, device_count: int, *, chip: str = "", workload: Callable[[], Workload] | None = None
+    mesh: str | MeshSizes,
+    device_count: int,
+    *,
+    chip: str = "",
+    workload: Callable[[], Workload] | None = None,
+    slices: int = 1,
 ) -> MeshSizes:
     """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1.
 
     "auto" is the best layout by estimate where the workload is given and the chip is a known TPU; it is asked for then
-    only.
+    only. `slices`: the number of TPU slices that the devices are in.
     """
     if isinstance(mesh, MeshSizes):
         sizes = mesh
     elif not isinstance(mesh, str):
         raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'", field="mesh")
     elif mesh.strip() == "auto":
-        sizes = _auto_sizes(device_count, chip, workload)
+        sizes = _auto_sizes(device_count, chip, workload, slices)
     elif mesh.strip() in NAMED_MESHES:
         sizes = NAMED_MESHES[mesh.strip()]
     else:
@@ -183,8 +189,8 @@ def check_mesh_text(text: str) -> None:
     parse_mesh(text, sys.maxsize)
 
 
-def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None) -> MeshSizes:
-    slice_ = find_slice(chip, device_count)
+def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None, slices: int) -> MeshSizes:
+    slice_ = find_slice(chip, device_count, slices)
     if workload is not None and slice_ is not None and device_count > 1:
         best = rank_layouts(workload(), slice_, device_count)[0]
         logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)
@@ -260,11 +266,14 @@ def make_placement(
             f"all of {'one platform' if platform == 'auto' else repr(platform)}; pass devices of one platform"
         )
     _check_platform(found[0], PLATFORMS)
-    sizes = parse_mesh(mesh, len(devices), chip=chip_name(devices[0]), workload=workload)
+    slices = len(group_by_network(devices)) if found[0] == "tpu" else 1
+    sizes = parse_mesh(mesh, len(devices), chip=chip_name(devices[0]), workload=workload, slices=slices)
+    check_hosts(sizes, devices)
     if sizes.device_count < len(devices):
         logger.info("mesh %s uses the first %d of %d devices", sizes, sizes.device_count, len(devices))
     used = list(devices)[: sizes.device_count]
-    jax_mesh = Mesh(arrange_devices(sizes, used), MESH_AXES, axis_types=_AXIS_TYPES)
+    arranged = arrange_over_networks(sizes, used, arrange_devices)
+    jax_mesh = Mesh(arranged, MESH_AXES, axis_types=_AXIS_TYPES)
     return Placement(mesh=jax_mesh, platform=used[0].platform, chip=chip_name(used[0]))
 
 

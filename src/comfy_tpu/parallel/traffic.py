@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import Slice
 
 Kind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -28,6 +29,9 @@ UNEXPLAINED = "unexplained"
 # Of the nominal speed of the links; an assumption. A collective also costs this much before its first byte.
 _LINK_FRACTION = 0.8
 _LATENCY = 5e-6
+# The same over the data centre's network: assumptions, too.
+_NETWORK_FRACTION = 0.8
+_NETWORK_LATENCY = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +58,21 @@ def sent_bytes(kind: Kind, group: int, nbytes: int) -> int:
     return round(share * nbytes)
 
 
-def transfer_seconds(traffic: Traffic, slice_: Slice) -> float:
-    """Seconds over one axis of the interconnect, in both directions at once.
+def crosses_slices(traffic: Traffic, slice_: Slice, sizes: MeshSizes) -> bool:
+    """Whether a collective goes over the data centre's network."""
+    crossing = slice_.crossing_axes(sizes)
+    return any(axis in crossing for axis in traffic.axes)
 
-    An all-to-all crosses several links: a quarter of the ring's length on average.
+
+def transfer_seconds(traffic: Traffic, slice_: Slice, sizes: MeshSizes | None = None) -> float:
+    """Seconds over one axis of the interconnect, in both directions at once; or, of a collective that crosses slices,
+    over the data centre's network, as if every byte went there.
+
+    Without sizes, it stays in its slice. An all-to-all crosses several links: a quarter of the ring's length on
+    average.
     """
+    if sizes is not None and crosses_slices(traffic, slice_, sizes):
+        return traffic.nbytes / (slice_.chip.network_bandwidth * _NETWORK_FRACTION) + traffic.count * _NETWORK_LATENCY
     hops = max(1.0, min(traffic.group, slice_.longest_side) / 4) if traffic.kind == "all-to-all" else 1.0
     speed = 2 * slice_.chip.link_bandwidth * _LINK_FRACTION
     return traffic.nbytes * hops / speed + traffic.count * _LATENCY

@@ -20,6 +20,10 @@ from pathlib import Path
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
+_own: set[Path] = set()
+"""Partial files that this process has open."""
+
+
 @contextlib.contextmanager
 def open_partial(directory: Path, *, is_directory: bool = False) -> Iterator[Path]:
     """Creates a partial file or directory in `directory`, locked until the block ends and removed if it raises.
@@ -27,13 +31,21 @@ def open_partial(directory: Path, *, is_directory: bool = False) -> Iterator[Pat
     A block that succeeds moves or removes it itself.
     """
     partial, lock = _create_locked(directory, is_directory)
+    _own.add(partial)
     try:
         yield partial
     except BaseException:
         _remove(partial)
         raise
     finally:
+        _own.discard(partial)
         os.close(lock)
+
+
+def remove_own() -> None:
+    """Removes the partial files of this process, which is about to end without leaving its blocks."""
+    for partial in tuple(_own):
+        _remove(partial)
 
 
 def remove_abandoned(directory: Path) -> None:

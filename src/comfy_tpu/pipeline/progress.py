@@ -32,7 +32,7 @@ class Progress:
     from_cache: bool = False
     """With a finished "compiling": whether the persistent cache had the program."""
     preview: Callable[[], torch.Tensor] | None = None
-    """After a step: fetches the first frame's latents as the model predicts them without noise, [1, channels, 1,
+    """After a step: fetches the first video's latents as the model predicts them without noise, [1, channels, frames,
     height, width] in the transformer's scale. Only inside the callback: the next step takes over their memory."""
     reused: bool = False
     """After a step: whether the last velocity was reused, and the transformer did not run."""

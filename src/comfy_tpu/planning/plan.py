@@ -154,7 +154,9 @@ def refined_seconds(layout: LayoutPlan, slice_: Slice) -> float:
     products = layout.partitioned.product_flops if layout.partitioned else None
     matmul = guess.matmul_flops if products is None else products
     compute = compute_seconds(matmul, counted.kernel_flops or guess.attention_flops, slice_.chip)
-    return max(compute, guess.memory_seconds) + sum(transfer_seconds(item, slice_) for item in counted.traffic)
+    return max(compute, guess.memory_seconds) + sum(
+        transfer_seconds(item, slice_, layout.sizes) for item in counted.traffic
+    )
 
 
 def _compile_layout(
@@ -162,6 +164,8 @@ def _compile_layout(
 ) -> tuple[LayoutPlan, str | None]:
     if not compile_ or not has_tpu_compiler():
         return layout, None
+    if program.facts.slice.count > 1:
+        return layout, "The TPU compiler was not asked: it is asked for one slice at a time."
     on_progress(f"compiling {layout.sizes} for {program.facts.slice_name} with libtpu, about a minute")
     try:
         return dataclasses.replace(layout, compiled=count_program(program, "compile")), None

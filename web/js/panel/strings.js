@@ -1,6 +1,7 @@
 // The panel's words come from locales/<language>/main.json, which ComfyUI serves together with those of other packs.
 
 const SETTING = "Comfy.Locale"
+const SEPARATOR = " · "
 
 let shared = null
 
@@ -47,6 +48,17 @@ class Strings {
     const languages = [this.#locale, this.#locale.split("-")[0], "en"]
     const text = languages.map((name) => this.#lookUp(name, key)).find((found) => typeof found === "string") ?? key
     return text.replace(/\{(\w+)\}/g, (placeholder, name) => values[name] ?? placeholder)
+  }
+
+  /** A text of the server's: lines of words, each a string, or a key with values that may be such words. */
+  translate(lines) {
+    return lines.map((line) => line.map((word) => this.#translateWord(word)).join(SEPARATOR)).join("\n")
+  }
+
+  #translateWord(word) {
+    if (typeof word === "string") return word
+    const values = Object.entries(word.values).map(([name, value]) => [name, this.#translateWord(value)])
+    return this.get(word.key, Object.fromEntries(values))
   }
 
   /** Whether there is a word for the key, at least in English. */

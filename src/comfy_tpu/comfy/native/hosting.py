@@ -18,7 +18,7 @@ from comfy_execution.utils import get_executing_context
 from comfy_tpu.comfy.native.block_patches import PatchedFunction
 from comfy_tpu.comfy.native.compiled_sizes import CompiledSizes, Size
 from comfy_tpu.comfy.native.foreign_patches import module_structure
-from comfy_tpu.comfy.run import NodeReport, Outcome, start
+from comfy_tpu.comfy.run import NodeReport, Outcome, report_idle, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
 from comfy_tpu.config import (
     AttentionConfig,
@@ -145,16 +145,18 @@ class Host:
         try:
             return self._hosted(function, *args, **kwargs)
         except comfy.model_management.InterruptProcessingException:
-            self.show_end("cancelled")
+            self._abort("cancelled")
             raise
         except DeviceMemoryError as error:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
+            self._abort("failed")  # until a tile is reported
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
         except ComfyTpuError:
             self._report_nothing()  # the module runs without us, and what was shown is over
+            report_idle()
             raise
         except Exception:
-            self.show_end("failed")
+            self._abort("failed")
             raise
 
     def run_padded(
@@ -206,6 +208,11 @@ class Host:
         """Shows on the node how long this module has been running for it."""
         if self._report is not None and self._run is not None:
             self._report.show_end(outcome, time.monotonic() - self._run[1])
+
+    def _abort(self, outcome: Outcome) -> None:
+        """Ends the text on the node and the panel's activity: nobody else does, for a text encoder or a VAE."""
+        self.show_end(outcome)
+        report_idle()
 
     def _report_nothing(self) -> None:
         if self._report is not None:

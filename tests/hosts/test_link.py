@@ -1,0 +1,237 @@
+"""Processes that join, exchange, fail and die, without devices."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.config import HostsConfig
+from comfy_tpu.errors import HostsError
+from comfy_tpu.parallel import hosts
+from tests.hosts.processes import find_port, start, wait_all
+
+SCRIPT = Path(__file__).with_name("link_script.py")
+
+
+def run(action, tmp_path, numbers=(0, 1, 2), count=3, seconds=60, port=None):
+    port = port or find_port()
+    return [start(SCRIPT, action, str(n), str(count), str(port), str(seconds), cwd=tmp_path) for n in numbers]
+
+
+def test_exchange(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 40_000)
+    results = wait_all(run("exchange", tmp_path), 60)
+    for number, (status, out, err) in enumerate(results):
+        assert (status, err) == (0, ""), err
+        joined, value, gathered, files, distinct, done = out.splitlines()
+        assert joined == f"joined [0, 1, 2] {number == 0}"
+        assert value == "{'prompt': 'a \\udcff b', 'from': 0}"
+        assert gathered == ("{0: 0, 1: 10, 2: 20}" if number == 0 else f"{{{number}: {number * 10}}}")
+        total = sum(range(256)) * 40_000
+        assert files == str({"image 0": ("a.bin", total), "lora 1": ("a.bin", total)})
+        assert distinct == ("1" if number == 0 else "2")
+        assert done == "done True False"
+
+
+def sentences(results):
+    """The one line of each process that was not killed."""
+    for status, _, err in results:
+        assert status == -9 or len(err.splitlines()) == 1, err
+    return [err.strip() for _, _, err in results]
+
+
+@pytest.mark.parametrize(
+    ("action", "culprit", "sentence"),
+    [
+        ("fail", 1, "failed, so this one ends too: height=100 is odd; choose another"),
+        ("kill", 2, "has ended or cannot be reached, so this one ends too; look at its output, and start all again"),
+    ],
+)
+def test_end_of_one_ends_all(action, culprit, sentence, tmp_path):
+    began = time.monotonic()
+    results = wait_all(run(action, tmp_path), 60)
+    assert time.monotonic() - began < 30
+    for number, line in enumerate(sentences(results)):
+        if number != culprit:
+            assert line.startswith(f"process {culprit} of 3 (")
+            assert line.endswith(sentence)
+            assert results[number][0] == 1
+            assert (tmp_path / f"cleanup-{number}").exists()
+
+
+def test_an_error_of_code_is_told(tmp_path):
+    results = wait_all(run("bug", tmp_path), 60)
+    assert "failed, so this one ends too: RuntimeError: a bug" in results[0][2]
+    assert "RuntimeError: a bug" in results[2][2]
+    assert all(status == 1 for status, _, _ in results)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_signal_ends_all(number, tmp_path):
+    processes = run("victim", tmp_path)
+    for process in processes:
+        assert process.stdout.readline().startswith("joined")
+    processes[number].terminate()  # Python's default action: as kill -9, without cleanups
+    results = wait_all(processes, 30)
+    others = [result for n, result in enumerate(results) if n != number]
+    assert all(status == 1 and f"process {number} of 3" in err for status, _, err in others)
+
+
+def test_different_options(tmp_path):
+    results = wait_all(run("differ", tmp_path), 60)
+    own, *others = sentences(results)
+    assert own == (
+        "mesh is dp=2,sp=4 on process 0, but sp=8 on process 2; start all hosts with the same model and options"
+    )
+    assert all(line.endswith(own) for line in others)
+
+
+def test_a_host_that_never_joins_is_named(tmp_path):
+    results = wait_all(run("exchange", tmp_path, numbers=(0, 2), count=4, seconds=3), 60)
+    own, other = sentences(results)
+    assert own == (
+        "hosts_timeout=3 seconds have passed, and processes 1, 3 of 4 have not joined; start the same command there "
+        "with its own --process-id, or look at its error"
+    )
+    assert other == f"process 0 refused to start: {own}"
+
+
+def test_a_host_that_ends_before_all_have_joined(tmp_path):
+    first, other = run("exchange", tmp_path, numbers=(0, 1), seconds=100)
+    time.sleep(2)
+    other.kill()
+    (status, _, err), _ = wait_all([first, other], 30)
+    assert status == 1
+    assert err.startswith("process 1 of 3 (")
+    assert err.endswith(") ended before all had joined; look at its output, and start all again\n")
+
+
+def test_a_host_that_joins_late(tmp_path):
+    port = find_port()
+    late = run("exchange", tmp_path, numbers=(1, 2), port=port)
+    (tmp_path / "a.bin").touch()
+    time.sleep(2)
+    results = wait_all([*run("exchange", tmp_path, numbers=(0,), port=port), *late], 60)
+    assert [status for status, _, _ in results] == [0, 0, 0], results
+
+
+def test_unreachable_coordinator(tmp_path):
+    port = find_port()
+    ((status, _, err),) = wait_all(run("exchange", tmp_path, numbers=(1,), seconds=1, port=port), 60)
+    assert status == 1
+    assert err.strip() == (
+        f"coordinator=localhost:{port} could not be reached from process 1 in 1 seconds (Connection refused); start "
+        f"process 0 there, and let ports {port} and {port + 1} through"
+    )
+
+
+def test_one_number_for_two_processes(tmp_path):
+    results = wait_all(run("exchange", tmp_path, numbers=(0, 1, 1)), 60)
+    for line in sentences(results):
+        assert "process_id=1 was given to two processes, on " in line
+
+
+def test_port_that_is_taken(tmp_path):
+    port = find_port()
+    with hosts.listen(("localhost", port + 1)):
+        ((status, _, err),) = wait_all(run("exchange", tmp_path, numbers=(0,), port=port), 60)
+    assert status == 1
+    assert err.startswith(f"coordinator=localhost:{port} cannot be opened on process 0 (Address already in use")
+    assert len(err.splitlines()) == 1
+
+
+def test_stray_connections_are_ignored(tmp_path):
+    import socket
+
+    (tmp_path / "a.bin").touch()
+    port = find_port()
+    first = run("exchange", tmp_path, numbers=(0,), port=port)
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"type": "hello", "process": "1"}\n', b"\xff\n"):
+        for _ in range(100):
+            try:
+                stray = socket.create_connection(("localhost", port + 1))
+                break
+            except OSError:
+                time.sleep(0.1)
+        with stray:
+            stray.sendall(text)
+            stray.shutdown(socket.SHUT_WR)
+            assert stray.recv(10) == b""
+    results = wait_all([*first, *run("exchange", tmp_path, numbers=(1, 2), port=port)], 60)
+    assert [status for status, _, _ in results] == [0, 0, 0]
+
+
+OWN = {"type": "hello", "process": 0, "processes": 3, "host": "a", "versions": {"jax": "0.10.2", "torch": "2.13"}}
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({}, None),
+        ({"processes": 4}, "num_processes=3 on process 0, but 4 on process 1; give all hosts the same number"),
+        ({"process": 3}, "process_id=3 is not in 0 to 2, the numbers of 3 processes"),
+        (
+            {"versions": {"jax": "0.11.0", "torch": "2.13"}},
+            "jax is 0.10.2 on process 0, but 0.11.0 on process 1; install the same versions on all hosts",
+        ),
+        (
+            {"versions": {"jax": "0.10.2"}},
+            "torch is 2.13 on process 0, but not installed on process 1; install the same versions on all hosts",
+        ),
+        (
+            {"versions": 5},
+            "jax is 0.10.2 on process 0, but not installed on process 1; install the same versions on all hosts",
+        ),
+    ],
+)
+def test_refusals(other, sentence):
+    assert hosts._refusal(OWN, {**OWN, "process": 1, **other}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "text"),
+    [
+        (("h:1", 4, 4), "process_id", "process_id=4 is not in 0 to 3, the numbers of 4 processes; give each host its"),
+        (("h:1", 4, -1), "process_id", "process_id=-1 is not in 0 to 3"),
+        (("h:1", 0, 0), "num_processes", "num_processes=0 is not the number of processes; give 1 to 4096"),
+        (("h:1", "x", 0), "num_processes", "num_processes=x is not a whole number"),
+        (("h:1", 4, None), "process_id", "process_id is missing; give --coordinator, --num-processes and --process-id"),
+        ((None, 4, 1), "coordinator", "coordinator is missing"),
+        (("h", 4, 1), "coordinator", "coordinator=h is not HOST:PORT; give an address of process 0"),
+        (("h:65535", 4, 1), "coordinator", "coordinator=h:65535 is not HOST:PORT"),
+        (("http://h:80", 4, 1), "coordinator", "coordinator=http://h:80 is not HOST:PORT"),
+        (("auto", 4, 1), "coordinator", "coordinator=auto finds no TPU slice, GKE, Slurm or Open MPI here"),
+        (("h:1", 4, 1, 0.0), "hosts_timeout", "hosts_timeout=0.0 is not a time; give 1 to 86400 seconds"),
+        (("h:1", 4, 1, "soon"), "hosts_timeout", "hosts_timeout=soon is not a time"),
+    ],
+)
+def test_bad_addresses(config, field, text):
+    with pytest.raises(HostsError) as raised:
+        hosts.find_address(HostsConfig(*config))
+    assert str(raised.value).startswith(text)
+    assert raised.value.field == field
+
+
+def test_addresses():
+    assert hosts.find_address(HostsConfig("[::1]:8476", 2, 1)) == hosts.Address("::1", 8476, 2, 1)
+    assert hosts.find_address(HostsConfig("tpu-0.svc:8476", 2, 0)).host == "tpu-0.svc"
+
+
+def test_slurm_is_found(monkeypatch):
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_STEP_NODELIST", "node[3-4]"), ("SLURM_NTASKS", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    found = hosts.find_address(HostsConfig("auto"))
+    assert (found.host, found.num_processes, found.process_id) == ("node3", 2, 1)
+
+
+def test_one_process_alone():
+    assert hosts.is_first_host()
+    assert hosts.host_names() == {}
+    assert hosts.first_host_value(lambda: 5) == 5
+    assert hosts.gather(5) == {0: 5}
+    hosts.check_same(mesh="dp=2")
+    with hosts.shared_files({"image 0": Path("x")}) as files:
+        assert files == {"image 0": Path("x")}
