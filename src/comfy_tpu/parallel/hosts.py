@@ -58,8 +58,8 @@ def start_hosts(
     """Joins the other processes for the length of the block; they end where one of them fails.
 
     `report` prints the sentence with which another process ends this one, after `cleanups` have removed its files. A
-    process whose block raises must end by `os._exit`: at its exit JAX would wait for the others. `watches_signals`: only
-    in the main thread, which alone can.
+    process whose block raises must end by `os._exit`: at its exit JAX would wait for the others. `watches_signals`:
+    only in the main thread, which alone can.
     """
     global _link, _address
     assert _link is None, "the processes have joined already"
