@@ -218,7 +218,6 @@ def test_chaos(start, tmp_path, small_disk):
             batch = run()
             wait_for(lambda before=before: len(list_images(output)) >= before + 20, what="20 more images")
             batch.kill()
-            wait_for(lambda batch=batch: batch.processes() == [], 120, "the end of a dead driver's processes")
 
         batch = run()
         before = len(list_images(output))

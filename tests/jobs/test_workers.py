@@ -68,7 +68,7 @@ class FullFolder(Folder):
 
 @pytest.mark.parametrize("decoder_fails", [False, True])
 def test_a_file_that_cannot_be_placed_after_the_last_frame(decoder_fails, tmp_path, monkeypatch):
-    """The writer does not wait for frames after the last one, and a decoder's error is reported by the decoder alone."""
+    """The writer does not wait for frames after the last one. An error of the decoder is reported by the decoder."""
 
     def take_all(paths, chunks, **options):
         if decoder_fails:
