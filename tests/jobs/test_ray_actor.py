@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.jobs import ray_actor
+from comfy_tpu.jobs import ray_actor, ray_cluster
 from comfy_tpu.jobs.driver import ModelFacts
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import Event
@@ -18,7 +19,7 @@ from comfy_tpu.jobs.ray_cluster import Place, find_places, find_slices, import_r
 from comfy_tpu.jobs.ray_slices import parse_slice_name
 from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers, resolve_paths
 from comfy_tpu.jobs.request import Request
-from tests.jobs.ray_processes import wait_for
+from tests.jobs.ray_processes import SOURCE, wait_for
 
 MODULE = "tests.jobs.ray_stand_in"
 
@@ -209,6 +210,19 @@ def test_workers_that_have_not_started_get_no_jobs():
 def test_what_cannot_be_is_refused(values, message):
     with pytest.raises(InvalidValueError, match=message):
         RayConfig(**values)
+
+
+def test_directories_of_killed_drivers_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_cluster.tempfile, "tempdir", str(tmp_path))
+    code = "import os, signal; from comfy_tpu.jobs import ray_cluster\n"
+    code += "with ray_cluster._make_scratch(): os.kill(os.getpid(), signal.SIGKILL)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(SOURCE)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    (abandoned,) = tmp_path.iterdir()
+    with ray_cluster._make_scratch() as first, ray_cluster._make_scratch() as second:
+        assert not abandoned.exists()
+        assert {str(path) for path in tmp_path.iterdir()} == {first, second}  # one that is in use stays
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_slice_names_are_googles():

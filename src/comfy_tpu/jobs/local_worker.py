@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 
-from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.config import HostsConfig
 from comfy_tpu.jobs.driver import ModelFacts
 from comfy_tpu.jobs.execution import Executor
 from comfy_tpu.jobs.folder import Folder
@@ -14,6 +13,7 @@ from comfy_tpu.jobs.opening import choose_model
 from comfy_tpu.jobs.ray_actor import HostsPlace
 from comfy_tpu.jobs.request import DEFAULT_MODEL, Request
 from comfy_tpu.jobs.worker_thread import ROWS_MAX, WorkerThread
+from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline.single_files import open_model
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,7 @@ _joined = contextlib.ExitStack()
 
 def join_hosts(place: HostsPlace) -> None:
     """Makes this process one of several that run a model together, before it uses a device."""
-    try:
-        hosts = importlib.import_module("comfy_tpu.parallel.hosts")
-    except ModuleNotFoundError as error:
-        raise ComfyTpuError(
-            f"a slice of {place.num_processes} hosts cannot run one model with this comfy-tpu; choose one of one host"
-        ) from error
-    config = importlib.import_module("comfy_tpu.config").HostsConfig(
-        coordinator=place.coordinator, num_processes=place.num_processes, process_id=place.process_id
-    )
-    _joined.enter_context(hosts.start_hosts(config, report=logger.error))
+    config = HostsConfig(coordinator=place.coordinator, num_processes=place.num_processes, process_id=place.process_id)
+    # A thread of the actor, whose main thread is Ray's. That gives jobs back at a signal by itself.
+    _joined.enter_context(hosts.start_hosts(config, report=logger.error, watches_signals=False))
     hosts.start_devices(config)

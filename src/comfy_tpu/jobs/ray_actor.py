@@ -30,6 +30,8 @@ from comfy_tpu.jobs.worker_thread import ROWS_MAX, WorkerThread
 WORKER_MODULE = "comfy_tpu.jobs.local_worker"
 """Has `Executor`, `find_model_facts` and, for several hosts, `join_hosts`."""
 
+_GATHER_SECONDS = 0.05
+"""For which a report waits for more: short jobs are told together. A worker has its next group meanwhile."""
 _FETCH_SECONDS = 10.0
 """In which a driver fetches the last outcomes of an actor that ends. A preempted machine has 30 s in all."""
 
@@ -121,6 +123,8 @@ class JobActor:
         self._folder = ReturnedFolder() if Folder(setup.folder).local is not None else Folder(setup.folder)
         self._thread: WorkerThread | None = None
         self._lock = threading.Lock()
+        self._is_first = True
+        """Of the hosts that run one model: all compute the same, and the others' files are dropped."""
         self._failure = ""
         """Why jobs cannot be taken."""
         self._is_started = threading.Event()
@@ -158,8 +162,11 @@ class JobActor:
                     return f"{host}:{port}"
 
     def join_hosts(self, place: HostsPlace) -> None:
-        """Connects this process with those of the other hosts. Before anything else."""
+        """Connects this process with those of the other hosts, of which the first reports. Before anything else."""
         self._module().join_hosts(place)
+        self._is_first = place.process_id == 0
+        if not self._is_first:
+            self._folder = ReturnedFolder()
 
     def give(self, jobs: list[Job]) -> None:
         with self._lock:
@@ -181,11 +188,14 @@ class JobActor:
         items: list[Outcome | Event] = []
         if self._thread is not None:
             items = self._thread.wait(0.0 if is_over else max(0.0, end - time.monotonic()))
+            if items and not is_over:
+                time.sleep(_GATHER_SECONDS)
+                items += self._thread.wait(0.0)
         if is_over:
             self._is_fetched.set()
         outcomes = [self._with_contents(item) for item in items if isinstance(item, Outcome)]
         events = [item for item in items if isinstance(item, Event)][-1:]
-        return Report((*events, *outcomes), is_over)
+        return Report((*events, *outcomes) if self._is_first else (), is_over)
 
     def _module(self) -> Any:
         return importlib.import_module(self._setup.worker_module)

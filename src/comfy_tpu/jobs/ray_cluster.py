@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -27,6 +29,9 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 """Of a Ray of our own: videos on their way to the driver. More than that goes to the disk."""
 _SOCKET_PATH_MAX = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Bytes of Ray's directory: the path of a Unix socket in it has 107 at most."""
+_SCRATCH_PREFIX, _SCRATCH_LOCK = "comfy-tpu-ray-", "driver.lock"
+_START_TRIES = 3
+"""For a Ray of our own: it gives its processes 30 s, which a machine with much else to do may exceed."""
 _END_SECONDS = 10.0
 """In which the processes of a Ray that was shut down end by themselves."""
 
@@ -78,9 +83,7 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet_ray(ray))
             if address is None:
-                self.scratch = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="comfy-tpu-ray-", ignore_cleanup_errors=True)
-                )
+                self.scratch = stack.enter_context(_make_scratch())
                 options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
                 options["object_store_memory"] = _OBJECT_STORE_BYTES
                 if len(os.fsencode(self.scratch)) <= _SOCKET_PATH_MAX:
@@ -89,11 +92,22 @@ class Cluster:
                 options["address"] = _check_address(address)
             with _connection_errors(address), _kept_handler():
                 stack.callback(self._shut_down)
-                ray.init(**options)
+                self._connect(options)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
         self._stack.close()
+
+    def _connect(self, options: dict[str, Any]) -> None:
+        for attempt in range(1, _START_TRIES + 1):
+            try:
+                self._ray.init(**options)
+                return
+            except Exception as error:
+                is_slow = "node registration may not be complete" in str(error)
+                if self._address is not None or not is_slow or attempt == _START_TRIES:
+                    raise
+                self._ray.shutdown()
 
     def _shut_down(self) -> None:
         self._ray.shutdown()
@@ -114,6 +128,27 @@ class Cluster:
         found = list(find_places(self.nodes(), is_cpu_shared=is_cpu_shared))
         kind = next((kind for kind in ("tpu", "gpu", "cpu") if any(place.kind == kind for place in found)), None)
         return [place for place in found if place.kind == kind]
+
+
+@contextlib.contextmanager
+def _make_scratch() -> Iterator[str]:
+    """A directory for one Ray. Those of drivers that were killed are removed: the kernel has released their locks."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*/{_SCRATCH_LOCK}"):
+        with contextlib.suppress(OSError):
+            file = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(file)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, ignore_cleanup_errors=True) as directory:
+        file = os.open(Path(directory, _SCRATCH_LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # where files cannot be locked, nothing is removed
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield directory
+        finally:
+            os.close(file)
 
 
 def import_ray() -> Any:

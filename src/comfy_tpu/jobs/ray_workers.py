@@ -260,7 +260,8 @@ class RayWorkers:
             self._scale_slices(self._config.slice_name)
             return
         places = self._places()
-        if not places and (slices := find_slices(self._cluster.nodes())):
+        slices = find_slices(self._cluster.nodes())
+        if slices and not any(place.kind == "tpu" for place in places):  # their hosts' CPUs are not what is meant
             name = min(slices)
             raise InvalidValueError(
                 f"the cluster has slices of several hosts ({', '.join(sorted(slices))}), which work together; give "

@@ -70,7 +70,7 @@ class WorkerThread:
         if self._failure is not None:
             raise self._failure
         with contextlib.suppress(queue.Empty):
-            happened = [self._happened.get(timeout=timeout)]
+            happened = [self._happened.get(timeout=timeout) if timeout > 0 else self._happened.get_nowait()]
             with contextlib.suppress(queue.Empty):
                 while True:
                     happened.append(self._happened.get_nowait())

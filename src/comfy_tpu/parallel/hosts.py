@@ -49,12 +49,17 @@ _address: Address | None = None
 
 @contextlib.contextmanager
 def start_hosts(
-    config: HostsConfig, *, report: Callable[[str], None], cleanups: tuple[Callable[[], object], ...] = ()
+    config: HostsConfig,
+    *,
+    report: Callable[[str], None],
+    cleanups: tuple[Callable[[], object], ...] = (),
+    watches_signals: bool = True,
 ) -> Iterator[None]:
     """Joins the other processes for the length of the block; they end where one of them fails.
 
     `report` prints the sentence with which another process ends this one, after `cleanups` have removed its files. A
-    process whose block raises must end by `os._exit`: at its exit JAX would wait for the others.
+    process whose block raises must end by `os._exit`: at its exit JAX would wait for the others. `watches_signals`:
+    only in the main thread, which alone can.
     """
     global _link, _address
     assert _link is None, "the processes have joined already"
@@ -62,7 +67,7 @@ def start_hosts(
     _link = link = join(_address, config.hosts_timeout)
     link.on_end(report, *cleanups)
     try:
-        with link.watching_signals():
+        with link.watching_signals() if watches_signals else contextlib.nullcontext():
             yield
             link.finish()
             stop_devices()

@@ -50,9 +50,12 @@ def remove_own() -> None:
 
 def remove_abandoned(directory: Path) -> None:
     """Removes partial files of this machine in `directory` whose process is gone. Never raises an OSError."""
-    name = re.compile(re.escape(_prefix()) + r"\d+-[0-9a-f]{8}\.partial")
+    prefix = _prefix()
+    name = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}\.partial")
     with contextlib.suppress(OSError):
-        for path in [path for path in directory.iterdir() if name.fullmatch(path.name)]:
+        # At every write into a directory that may have many thousand entries: no path of each, and no pattern.
+        entries = [entry for entry in os.listdir(directory) if entry.startswith(prefix)]  # noqa: PTH208
+        for path in [directory / entry for entry in entries if name.fullmatch(entry)]:
             lock = _open(path)
             if lock is None:
                 continue

@@ -1,0 +1,139 @@
+"""The thread that carries jobs out, the writer of the executor, and files that come to the driver."""
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.jobs import execution
+from comfy_tpu.jobs.driver import Batch
+from comfy_tpu.jobs.execution import Executor
+from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.ledger import Job, Ledger, NewJob, OutputFile
+from comfy_tpu.jobs.outcome import CancelledError, Event, Outcome
+from comfy_tpu.jobs.request import Request
+from comfy_tpu.jobs.worker_thread import WorkerThread
+from comfy_tpu.pipeline.progress import Progress
+
+
+def make_job(number):
+    return Job(f"id-{number}", Request({"prompt": f"job {number}"}), f"{number}.png", 1)
+
+
+class SlowExecutor:
+    """Runs a group until it is cancelled."""
+
+    def __init__(self, on_outcome, on_progress):
+        self._on_outcome, self._on_progress = on_outcome, on_progress
+        self.is_running = threading.Event()
+
+    def run(self, jobs):
+        self.is_running.set()
+        try:
+            while True:
+                self._on_progress(Progress("denoising", "", 1, 2))
+        except CancelledError:
+            for job in jobs:
+                self._on_outcome(Outcome(job.id, "returned"))
+
+    def close(self):
+        pass
+
+
+def test_cancelled_jobs_are_all_returned():
+    executors = []
+
+    def make(*callbacks):
+        executors.append(SlowExecutor(*callbacks))
+        return executors[0]
+
+    worker = WorkerThread("worker", 2, make)
+    worker.give([make_job(1), make_job(2)])
+    worker.give([make_job(3)])
+    assert worker.capacity(10) == 0
+    assert executors[0].is_running.wait(10)
+    worker.cancel()
+    worker.close()
+    outcomes = [item for item in worker.wait(0.0) if not isinstance(item, Event)]
+    assert outcomes == [Outcome(f"id-{number}", "returned") for number in (1, 2, 3)]
+    assert worker.capacity(10) == 0  # it takes no more
+
+
+class FullFolder(Folder):
+    def place(self, directory, names):
+        raise ComfyTpuError("output=x could not be written: No space left on device")
+
+
+@pytest.mark.parametrize("decoder_fails", [False, True])
+def test_a_file_that_cannot_be_placed_after_the_last_frame(decoder_fails, tmp_path, monkeypatch):
+    """The writer does not wait for frames after the last one. An error of the decoder is reported by the decoder."""
+
+    def take_all(paths, chunks, **options):
+        if decoder_fails:
+            raise ComfyTpuError("output=x could not be written: No space left on device")
+        list(chunks)
+
+    monkeypatch.setattr(execution.media, "write_videos", take_all)
+    outcomes = queue.Queue()
+    executor = Executor(FullFolder(str(tmp_path)), on_outcome=outcomes.put)
+    row = execution._Row(make_job(1), execution.GenerationSettings(), ("1.png",), None, {})
+    writing = execution._Writing([row], 0.0, queue.Queue(), {})
+    for chunk in (torch.zeros(1, 1), RuntimeError("decoder") if decoder_fails else None):
+        writing.chunks.put(chunk)
+    executor._writings.put(writing)
+    executor.close()
+    found = [outcomes.get_nowait() for _ in range(outcomes.qsize())]
+    assert [(outcome.state, outcome.stops_batch) for outcome in found] == (
+        [] if decoder_fails else [("returned", True)]
+    )
+
+
+class Observer:
+    def __init__(self):
+        self.finishes = []
+
+    def finished(self, outcome, state, counts):
+        self.finishes.append((outcome.error, state))
+
+
+@pytest.fixture
+def leased(tmp_path):
+    """A batch with one job that runs."""
+    folder = Folder(str(tmp_path / "out"))
+    folder.prepare()
+    ledger = Ledger(folder.ledger_path)
+    ledger.submit([NewJob("id-1", 1, Request({"prompt": "x"}), "a/1.png")])
+    ledger.start([job.id for job in ledger.lease(1)], "worker-1")
+    yield Batch(folder, ledger, Observer())
+    ledger.close()
+
+
+DONE = Outcome("id-1", "done", (OutputFile("a/1.png", "", 3),), (("a/1.png", b"abc"),))
+
+
+def test_contents_are_put_at_their_places(leased):
+    leased._record(DONE)
+    assert (leased.folder.local / "a" / "1.png").read_bytes() == b"abc"
+    assert leased._observer.finishes == [("", "done")]
+
+
+def test_a_place_outside_by_a_link_fails_its_job_only(leased, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (leased.folder.local / "a").symlink_to(tmp_path / "elsewhere")
+    leased._record(DONE)
+    ((error, state),) = leased._observer.finishes
+    assert "is outside the batch's directory, by a link" in error
+    assert state == "failed"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_full_disk_stops_the_batch_and_returns_the_job(leased, monkeypatch):
+    def receive(name, content):
+        raise ComfyTpuError("output=x could not be written: No space left on device")
+
+    monkeypatch.setattr(leased.folder, "receive", receive)
+    with pytest.raises(ComfyTpuError, match="No space left on device; start the batch again afterwards"):
+        leased._record(DONE)
+    assert leased.ledger.counts().submitted == 1
