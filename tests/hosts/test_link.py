@@ -162,10 +162,10 @@ def test_stray_connections_are_ignored(tmp_path):
 
 
 ABORT = """
-import os, sys, threading, time
+import ctypes, os, sys, threading, time
 from comfy_tpu.parallel.coordination import delay_abort
 delay_abort()
-threading.Thread(target=os.abort, daemon=True).start()
+threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
 time.sleep(1)
 sys.stderr.write("a sentence")
 sys.stderr.flush()
