@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import zipfile
+from types import SimpleNamespace
 
 import jax
 import jax.export
@@ -9,10 +10,14 @@ import pytest
 
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import plan_report
-from comfy_tpu.parallel.chips import CHIPS
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.parallel.chips import CHIPS, parse_slice
+from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.planning import plan as planning
 from comfy_tpu.planning.compilation import ProgramCounts
+from comfy_tpu.planning.plan import LayoutPlan
 from comfy_tpu.planning.program_file import read_program
+from tests.counted_work import published_work
 
 
 def plan(capsys, *arguments):
@@ -208,3 +213,48 @@ def test_what_does_not_fit_is_said_and_is_the_exit_status(capsys):
     assert status == 1
     assert "dp=1,sp=1,tp=1 does not fit: 42.8 of 32.0 GB, and a tenth must stay free." in out
     assert "v6e-2 would do, as " in out
+
+
+@pytest.mark.parametrize(
+    ("tpu", "sizes", "batch", "lines"),
+    [
+        ("v6e-8", MeshSizes(dp=2, sp=4), 2, []),
+        (
+            "v6e-16",
+            MeshSizes(dp=2, sp=8),
+            2,
+            [
+                "4 hosts: start the same command on each, with --coordinator auto (",
+                "The slice's own links go from host to host: no collective crosses the data centre's network.",
+            ],
+        ),
+        (
+            "2xv6e-8",
+            MeshSizes(dp=2, sp=8),
+            2,
+            [
+                "2 hosts: start the same command on each, with --coordinator auto (",
+                "Over the data centre's network between 2 slices, 12.5 GB/s a device: guidance branches "
+                "(collective-permute over dp) 0.0",
+            ],
+        ),
+        (
+            "2xv6e-8",
+            MeshSizes(sp=16),
+            1,
+            [
+                "2 hosts: start the same command on each, with --coordinator auto (",
+                "Over the data centre's network between 2 slices, 12.5 GB/s a device: ",
+                "Among them sp, in every layer: a batch of 1 does not give each slice its own part. Take one larger",
+            ],
+        ),
+    ],
+)
+def test_what_crosses_the_network_is_told(tpu, sizes, batch, lines):
+    work = dataclasses.replace(published_work("Wan2.1-T2V-14B-Diffusers"), batch=batch)
+    slice_ = parse_slice(tpu)
+    plan = SimpleNamespace(slice=slice_, work=work, chosen=LayoutPlan(estimate(work, sizes, slice_)))
+    told = list(plan_report._host_lines(plan))
+    assert len(told) == len(lines)
+    for line, beginning in zip(told, lines, strict=True):
+        assert line.startswith(beginning)

@@ -161,6 +161,24 @@ def test_stray_connections_are_ignored(tmp_path):
     assert [status for status, _, _ in results] == [0, 0, 0]
 
 
+ABORT = """
+import ctypes, os, sys, threading, time
+from comfy_tpu.parallel.coordination import delay_abort
+delay_abort()
+threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
+time.sleep(1)
+sys.stderr.write("a sentence")
+sys.stderr.flush()
+os._exit(1) if len(sys.argv) == 1 else time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "status"), [((), 1), (("stay",), -6)])
+def test_a_sentence_before_an_abort(arguments, status, tmp_path):
+    """By os._exit in time, else after six seconds by the abort."""
+    assert wait_all([start("-c", ABORT, *arguments, cwd=tmp_path)], 60) == [(status, "", "a sentence")]
+
+
 OWN = {"type": "hello", "process": 0, "processes": 3, "host": "a", "versions": {"jax": "0.10.2", "torch": "2.13"}}
 
 

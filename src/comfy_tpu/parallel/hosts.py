@@ -14,12 +14,14 @@ import re
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import HostsConfig
 from comfy_tpu.errors import ComfyTpuError, HostsError
+from comfy_tpu.parallel.coordination import LINGER_SECONDS, delay_abort, separate_service
 from comfy_tpu.parallel.host_link import ROOT_CAUSE_SECONDS, HostLink, Json, accept_all, connect, listen
 
 logger = logging.getLogger(__name__)
@@ -170,16 +172,25 @@ def join(address: Address, seconds: float) -> HostLink:
     place = (address.host, address.port + 1)
     if address.process_id:
         return connect(place, address.process_id, address.num_processes, hello, seconds)
-    try:
-        listen((address.host, address.port)).close()  # JAX's, which would end the process where it is taken
-        server = listen(place)
-    except OSError as error:
-        raise HostsError(
-            f"coordinator={address.host}:{address.port} cannot be opened on process 0 ({error.strerror or error}); "
-            f"give an address of this machine whose ports {address.port} and {address.port + 1} are free",
-            field="coordinator",
-        ) from error
-    return accept_all(server, address.num_processes, hello, seconds, _refusal)
+    return accept_all(_open_ports(address), address.num_processes, hello, seconds, _refusal)
+
+
+def _open_ports(address: Address) -> socket.socket:
+    """The socket on which the first host listens. The last run's service may hold its port for some seconds."""
+    deadline = time.monotonic() + LINGER_SECONDS + 2
+    while True:
+        try:
+            listen((address.host, address.port)).close()  # JAX's
+            return listen((address.host, address.port + 1))
+        except OSError as error:
+            if time.monotonic() > deadline or isinstance(error, socket.gaierror):
+                raise HostsError(
+                    f"coordinator={address.host}:{address.port} cannot be opened on process 0 "
+                    f"({error.strerror or error}); give an address of this machine whose ports {address.port} and "
+                    f"{address.port + 1} are free",
+                    field="coordinator",
+                ) from error
+        time.sleep(0.5)
 
 
 def _refusal(own: Mapping[str, Json], other: Mapping[str, Json]) -> str | None:
@@ -219,7 +230,8 @@ def start_devices(config: HostsConfig) -> None:
     host = f"[{address.host}]" if ":" in address.host else address.host
     # It would take SIGTERM away from this process, and do nothing.
     jax.config.update("jax_enable_preemption_service", False)
-    with _ignoring_lost_service():
+    delay_abort()
+    with separate_service():
         try:
             jax.distributed.initialize(
                 f"{host}:{address.port}",
@@ -230,33 +242,6 @@ def start_devices(config: HostsConfig) -> None:
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(f"jax could not connect the {address.num_processes} processes ({error})") from error
-
-
-@contextlib.contextmanager
-def _ignoring_lost_service() -> Iterator[None]:
-    """Lets JAX's client do nothing where the first process is gone, instead of abort(): the link says so, too.
-
-    jaxlib takes a callback for it, which `jax.distributed.initialize` does not pass on.
-    """
-    import jax._src.distributed
-
-    distributed: Any = jax._src.distributed
-    library = distributed._jax
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(library, name)
-
-        def get_distributed_runtime_client(self, *arguments: Any, **options: Any) -> Any:
-            return library.get_distributed_runtime_client(
-                *arguments, **options, missed_heartbeat_callback=lambda *_: None, shutdown_on_destruction=False
-            )
-
-    distributed._jax = Library()
-    try:
-        yield
-    finally:
-        distributed._jax = library
 
 
 def stop_devices() -> None:
