@@ -30,11 +30,6 @@ KINDS = {
     "ServiceAccount": "v1",
     "PersistentVolumeClaim": "v1",
 }
-LATER_FLAGS = {
-    "batch": {"--workers", "--ray", "--slice"},
-    "generate": {"--coordinator", "--num-processes", "--process-id", "--hosts-timeout"},
-}
-"""Flags that may not be in the parser yet. Remove an entry when it is."""
 
 
 def load(path):
@@ -163,7 +158,7 @@ def test_what_pods_refer_to_is_made():
 def flags(command):
     parser = _parser([command])
     (choices,) = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return set(choices[command]._option_string_actions) | LATER_FLAGS[command]
+    return set(choices[command]._option_string_actions)
 
 
 @pytest.mark.parametrize(("file", "words"), COMMANDS)

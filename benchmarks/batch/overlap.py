@@ -1,6 +1,6 @@
 """Videos a minute of `comfy-tpu batch`, of a Python loop over one pipeline, and of a shell loop over `generate`.
 
-    python -m benchmarks.batch.overlap --count 100 --shell-count 10 --json benchmarks/batch/results/overlap-cpu.json
+    python -m benchmarks.batch.overlap --count 100 --shell-count 10 --json benchmarks/batch/overlap-cpu.json
 
 All three make the same prompts with warm caches of programs, in one run; the shell loop, where every video starts a
 process, may make fewer of them. The rate of a loop does not count its first video, which loads the model.

@@ -5,7 +5,7 @@ With --json, one object a line on stdout, by its "event":
     submitted   total, done
     refused     line, reason
     progress    worker, stage, what, done, total
-    done        id, output, outputs, seconds, cut
+    done        id, outputs, seconds, cut
     failed      id, error; attempts are left unless final
     message     text
     summary     done, failed, refused, open, seconds

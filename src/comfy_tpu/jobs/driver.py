@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SUBMIT_AT_ONCE = 1000
 _RENEW_SECONDS = LEASE_SECONDS / 6
+_RESULTS_SECONDS = 300.0
+"""How often results.jsonl is written to a remote directory while a batch runs: a machine may go, with its ledger."""
 _COUNT_SECONDS, _COUNT_SHARE = 0.2, 0.05
 """Jobs are counted this long after the last time, and in this share of the driver's time at most."""
 
@@ -94,6 +96,7 @@ class Batch:
         self.folder = folder
         self.ledger = ledger
         self._observer = observer
+        self._results_at = time.monotonic()
         self.refusals = 0
         self._counts = Counts()
         self._recount_at = 0.0
@@ -181,6 +184,8 @@ class Batch:
                 self._observer.event(happened)
             else:
                 self._record(happened)
+        if self.folder.is_remote and time.monotonic() - self._results_at > _RESULTS_SECONDS:
+            self.write_results()
         return True
 
     def _recount(self, *, at_once: bool = False) -> Counts:
@@ -223,6 +228,7 @@ class Batch:
                 logger.warning("%s", error)
 
     def write_results(self) -> None:
+        self._results_at = time.monotonic()
         self.folder.write_results(self.ledger.results())
 
 
