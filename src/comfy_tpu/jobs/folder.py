@@ -34,6 +34,8 @@ OWN_DIRECTORY = ".comfy-tpu"
 _WHOLE_UPLOADS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
 """Protocols whose files appear when they are complete."""
 _TRIES = 5
+PAUSE_SECONDS = 0.5
+"""Before the second attempt to reach a store; then twice as long each time."""
 _SAMPLE_BYTES = 2**20
 _Result = TypeVar("_Result")
 
@@ -243,7 +245,7 @@ def retry(action: Callable[[], _Result], what: str) -> _Result:
         except Exception as error:  # every store raises its own
             if attempt == _TRIES:
                 raise
-            pause = min(30.0, 2.0 ** (attempt - 2)) * random.uniform(0.5, 1.0)
+            pause = PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0)
             logger.warning("%s: %s; trying again in %.1f s", what, error, pause)
             time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
