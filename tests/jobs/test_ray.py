@@ -253,7 +253,7 @@ def test_chaos_with_a_model(start, tmp_path):
     from comfy_tpu.pipeline.media import read_metadata
 
     count, output = 20, tmp_path / "out"
-    jobs = write_jobs(tmp_path / "jobs.jsonl", count, num_steps=2, num_frames=5)
+    jobs = write_jobs(tmp_path / "jobs.jsonl", count, num_inference_steps=2, num_frames=5)
     options = {"script": None, "JAX_PLATFORMS": "cpu"}
     batches = [start(jobs, output, "--workers", "2", **options)]
     wait_for(lambda: output.exists() and len(list(output.glob("*.mp4"))) >= 2, 900, "two videos")
