@@ -156,7 +156,7 @@ def fake_jax(tmp_path, monkeypatch):
 
 
 def test_devices_when_jax_cannot_start(fake_jax):
-    fake_jax("def devices(): raise RuntimeError('no TPU for you')")
+    fake_jax("def local_devices(): raise RuntimeError('no TPU for you')")
     found = facts.devices()
     assert found.platform is None
     assert found.error == "RuntimeError: no TPU for you"
@@ -166,7 +166,7 @@ def test_devices_hears_why_an_accelerator_was_passed_over(fake_jax):
     fake_jax(
         "import logging\n"
         "class D: id = 0; device_kind = 'cpu'; platform = 'cpu'; memory_stats = lambda self: None\n"
-        "def devices():\n"
+        "def local_devices():\n"
         "    logging.getLogger('jax._src.xla_bridge').info('backend %s: held', 'tpu')\n"
         "    print('noise')\n"
         "    return [D()]\n"

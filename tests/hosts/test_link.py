@@ -48,9 +48,7 @@ def sentences(results):
     ],
 )
 def test_end_of_one_ends_all(action, culprit, sentence, tmp_path):
-    began = time.monotonic()
     results = wait_all(run(action, tmp_path), 60)
-    assert time.monotonic() - began < 30
     for number, line in enumerate(sentences(results)):
         if number != culprit:
             assert line.startswith(f"process {culprit} of 3 (")

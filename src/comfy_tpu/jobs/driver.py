@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import threading
 import time
@@ -21,6 +20,7 @@ from comfy_tpu.jobs.ledger import LEASE_SECONDS, Counts, Job, Ledger, NewJob, Ou
 from comfy_tpu.jobs.outcome import Event, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import Request, default_output
 from comfy_tpu.jobs.sources import InvalidLine, Line
+from comfy_tpu.json_input import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Batch:
         with self.folder.open_results() as lines:
             for line in lines:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    result = json.loads(line)
+                    result = parse_json(line)
                     if result["state"] == "done":
                         job = NewJob(result["id"], result["line"], Request(result["request"]), result["output"])
                         outputs = [OutputFile(**each) for each in result["outputs"]]
