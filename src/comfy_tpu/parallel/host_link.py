@@ -90,6 +90,8 @@ class HostLink:
         self._ending = threading.Lock()
         """Held for ever by the thread that ends this process: only it prints a sentence."""
         self._done = threading.Event()
+        self._can_report = threading.Event()
+        """Set once `on_end` was called: another process may fail before."""
         self._report: Callable[[str], None] = lambda sentence: None
         self._cleanups: list[Callable[[], object]] = []
         for number in peers:
@@ -102,6 +104,7 @@ class HostLink:
     def on_end(self, report: Callable[[str], None], *cleanups: Callable[[], object]) -> None:
         """What is done where another process ends this one: `report` prints the sentence, `cleanups` remove files."""
         self._report, self._cleanups = report, list(cleanups)
+        self._can_report.set()
 
     def broadcast(self, value: Json = None) -> Json:
         """The first host's value, in every process; what the others give is not looked at."""
@@ -212,6 +215,7 @@ class HostLink:
                     self._peers[number].send({"type": "failed", "process": failed, "sentence": sentence[:4000]})
 
     def _end(self, sentence: str) -> NoReturn:
+        self._can_report.wait(SIGNAL_SECONDS)
         for cleanup in self._cleanups:
             with contextlib.suppress(Exception):  # the process ends in any case
                 cleanup()
