@@ -198,6 +198,16 @@ def test_a_link_out_of_the_directory(tmp_path: Path) -> None:
         Folder(str(inside)).check_inside(inside, "link/x.png")
 
 
+def test_a_store_that_nothing_here_can_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once: no attempt later would find what is not installed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("comfy_tpu.jobs.folder.time.sleep", lambda seconds: pytest.fail("it is tried again"))
+    with pytest.raises(
+        InvalidValueError, match=r"^output=nowhere://x cannot be written \(nowhere://x cannot be reached"
+    ):
+        Folder("nowhere://x").prepare()
+
+
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidValueError, match="^output=.*cannot be written"):

@@ -15,8 +15,8 @@ from comfy_tpu.jobs.ledger import Counts
 from tests.jobs.stand_in import content
 from tests.jobs.test_driver import files, results, run
 
-s3fs = pytest.importorskip("s3fs")
-moto = pytest.importorskip("moto.server")
+s3fs = pytest.importorskip("s3fs", reason="s3fs needs an older python-dateutil than constraints.txt has")
+moto = pytest.importorskip("moto.server", reason="the S3 server of these tests: pip install 'moto[s3,server]'")
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ from tests.jobs.ray_processes import (
     write_jobs,
 )
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="an extra that make test does not install: pip install 'comfy-tpu[ray]'")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import logging
 import threading
@@ -233,16 +234,4 @@ class Batch:
 
 
 def _job_id(identity: str, output: str) -> str:
-    import hashlib
-
     return hashlib.sha256(f"{identity}\0{output}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether the condition came true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True

@@ -172,6 +172,8 @@ class Folder:
     def _upload_errors(self, name: str) -> Iterator[None]:
         try:
             yield
+        except ComfyTpuError:
+            raise
         except Exception as error:  # every store raises its own
             raise ComfyTpuError(
                 f"output={self.address}/{name} could not be uploaded ({type(error).__name__}: {error})", field="output"
@@ -232,7 +234,7 @@ def open_system(address: str) -> Any:
     try:
         return fsspec.core.url_to_fs(address)[0]
     except (ImportError, ValueError) as error:
-        raise InvalidValueError(f"{address} cannot be reached: {error}", field="output") from error
+        raise InvalidValueError(f"{address} cannot be reached: {error}") from error
 
 
 def retry(action: Callable[[], _Result], what: str) -> _Result:
@@ -240,7 +242,7 @@ def retry(action: Callable[[], _Result], what: str) -> _Result:
     for attempt in range(1, _TRIES + 1):
         try:
             return action()
-        except (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError):
+        except (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ComfyTpuError):
             raise  # these stay as they are
         except Exception as error:  # every store raises its own
             if attempt == _TRIES:
