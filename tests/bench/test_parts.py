@@ -116,6 +116,7 @@ def test_our_vae_is_diffusers_both_ways(tmp_path):
         assert rows[what, "ours"].facts["programs"] == 1
 
 
+@pytest.mark.slow
 def test_the_vae_of_another_backend_has_rows_of_its_own(tmp_path, monkeypatch):
     pytest.importorskip("flax")
     monkeypatch.setattr(random_modules, "count_operations", lambda module, call: 7.0)

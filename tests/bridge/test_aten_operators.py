@@ -13,7 +13,7 @@ from tools.aten_operators.usage import SMALL, check_small_models, find_compared,
 ROOT = Path(__file__).parents[2]
 STALE = "docs/aten-operators.md is stale; run `make aten-operators`"
 
-CHEAP = ("Flux.2", "LTX-Video")
+CHEAP = ("LTX-Video",)
 """Families that are traced by default; between them they have blocks of one and of two streams, and a causal VAE."""
 
 pinned = only_with_the_pinned(versions())

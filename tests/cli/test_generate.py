@@ -490,7 +490,13 @@ INTERRUPTS = {
 }
 
 
-@pytest.mark.parametrize(("stage", "number", "status", "err", "partial"), INTERRUPTS.values(), ids=INTERRUPTS)
+@pytest.mark.parametrize(
+    ("stage", "number", "status", "err", "partial"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "Ctrl-C while writing" else ())
+        for name, case in INTERRUPTS.items()
+    ],
+)
 def test_interrupt(stage, number, status, err, partial, tmp_path):
     ready, said = os.pipe()
     environment = {"FAKE_PAUSE": stage, "FAKE_READY": str(said)}
@@ -549,6 +555,7 @@ def test_terminal_shows_every_stage(tmp_path):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_terminal_names_reused_steps(tmp_path):
     text = shown_on_terminal(tmp_path, "--reuse", "0.12")
     assert "denoising 64×32×9, reused 2: " in text

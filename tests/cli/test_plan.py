@@ -64,6 +64,7 @@ def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported, planned):
         return line
 
     monkeypatch.setattr(planning, "has_tpu_compiler", lambda: False)
+    monkeypatch.setattr(planning, "count_program", lambda *_: planned.chosen.partitioned)
     assert "(libtpu is not installed: pip install 'comfy-tpu[tpu]')" in said()
     monkeypatch.setattr(
         planning, "plan_program", lambda _, *, compile_, **__: dataclasses.replace(planned, compiler_wanted=compile_)

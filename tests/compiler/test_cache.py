@@ -119,7 +119,9 @@ def kernels_in(module: str) -> bytes:
     return encoded or "".join(re.findall(r'module = "(ML(?:[^"\\]|\\.)*)"', module)).encode()
 
 
-@pytest.mark.parametrize("lower", [lower_splash, lower_hopper], ids=["TPU", "GPU"])
+@pytest.mark.parametrize(
+    "lower", [pytest.param(lower_splash, id="TPU"), pytest.param(lower_hopper, id="GPU", marks=pytest.mark.slow)]
+)
 def test_kernels_do_not_name_the_directory_they_are_installed_in(lower: Callable[[], str], tmp_path: Path) -> None:
     """They are part of the cache's keys, byte for byte."""
     place = str(Path(comfy_tpu.__file__).parents[1]).encode()

@@ -361,6 +361,7 @@ def large_checkpoint(tmp_path_factory):
         path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is a Linux figure")
 @pytest.mark.parametrize(
     ("devices", "whole"), [(8, False), *(pytest.param(1, whole, marks=pytest.mark.slow) for whole in (False, True))]

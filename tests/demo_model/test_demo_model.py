@@ -64,6 +64,7 @@ def test_the_saved_tokenizer_is_the_grammars():
     assert new_tokenizer().batch_decode(tokens) == ["a red circle , moving <unk> . </s>", "</s>"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_held_out_prompt_comes_out_right():
     wanted = Attributes("red", "circle", "left", "black")

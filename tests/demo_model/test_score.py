@@ -22,6 +22,7 @@ def one(attributes, seed=0):
     return videos(make_clips([attributes], torch.Generator().manual_seed(seed)))[0]
 
 
+@pytest.mark.slow
 def test_drawn_clips_are_seen_right():
     right = Counter()
     generator = torch.Generator().manual_seed(11)

@@ -132,6 +132,7 @@ def test_another_scheduler(variant: str) -> None:
     assert psnr(actual, expected(variant, "unipc")) > psnr(actual, expected(variant)) + 20
 
 
+@pytest.mark.slow
 def test_several_pictures_at_once() -> None:
     """One on each half of the mesh."""
     actual = picture(opened("dev", "dp=2,tp=4"), num_videos=2)

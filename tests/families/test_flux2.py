@@ -87,6 +87,7 @@ def test_the_picture_on_what_auto_takes(variant: str, mesh: str) -> None:
     assert psnr(picture(opened(variant, mesh)), expected(variant)) >= SAME
 
 
+@pytest.mark.slow
 @covering("variant", VARIANTS, strength=0, always=[("base",)])
 def test_the_comparison_would_see_another_request(variant: str) -> None:
     pipeline = opened(variant)
@@ -98,6 +99,7 @@ def test_the_comparison_would_see_another_request(variant: str) -> None:
     assert_wrong_ones_differ(expected(variant), SAME - 15, **wrong)
 
 
+@pytest.mark.slow
 def test_several_pictures_at_once() -> None:
     actual = picture(opened("base"), num_videos=2)
     assert actual.shape[0] == 2

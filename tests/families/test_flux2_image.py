@@ -52,6 +52,7 @@ def test_one_picture(mesh: str, variant: str) -> None:
     assert torch.equal(drawn(pipeline), without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "mesh"),
     [

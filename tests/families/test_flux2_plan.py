@@ -27,6 +27,7 @@ def test_the_base_model_computes_two_branches() -> None:
     assert model.workload(parse_size("1024", model)).batch == 2
 
 
+@pytest.mark.slow
 def test_dev_on_eight_chips() -> None:
     model, slice_ = find_model("FLUX.2-dev"), parse_slice("v6e-8")
     best = rank_layouts(model.workload(parse_size("1024", model)), slice_)[0]

@@ -54,19 +54,27 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    {
-        "wan": {
-            "embed_image": [1, 257, 1280],
-            "encode_frames 0": [1, 16, 1, 90, 160],
-            "encode_frames 1": [1, 16, 1, 90, 160],
-        },
-        "5b": {
-            "encode_frames 0": [1, 48, 1, 44, 80],
-            "decode_frame 0": [1, 1, 704, 1280, 3],
-            "decode_frame 1": [1, 4, 704, 1280, 3],
-        },
-        "hunyuan": {"embed_image": [1, 729, 1152], "encode_frames 0": [1, 32, 1, 45, 80]},
-    }.items(),
+    [
+        pytest.param(
+            "wan",
+            {
+                "embed_image": [1, 257, 1280],
+                "encode_frames 0": [1, 16, 1, 90, 160],
+                "encode_frames 1": [1, 16, 1, 90, 160],
+            },
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "5b",
+            {
+                "encode_frames 0": [1, 48, 1, 44, 80],
+                "decode_frame 0": [1, 1, 704, 1280, 3],
+                "decode_frame 1": [1, 4, 704, 1280, 3],
+            },
+            marks=pytest.mark.slow,
+        ),
+        ("hunyuan", {"embed_image": [1, 729, 1152], "encode_frames 0": [1, 32, 1, 45, 80]}),
+    ],
 )
 def test_what_a_picture_goes_through_lowers_for_eight_chips(name: str, wanted: dict[str, list[int]]) -> None:
     seen = measure_lowering(lower_images.lower_programs, name)

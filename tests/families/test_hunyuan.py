@@ -76,6 +76,7 @@ def test_the_video_is_that_of_diffusers_on_every_mesh(mesh: str, size: str) -> N
     assert psnr(video(opened(mesh), size), expected(size)) >= SAME
 
 
+@pytest.mark.slow
 def test_the_comparison_would_see_another_request() -> None:
     pipeline, size = opened("single"), "48x32x5"
     assert_wrong_ones_differ(
@@ -192,6 +193,7 @@ def test_filling_takes_no_part() -> None:
     assert relative_error(run(model, "single", forward, **shown), answer) > 1e-2
 
 
+@pytest.mark.slow
 def test_more_than_one_row_and_no_second_branch() -> None:
     inputs, answer = transformer_case()
     one = {name: value if name == "timestep" else value[1:] for name, value in inputs.items()}

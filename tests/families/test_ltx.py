@@ -152,6 +152,7 @@ def test_a_video_from_a_first_frame_is_that_of_diffusers(mesh: str, size: str) -
     assert psnr(wanted, expected(size)) < 40, "the image has an effect"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
 def test_a_decoder_that_takes_noise_away_is_told_that_there_is_none(mesh: str) -> None:
     wanted = by_diffusers("64x32x9", small_ltx.reference(conditioned=True))
@@ -201,6 +202,7 @@ def test_the_model_directory_says_how_steps_are_shifted(tmp_path: Path) -> None:
     assert ModelFiles.open(path).schedulers["euler"] is ltx_schedulers.SCHEDULERS["euler"]
 
 
+@pytest.mark.slow
 def test_every_solver_makes_a_video() -> None:
     chosen = {"num_inference_steps": 30, "guidance_scale": 1.0}
     pipeline, size = opened("single"), "64x32x9"
@@ -315,6 +317,7 @@ def test_all_frames_are_decoded_together(mesh: str, sides: tuple[int, int]) -> N
     assert relative_error(to_host(frames), wanted.clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)) <= 1e-4
 
 
+@pytest.mark.slow
 def test_full_size_lowers_for_eight_chips() -> None:
     seen = measure_lowering(lower_ltx.lower_programs, 1216, 704, 257)
     assert_bounded_work(seen, operators=4_000)

@@ -74,6 +74,7 @@ def test_both_get_it_where_nothing_is_said(tmp_path: Path) -> None:
     assert all(open_loras([Lora(path)], files).for_transformer(transformer).key for transformer in (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4"])
 def test_the_video_is_that_of_diffusers_with_one_for_each(mesh: str, tmp_path: Path) -> None:
     high = write(tmp_path / "high.safetensors", small_loras.original_style(seed=1))

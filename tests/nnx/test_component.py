@@ -121,6 +121,7 @@ def test_scanned_the_program_of_the_torch_module_does_not_grow_either() -> None:
     assert lines(whole_videos.decode_unrolled, 9) > 2 * lines(whole_videos.decode_unrolled, 3)
 
 
+@pytest.mark.slow
 def test_convolutions_of_accelerators() -> None:
     """Frames under a kernel are channels on a CPU only; elsewhere XLA's own convolution runs."""
     elsewhere = dataclasses.replace(make_placement("single"), platform="tpu", chip="v6e")
@@ -134,6 +135,7 @@ def test_convolutions_of_accelerators() -> None:
     assert relative_error(to_host(moments).movedim(-1, 1), reference.encode(video).latent_dist.parameters) <= 1e-4
 
 
+@pytest.mark.slow
 def test_published_vae_lowers_for_eight_chips() -> None:
     """81 frames of 720P, decoded in one program, on a machine that has no TPU."""
     placement = abstract_placement(MeshSizes(dp=2, sp=4), platform="tpu", chip="v6e")

@@ -93,6 +93,7 @@ def test_irregular_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(run(irregular(), decoding.encode, "single", video), moments) <= 1e-4
 
 
+@pytest.mark.slow
 def test_several_videos_at_once() -> None:
     latents = random(2, 4, 3, 3, 5)
     expected = tiny().reference.decode(latents, return_dict=False)[0]
@@ -122,6 +123,7 @@ def test_frames_behind_the_last_whole_part_are_left_out(frames: int, encode: Cal
     assert relative_error(actual, expected) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["single", pytest.param("dp=2,sp=4", marks=pytest.mark.slow)])
 def test_bfloat16(mesh: str) -> None:
     latents, pixels = decoded(tiny, 3, 3, 5)

@@ -37,6 +37,7 @@ def continued(number: int, mesh: str = "single", steps: int | None = None) -> np
     return torch.cat(list(pipeline.generate(task.prompt, settings, [task.image])), dim=1)[0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 49))])
 def test_the_image_is_kept_and_does_what_the_prompt_says(number: int) -> None:
     task, video = tasks()[number], continued(number, steps=8)

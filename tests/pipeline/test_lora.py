@@ -170,6 +170,7 @@ def test_a_file_that_changes_under_its_name_is_another_lora(tmp_path: Path) -> N
     assert open_loras([Lora(path, 0)], files).text == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["single", pytest.param("dp=2,tp=4", marks=pytest.mark.slow)])
 def test_four_steps_without_guidance_are_those_of_diffusers(mesh: str, tmp_path: Path) -> None:
     """As LoRAs are run that were distilled to few steps: --steps 4 --guidance-scale 1 --scheduler euler."""

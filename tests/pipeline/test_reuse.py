@@ -291,6 +291,7 @@ def test_a_run_with_reuse_is_what_diffusers_makes_of_its_plan(changed: dict[str,
     )
 
 
+@pytest.mark.slow
 def test_the_end_of_guidance_compiles_what_a_run_without_guidance_does() -> None:
     pipeline = VideoPipeline.open(with_curve(), RuntimeConfig(mesh="single"))
     guided, alone = latents(pipeline), latents(pipeline, guidance_scale=1.0)

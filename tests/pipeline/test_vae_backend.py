@@ -41,6 +41,7 @@ def test_the_same_video() -> None:
     assert {"vae.decode_frame", "vae_nnx.decode_frame"} <= programs
 
 
+@pytest.mark.slow
 def test_the_same_latents_of_an_image() -> None:
     image = Image.effect_noise((64, 64), 80).convert("RGB")
     latents = []

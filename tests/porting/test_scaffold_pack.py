@@ -85,8 +85,11 @@ def load(*directories: Path, path: tuple[Path, ...], models: Path) -> list[list[
 
 @pytest.mark.parametrize(
     ("is_first", "is_installed"),
-    [(True, True), (False, True), (False, False)],
-    ids=["installed, before ours", "installed, behind ours", "linked, behind ours"],
+    [
+        pytest.param(True, True, id="installed, before ours"),
+        pytest.param(False, True, id="installed, behind ours", marks=pytest.mark.slow),
+        pytest.param(False, False, id="linked, behind ours", marks=pytest.mark.slow),
+    ],
 )
 def test_no_node_is_registered_twice(
     is_first: bool, is_installed: bool, pack: Path, site: Path, tmp_path: Path
@@ -114,7 +117,7 @@ def video_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("kind", ["pack", "video_pack"])
+@pytest.mark.parametrize("kind", [pytest.param("pack", marks=pytest.mark.slow), "video_pack"])
 def test_the_example_has_the_widgets_of_the_nodes(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """With the defaults of the card; a value in another place would be another setting."""
     pack: Path = request.getfixturevalue(kind)
@@ -150,6 +153,7 @@ def check_example_node(node: dict[str, Any], schema: dict[str, Any]) -> None:
     assert next(values, None) is None
 
 
+@pytest.mark.slow
 def test_pip_installs_a_pack_for_development(pack: Path, tmp_path: Path) -> None:
     """Without a network: hatchling is all that the build takes. The environment sees the packages of this one."""
     venv.create(tmp_path / "venv")
