@@ -261,6 +261,24 @@ def test_evict_and_clear():
     assert residency.entries() == ()
 
 
+def test_take():
+    residency, model = registry(), Model("a")
+    events = []
+    residency.add_callback(events.append)
+    assert residency.take("a") is None
+    with model.use(residency) as arrays:
+        assert residency.take("a") is None, "it is in use"
+        assert "a" in residency
+    taken = residency.take("a")
+    assert taken is arrays
+    assert not taken["split"].is_deleted(), "they are the caller's now"
+    assert "a" not in residency
+    assert residency.bytes_per_device() == {}
+    assert [event.kind for event in events] == ["loaded", "evicted"]
+    with model.use(residency):
+        assert model.loads == 2
+
+
 def test_clear_during_a_load():
     residency, a = registry(), Model("a")
 

@@ -21,7 +21,14 @@ from comfy_tpu.compiler.packed_weights import ConvertedSource, PackedWeight
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE_SUFFIX, QuantizedSource, quantize_layers
 from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
-from comfy_tpu.compiler.weights import WeightSlot, WeightSource, abstract_weights, check_checkpoint, load_weights
+from comfy_tpu.compiler.weights import (
+    WeightSlot,
+    WeightSource,
+    abstract_weights,
+    check_checkpoint,
+    load_weights,
+    move_weights,
+)
 from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig, SkeletonLimits
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors
 from comfy_tpu.parallel.mesh import check_heads
@@ -153,6 +160,21 @@ class Component:
             return load_weights(checkpoint, self.slots, change=DeviceMerge(changes), **options)
         finally:
             changes.close()
+
+    def can_take_from(self, other: Component) -> bool:
+        """Whether the weights of the same component on another mesh can be moved here.
+
+        Packed weights have their columns in an order that depends on tp. Between processes nothing is moved.
+        """
+        has_other_order = self._packed != other._packed or (
+            bool(self._packed) and self.placement.sizes.tp != other.placement.sizes.tp
+        )
+        return not has_other_order and jax.process_count() == 1
+
+    def move(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The weights of the same component on another mesh, moved to this one. The given dictionary is emptied."""
+        enable_cache(self._cache)  # a move compiles a little
+        return move_weights(weights, self.slots)
 
     def check(self, checkpoint: WeightSource) -> None:
         """Raises CheckpointError if `load` would refuse the checkpoint. Reads no weight."""

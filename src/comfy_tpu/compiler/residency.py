@@ -148,6 +148,21 @@ class Residency:
         self._notify(events)
         return entry is not None
 
+    def take(self, key: Hashable) -> Arrays | None:
+        """The arrays of a key, which are the caller's from now on; None if they are not here, or in use."""
+        with self._changed:
+            entry = self._entries.get(key)
+            if entry is None or entry.in_use:
+                return None
+            del self._entries[key]
+            self._changed.notify_all()
+        self._notify([ResidencyEvent("evicted", entry.view())])
+        return entry.arrays
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._changed:
+            return key in self._entries
+
     def clear(self) -> None:
         """Frees all entries; an entry in use is freed when its use ends."""
         with self._changed:

@@ -145,6 +145,15 @@ def load_weights(
     return {slot.name: arrays[slot.name] for slot in slots}
 
 
+def move_weights(arrays: dict[str, jax.Array], slots: Sequence[WeightSlot]) -> dict[str, jax.Array]:
+    """Weights of another mesh over the same devices in the places of `slots`, one after the other.
+
+    `arrays` is emptied, so that each array is freed as soon as it is moved. None is deleted: where a weight is in its
+    place already, the result is made of the same buffers.
+    """
+    return {slot.name: jax.device_put(arrays.pop(slot.name), slot.sharding).block_until_ready() for slot in slots}
+
+
 def update_weights(
     source: WeightSource, slots: Sequence[WeightSlot], arrays: dict[str, jax.Array], changed: Collection[str]
 ) -> int:

@@ -38,11 +38,12 @@ def _pays(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> b
 
 def _has_room(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
     """By the estimate of `comfy-tpu plan`; on another chip than a TPU, by that of a TPU in the memory that it has."""
-    placement = pipeline.placement
+    wanted = dataclasses.replace(settings, num_videos=rows)
+    placement = pipeline.choose_placement(wanted)
     if placement.platform == "cpu":
         return True
     try:
-        work = pipeline.files.workload(dataclasses.replace(settings, num_videos=rows))
+        work = pipeline.files.workload(wanted)
     except CheckpointError:  # a model of a make that the estimate does not know
         return False
     slice_ = find_slice(placement.chip, placement.sizes.device_count)

@@ -156,19 +156,21 @@ def parse_mesh(
     *,
     chip: str = "",
     workload: Callable[[], Workload] | None = None,
+    rows: int = 2,
     slices: int = 1,
 ) -> MeshSizes:
     """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1.
 
     "auto" is the best layout by estimate where the workload is given and the chip is a known TPU; it is asked for then
-    only. `slices`: the number of TPU slices that the devices are in.
+    only. Elsewhere `rows` decides: the rows of a step's batch, two with guidance. `slices`: the number of TPU slices
+    that the devices are in.
     """
     if isinstance(mesh, MeshSizes):
         sizes = mesh
     elif not isinstance(mesh, str):
         raise MeshError(f"mesh is {mesh!r}, expected text such as 'auto' or 'dp=2,sp=4'", field="mesh")
     elif mesh.strip() == "auto":
-        sizes = _auto_sizes(device_count, chip, workload, slices)
+        sizes = _auto_sizes(device_count, chip, workload, rows, slices)
     elif mesh.strip() in NAMED_MESHES:
         sizes = NAMED_MESHES[mesh.strip()]
     else:
@@ -189,15 +191,17 @@ def check_mesh_text(text: str) -> None:
     parse_mesh(text, sys.maxsize)
 
 
-def _auto_sizes(device_count: int, chip: str, workload: Callable[[], Workload] | None, slices: int) -> MeshSizes:
+def _auto_sizes(
+    device_count: int, chip: str, workload: Callable[[], Workload] | None, rows: int, slices: int
+) -> MeshSizes:
     slice_ = find_slice(chip, device_count, slices)
     if workload is not None and slice_ is not None and device_count > 1:
         best = rank_layouts(workload(), slice_, device_count)[0]
         logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)
         return best.sizes
-    # A fixed preference that suits video at guidance > 1: the two CFG branches never talk to each other, and the
+    # A fixed preference that suits video: the two CFG branches, or two videos, never talk to each other, and the
     # sequence is the longest dimension.
-    if device_count % 2 == 0:
+    if device_count % 2 == 0 and rows % 2 == 0:
         return MeshSizes(dp=2, sp=device_count // 2)
     return MeshSizes(sp=device_count)
 
@@ -255,8 +259,10 @@ def make_placement(
     platform: str = "auto",
     devices: Sequence[jax.Device] | None = None,
     workload: Callable[[], Workload] | None = None,
+    rows: int = 2,
 ) -> Placement:
-    """A mesh over the given devices, or over those of a platform; "auto" ranks layouts for the workload."""
+    """A mesh over the given devices, or over those of a platform; "auto" ranks layouts for the workload, or goes by the
+    rows of a step's batch."""
     if devices is None:
         devices = find_devices(platform)
     found = sorted({device.platform for device in devices})
@@ -267,7 +273,7 @@ def make_placement(
         )
     _check_platform(found[0], PLATFORMS)
     slices = len(group_by_network(devices)) if found[0] == "tpu" else 1
-    sizes = parse_mesh(mesh, len(devices), chip=chip_name(devices[0]), workload=workload, slices=slices)
+    sizes = parse_mesh(mesh, len(devices), chip=chip_name(devices[0]), workload=workload, rows=rows, slices=slices)
     check_hosts(sizes, devices)
     if sizes.device_count < len(devices):
         logger.info("mesh %s uses the first %d of %d devices", sizes, sizes.device_count, len(devices))

@@ -153,11 +153,11 @@ def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float) -> torc
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:
-    if plan.guided and plan.unguided and settings.num_videos % running.placement.sizes.dp:
+    if plan.guided and plan.unguided and settings.num_videos % running.step_placement.sizes.dp:
         logger.warning(
             "guidance_until=%g saves no time on a mesh with dp=%d, which divides two branches but not one; choose a "
             "mesh with dp=1",
             settings.guidance_until,
-            running.placement.sizes.dp,
+            running.step_placement.sizes.dp,
             extra={"field": "guidance_until"},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -40,6 +40,17 @@ def check_dtype(name: str) -> None:
         raise InvalidValueError(f"dtype={name!r} is unknown; choose from auto, {', '.join(DTYPES)}", field="dtype")
 
 
+class WeightsKey(NamedTuple):
+    """What decides the arrays of a component: the key of its entry in the registry."""
+
+    fingerprint: str
+    component: str
+    mesh: Any
+    precision: Hashable
+    loras: Hashable
+    backend: str
+
+
 class RunningModel:
     """A model whose weights are loaded when they are first used, and stay until other weights need the memory."""
 
@@ -55,6 +66,8 @@ class RunningModel:
     ) -> None:
         self.files = files
         self.placement = placement
+        self.step_placement = placement
+        """Where the transformers are; `place_steps` replaces it. Encoders and the VAE stay where they are."""
         self.runtime = runtime
         self.dtype = choose_dtype(runtime.dtype, placement.platform)
         self.vae = vae_functions(runtime.vae_backend, files.family)
@@ -65,10 +78,10 @@ class RunningModel:
         self.size = ""
         """The size of the current request, for progress reports."""
         self._residency = residency
-        self._components: dict[str, Any] = {}
+        self._components: dict[tuple[str, Any], Any] = {}
         self._programs: dict[tuple[Any, ...], DeviceProgram] = {}
         self._checked: set[str] = set()
-        self._resident: set[Hashable] = set()
+        self._resident: set[WeightsKey] = set()
 
     @property
     def family(self) -> ModelFamily:
@@ -82,6 +95,10 @@ class RunningModel:
     def use_loras(self, loras: Sequence[Lora]) -> None:
         """Replaces the LoRAs of the transformer. Nothing is compiled, and weights are loaded when they are used."""
         self.loras = open_loras(loras, self.files)
+
+    def place_steps(self, placement: Placement) -> None:
+        """Puts the transformers on another mesh of the same devices. Weights are moved when they are next used."""
+        self.step_placement = placement
 
     def check_components(self, *specs: ComponentSpec) -> None:
         """Raises CheckpointError if the configuration and the weights of a component do not belong together.
@@ -102,31 +119,33 @@ class RunningModel:
         first = self.family.transformer
         if spec in self.family.denoiser.transformers and self.files.config(spec) == self.files.config(first):
             spec = first
-        if spec.name not in self._components:
-            self._components[spec.name] = self._make_component(spec)
-        return self._components[spec.name]
+        placement = self.step_placement if spec in self.family.denoiser.transformers else self.placement
+        key = (spec.name, placement.mesh)
+        if key not in self._components:
+            self._components[key] = self._make_component(spec, placement)
+        return self._components[key]
 
-    def _make_component(self, spec: ComponentSpec) -> Any:
+    def _make_component(self, spec: ComponentSpec, placement: Placement) -> Any:
         config, runtime = self.files.config(spec), self.runtime
         options: dict[str, Any] = {"dtype": self.dtype, "attention": runtime.attention, "cache": runtime.cache}
         limits = skeleton_limits(tensor.shape for tensor in self.files.checkpoint(spec).tensors.values())
-        component = Component(spec, config, self.placement, quantize=runtime.quantize, limits=limits, **options)
+        component = Component(spec, config, placement, quantize=runtime.quantize, limits=limits, **options)
         if spec is self.family.vae.component and self.vae.make_component is not None:
-            return self.vae.make_component(config, self.placement, **options)  # torch's module could be built
+            return self.vae.make_component(config, placement, **options)  # torch's module could be built
         return component
 
     def program(self, spec: ComponentSpec, function: Callable[..., Any], **options: Any) -> DeviceProgram:
         """The program of a function with these options; the same object for the same arguments."""
         component = self.component(spec)
-        key = (component.spec.name, function, _freeze(options))
+        key = (component.spec.name, component.placement.mesh, function, _freeze(options))
         if key not in self._programs:
             errors = functools.partial(trace_errors, spec.name, self.files.name)
             self._programs[key] = component.program(function, on_event=self._on_program, trace_errors=errors, **options)
         return self._programs[key]
 
     def find_program(self, name: str) -> DeviceProgram:
-        """A program that was made before, by its name in progress reports: "transformer.denoise_step"."""
-        return next(program for program in self._programs.values() if program.name == name)
+        """The last made program of a name in progress reports: "transformer.denoise_step"."""
+        return next(program for program in reversed(self._programs.values()) if program.name == name)
 
     def step_programs(self, number: int) -> StepPrograms:
         """The step programs of one of the family's transformers."""
@@ -139,6 +158,11 @@ class RunningModel:
         loras = self.loras.for_transformer(transformers.index(spec.name)) if spec.name in transformers else NO_LORAS
 
         def load() -> dict[str, jax.Array]:
+            if taken:
+                arrays = taken.copy()
+                taken.clear()  # a second attempt, for want of memory, reads them again
+                with jax.profiler.TraceAnnotation(f"move {spec.name}"):
+                    return component.move(arrays)
             changes = {"changes": loras} if loras.key else {}
             on_progress = functools.partial(self.report, "loading", spec.name, part=spec.name)
             with jax.profiler.TraceAnnotation(f"load {spec.name}"):
@@ -147,7 +171,8 @@ class RunningModel:
 
         backend = self.runtime.vae_backend if spec is self.family.vae.component else ""
         precision = (self.dtype, self.runtime.quantize)
-        key = (self.files.fingerprint, spec.name, self.placement.mesh, precision, loras.key, backend)
+        key = WeightsKey(self.files.fingerprint, spec.name, component.placement.mesh, precision, loras.key, backend)
+        taken = self._take_from_other_mesh(key, component)
         self._resident.add(key)
         with self._residency.use(
             key,
@@ -159,6 +184,19 @@ class RunningModel:
             part=spec.name,
         ) as weights:
             yield weights
+
+    def _take_from_other_mesh(self, key: WeightsKey, component: Any) -> dict[str, jax.Array]:
+        """The same weights on another mesh, no longer in the registry; empty if there are none that can be moved."""
+        if key in self._residency:
+            return {}
+        for other in [known for known in self._resident if known._replace(mesh=key.mesh) == key]:
+            source = self._components.get((component.spec.name, other.mesh))
+            if source is None or not component.can_take_from(source):
+                continue
+            if (arrays := self._residency.take(other)) is not None:
+                self._resident.discard(other)
+                return arrays
+        return {}
 
     def unload(self) -> None:
         """Frees the weights that this model put on the devices. A later run loads them again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel, check_dtype
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.single_files import open_model
-from comfy_tpu.pipeline.step import latent_shape
+from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
 from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
@@ -54,10 +54,13 @@ from comfy_tpu.quiet import quiet
 class VideoPipeline:
     """The stages of a model. `running` holds its weights and programs."""
 
-    def __init__(self, running: RunningModel) -> None:
+    def __init__(self, running: RunningModel, place: Callable[[GenerationSettings], Placement] | None = None) -> None:
+        """`place`: (settings) -> where the steps of a request are computed; None: always where `running` is."""
         self.running = running
+        self._place = place or (lambda settings: running.placement)
         self.files = running.files
         self.defaults: GenerationSettings = running.files.defaults
+        self._placements: dict[Hashable, Placement] = {}
 
     @classmethod
     def open(
@@ -83,12 +86,20 @@ class VideoPipeline:
         check_window(runtime.attention, files)
         check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(files.family.vae.component))
         opened = open_loras(loras, files)
-        placement = make_placement(
-            runtime.mesh, platform=runtime.platform, workload=lambda: files.workload(files.defaults)
-        )
+
+        def place(settings: GenerationSettings) -> Placement:
+            return make_placement(
+                runtime.mesh,
+                platform=runtime.platform,
+                workload=lambda: files.workload(settings),
+                rows=batch_rows(files.family, settings),
+            )
+
+        placement = place(files.defaults)
         if residency is None:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
-        return cls(RunningModel(files, placement, runtime, residency=residency, on_progress=on_progress, loras=opened))
+        running = RunningModel(files, placement, runtime, residency=residency, on_progress=on_progress, loras=opened)
+        return cls(running, place if runtime.mesh == "auto" else None)
 
     @property
     def model_name(self) -> str:
@@ -112,7 +123,15 @@ class VideoPipeline:
 
     @property
     def placement(self) -> Placement:
-        return self.running.placement
+        """Where the steps of the last request were computed; at first, those of the model's defaults would be."""
+        return self.running.step_placement
+
+    def choose_placement(self, settings: GenerationSettings) -> Placement:
+        """The placement of a request's steps: that of the chosen mesh, or the best one for the request with "auto"."""
+        asked = (batch_rows(self.family, settings), self.family.card.latent_size(settings))
+        if asked not in self._placements:
+            self._placements[asked] = self._place(settings)
+        return self._placements[asked]
 
     @property
     def dtype_name(self) -> str:
@@ -170,6 +189,8 @@ class VideoPipeline:
         check_window(self.running.runtime.attention, self.files, settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
+        if not self._placements:  # the first request: later ones may be encoded while another one's steps are computed
+            running.place_steps(self.choose_placement(settings))
         running.check_components(*self.family.components)
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
@@ -322,6 +343,7 @@ class VideoPipeline:
         seeds: Sequence[int] = (),
     ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
         plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
+        self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
         check_window(self.running.runtime.attention, self.files, settings)
         check_embeddings(self.files, embeddings, plan.guided, settings)
