@@ -13,13 +13,13 @@ from tests.counted_work import published_work
 
 TPU_COUNTS = (1, 2, 4, 8)
 """Devices of the slices up to eight; CPUs and GPUs come in any number."""
-DEFAULTS = ({}, {"guidance_scale": 1.0, "guidance_scale_2": 0.0}, {"num_videos": 2}, {"num_videos": 3})
-"""What a model directory may ask for by itself: `auto` is decided by a model's defaults, before a request is known."""
+REQUESTS = ({}, {"guidance_scale": 1.0, "guidance_scale_2": 0.0}, {"num_videos": 2}, {"num_videos": 3})
+"""Requests that the layout depends on."""
 
 
 def taken_on(device_count: int) -> set[MeshSizes]:
     """By a CPU or a GPU, and by every generation of TPU, for the demo models and every published one."""
-    taken = {parse_mesh("auto", device_count)}
+    taken = {parse_mesh("auto", device_count, rows=rows) for rows in (1, 2)}
     if device_count in TPU_COUNTS:
         taken |= {taken_by(work, chip, device_count) for work in set(_workloads()) for chip in CHIPS}
     return taken
@@ -31,7 +31,7 @@ def taken_by(work: Workload, chip: str, device_count: int) -> MeshSizes:
 
 
 def _workloads() -> Iterator[Workload]:
-    for changed in DEFAULTS:
+    for changed in REQUESTS:
         for card in model_cards():
             for name in card.published:
                 yield published_work(name, **changed)

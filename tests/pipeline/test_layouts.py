@@ -25,7 +25,7 @@ LEAST = 100
 """dB in float32, after three steps. 104 and more are found; another prompt or seed gives 15 or less."""
 LAYOUTS = [
     *("sp=2", "dp=2", "tp=2", "sp=3"),
-    *("sp=4", "dp=2,sp=2", "dp=4", "tp=4", "dp=2,tp=2", "sp=2,tp=2", "sp=5", "dp=2,sp=3", "sp=7"),
+    *("sp=4", "dp=2,sp=2", "dp=4", "tp=4", "dp=2,tp=2", "sp=2,tp=2", "sp=5", "sp=6", "dp=2,sp=3", "sp=7"),
     *("sp=8", "dp=2,sp=4", "dp=4,sp=2", "sp=4,tp=2", "sp=2,tp=4", "tp=8", "dp=2,tp=4", "dp=4,tp=2", "dp=2,sp=2,tp=2"),
 ]
 GUIDED, ALONE, TWO, THREE, THREE_ALONE = REQUESTS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -127,7 +128,11 @@ class RunningModel:
 
     def _make_component(self, spec: ComponentSpec, placement: Placement) -> Any:
         config, runtime = self.files.config(spec), self.runtime
-        options: dict[str, Any] = {"dtype": self.dtype, "attention": runtime.attention, "cache": runtime.cache}
+        attention = runtime.attention
+        if spec not in self.family.denoiser.transformers:
+            # The choice of a kernel is for the transformers: not every kernel takes the masks of text encoders.
+            attention = dataclasses.replace(attention, implementation="auto", block_sizes=None)
+        options: dict[str, Any] = {"dtype": self.dtype, "attention": attention, "cache": runtime.cache}
         limits = skeleton_limits(tensor.shape for tensor in self.files.checkpoint(spec).tensors.values())
         component = Component(spec, config, placement, quantize=runtime.quantize, limits=limits, **options)
         if spec is self.family.vae.component and self.vae.make_component is not None:

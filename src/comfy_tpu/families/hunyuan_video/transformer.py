@@ -17,6 +17,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video.text import GLYPH_TOKENS
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.modulation import Modulation
+from comfy_tpu.families.shared.patches import PatchEmbedding
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -90,6 +91,7 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
             "the transformer was distilled with MeanFlow (use_meanflow), which wants two timesteps; use a model without"
         )
     model = HunyuanVideo15Transformer3DModel.from_config(dict(config))
+    model.x_embedder.proj = PatchEmbedding.like(model.x_embedder.proj)
     for block in model.transformer_blocks:
         block.attn.processor = HunyuanProcessor()
         for norm in (block.norm1, block.norm1_context):

@@ -14,6 +14,7 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
+from comfy_tpu.families.shared.patches import PatchEmbedding
 from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -69,6 +70,7 @@ def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
 
     refuse_unknown_keys(WanTransformer3DModel, config)
     model = WanTransformer3DModel.from_config(dict(config))
+    model.patch_embedding = PatchEmbedding.like(model.patch_embedding)
     for block in model.blocks:
         block.attn1.processor = block.attn2.processor = WanProcessor()
         for name in ("prompt_key", "prompt_value", "image_key", "image_value"):
