@@ -10,7 +10,7 @@ SINGLE, *DIVIDED = MESHES = ("single", "dp=2,tp=4", "dp=2,sp=4")
 
 AUTO: dict[str, tuple[str, ...]] = {
     "Wan 2.1": (),
-    "Wan 2.2": ("sp=4,tp=2",),
+    "Wan 2.2": ("sp=8",),
     "Flux.1": ("sp=2,tp=4", "tp=8"),
     "Flux.2": ("sp=2,tp=4", "tp=8"),
     "HunyuanVideo-1.5": (),

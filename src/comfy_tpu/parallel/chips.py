@@ -53,7 +53,7 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, 3.125e9, one_host_chips=8, temporaries=2.5),
+        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, 3.125e9, one_host_chips=8, temporaries=1.35),
         Chip(
             "v5p",
             459e12,
@@ -81,7 +81,7 @@ CHIPS = {
             cores_per_chip=2,
             dimensions=3,
             compiler_name="tpu7x",
-            temporaries=4.7,
+            temporaries=4.9,
         ),
     )
 }

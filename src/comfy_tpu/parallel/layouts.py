@@ -22,10 +22,11 @@ SPARE_FRACTION = 0.10
 Bound = Literal["compute", "HBM", "interconnect", "network"]
 
 # Live at the worst moment of a block, in arrays of [tokens, hidden] and of [tokens, ffn]: fitted to the TPU compiler's
-# figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4).
+# figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4; 0.98 for sp8 without
+# guidance).
 _LIVE_HIDDEN = 5.3
 _LIVE_FFN = 1.2
-# The patch embedding runs on every token of a branch before sp takes its share, and is copied once: 3.53 GB for sp8.
+# The embedded patches, and a copy.
 _LIVE_EMBEDDING = 2.0
 # A ring holds its own keys and values, those that come, and float32 results of two parts.
 _LIVE_RING = 8.0
@@ -270,7 +271,7 @@ def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
 
 def _temporaries(share: _Share) -> float:
     work = share.work
-    embedding = _LIVE_EMBEDDING * share.batch * work.tokens * work.hidden * work.itemsize
+    embedding = _LIVE_EMBEDDING * share.hidden_bytes
     block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
     if share.attention == "ring":
         block += _LIVE_RING * share.head_bytes
