@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +24,18 @@ _FILE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-uti
 _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:> ?)*)\{")
 _REGION = re.compile(r"(Start|End|Start/End empty) region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel \((!?)%(p\w+)\) target = \$region(\d+)")
-_COMPARISON = re.compile(r"%(p\w+) = scmp\.(\w\w)\.[us]32\.totalorder (?:\(!?%\w+\), )?%(s\w+), (\d+)")
-_ADDITION = re.compile(r"%(s\w+) = sadd\.s32 (\d+), %s\w+")
+_COMPARISON = re.compile(r"%(p\w+) = scmp\.(\w\w)\.[us]32\.totalorder (?:\(!?%\w+\), )?%(s\w+), %?(\w+)")
+_JUNCTION = re.compile(r"%(p\w+) = p(?:and|nand|or) (?:\(!?%\w+\), )?%(p\w+), %(p\w+)")
+_ADDITION = re.compile(r"%(s\w+) = sadd\.s32 (\d+), %(s\w+)")
 _STAGE = re.compile(r"stage = (\d+)")
 _DIMENSION = re.compile(r"iter bound = (\d+)")
 _WRAP = re.compile(r"smov\.u32 \(%(p\w+), %\w+\), 0 /\*[^*]*?iter bound = (\d+)")
-_INDEX = re.compile(r"%(s\w+) = sphi [^/]*/\*([^*]*)\*/")
+_INDEX = re.compile(r"%(s\w+) = (?:sphi|sld|smov\.u32) [^/;]*/\*([^*]*)\*/")
 # A branch takes effect after four more bundles: where one skips a region, the region begins behind them.
 _DELAY = 4
+# Smaller ones are transfers that are started or awaited, in nearly every iteration.
+_LEAST_REGION = 100
+_OPPOSITE = {"gt": "le", "le": "gt", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}
 _COMPARE = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -46,12 +51,12 @@ class ScheduleError(ComfyTpuError):
 
 
 def make_dump_flags(directory: Path) -> tuple[str, ...]:
-    """The flags of LIBTPU_INIT_ARGS with which libtpu writes schedules. Only the last passes: 11 MB instead of 130 to
-    340 MB for one attention kernel."""
+    """The flags of LIBTPU_INIT_ARGS with which libtpu writes schedules. Only what is read here: 4 MB for one attention
+    kernel, which leaves 130 to 340 MB with all passes."""
     return (
         f"--xla_jf_dump_to={directory}",
         "--xla_jf_dump_llo_text=true",
-        "--xla_jf_dump_llo_pass_label_regex=.*final.*",
+        "--xla_jf_dump_llo_pass_label_regex=.*final_(bundles|hlo-static).*",
     )
 
 
@@ -75,6 +80,8 @@ class Region:
     first: int
     last: int
     """The last bundle, included."""
+    cycles: float
+    """Bundles, each as often as it runs in one execution of the program."""
     used: Mapping[str, int]
     """Slots by unit, in one pass over the region."""
     capacity: Mapping[str, int]
@@ -118,8 +125,11 @@ class ProgramSchedule:
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...]
     """In the order of the listing; a region that holds others is listed too."""
+    matmuls: float = 0.0
+    """Instructions that send rows through a matrix unit, each as often as it runs."""
     undecided_branches: int = 0
-    """Branches around bundles that depend on values: the bundles are counted as if they ran in every iteration."""
+    """Branches around large regions that depend on values. Of regions that exclude each other the smallest is counted,
+    in every iteration; others are counted in every iteration."""
 
     @property
     def uncounted_loops(self) -> int:
@@ -148,9 +158,9 @@ class ProgramSchedule:
 
     @property
     def body(self) -> Region | None:
-        """The largest region that holds no other: the body of a kernel's loop."""
+        """The region that takes the most cycles and holds no other: the body of a kernel's loop."""
         leaves = [region for region in self.regions if not any(_holds(region, other) for other in self.regions)]
-        return max(leaves, key=lambda region: region.bundles, default=None)
+        return max(leaves, key=lambda region: region.cycles, default=None)
 
 
 def list_programs(directory: Path) -> tuple[str, ...]:
@@ -187,7 +197,14 @@ def parse_schedule(name: str, listing: str, utilization: str) -> ProgramSchedule
     capacity = dict(zip(table.units, table.capacity, strict=True))
     times, undecided = code.execution_counts()
     regions = tuple(
-        Region(number, first, last, _count_slots(table, slice(first, last + 1)), capacity)
+        Region(
+            number,
+            first,
+            last,
+            float(times[first : last + 1].sum()),
+            _count_slots(table, slice(first, last + 1)),
+            capacity,
+        )
         for number, (first, last) in sorted(code.regions.items(), key=lambda item: (item[1][0], -item[1][1]))
     )
     return ProgramSchedule(
@@ -198,6 +215,7 @@ def parse_schedule(name: str, listing: str, utilization: str) -> ProgramSchedule
         capacity=capacity,
         loops=code.loops,
         regions=regions,
+        matmuls=float(times @ code.matmuls),
         undecided_branches=undecided,
     )
 
@@ -222,95 +240,145 @@ def parse_utilization(text: str) -> Utilization:
     return Utilization(tuple(units), tuple(capacity), np.array(rows, dtype=np.int64).reshape(-1, len(units)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Branch:
+    bundle: int
+    negated: bool
+    predicate: str
+    target: int
+    """The bundle that it leads to."""
+
+    @property
+    def skipped(self) -> slice:
+        return slice(self.bundle + _DELAY + 1, self.target)
+
+    @property
+    def length(self) -> int:
+        return self.target - self.bundle - _DELAY - 1
+
+
+_Comparison = tuple[str, str, str]
+"""Operation, register, and a register or a number."""
+
+
 class _Listing:
     """The listing of a program's bundles."""
 
     def __init__(self, text: str) -> None:
         self._lines = _bundle_lines(text)
-        self._comparisons: dict[str, tuple[str, str, int]] = {}
-        self._steps: dict[str, int] = {}
-        self._dimensions: dict[str, int] = {}
-        """The grid's dimension that a register counts."""
-        wraps: dict[int, str] = {}
-        self.regions: dict[int, tuple[int, int]] = {}
-        started: dict[int, int] = {}
-        self._targets: dict[int, int] = {}
-        self._branches: list[tuple[int, bool, str, int]] = []
-        for bundle, line in enumerate(self._lines):
-            for kind, number in _REGION.findall(line):
-                if kind == "End":
-                    self.regions[int(number)] = (started.get(int(number), bundle), bundle)
-                else:
-                    started[int(number)] = self._targets[int(number)] = bundle
-            for predicate, operation, register, constant in _COMPARISON.findall(line):
-                self._comparisons[predicate] = (operation, register, int(constant))
-            for register, step in _ADDITION.findall(line):
-                self._steps[register] = int(step)
-            for register, comment in _INDEX.findall(line):
-                if found := _DIMENSION.search(comment):
-                    self._dimensions[register] = int(found[1])
-            for predicate, dimension in _WRAP.findall(line):
-                wraps[int(dimension)] = predicate
-            for negated, predicate, region in _BRANCH.findall(line):
-                self._branches.append((bundle, bool(negated), predicate, int(region)))
-        self._sizes = {
-            dimension: self._comparisons[predicate][2]
-            for dimension, predicate in wraps.items()
-            if predicate in self._comparisons
+        whole = "\n".join(self._lines)
+        self._comparisons: dict[str, _Comparison] = {found[0]: found[1:] for found in _COMPARISON.findall(whole)}
+        self._junctions: dict[str, tuple[str, str]] = {found[0]: found[1:] for found in _JUNCTION.findall(whole)}
+        self._sums = {name: (int(constant), other) for name, constant, other in _ADDITION.findall(whole)}
+        # The dimension of the grid that a register counts, and the size of each dimension.
+        self._dimensions = {
+            register: int(found[1])
+            for register, comment in _INDEX.findall(whole)
+            if (found := _DIMENSION.search(comment))
         }
+        self._sizes = {
+            int(dimension): int(self._comparisons[predicate][2])
+            for predicate, dimension in _WRAP.findall(whole)
+            if predicate in self._comparisons and self._comparisons[predicate][2].isdigit()
+        }
+        self.regions, self._branches = self._find_regions()
 
     @property
     def bundles(self) -> int:
         return len(self._lines)
 
+    def _find_regions(self) -> tuple[dict[int, tuple[int, int]], list[_Branch]]:
+        regions: dict[int, tuple[int, int]] = {}
+        starts: dict[int, int] = {}
+        found: list[tuple[int, bool, str, int]] = []
+        for bundle, line in enumerate(self._lines):
+            for kind, number in _REGION.findall(line):
+                if kind == "End":
+                    regions[int(number)] = (starts.get(int(number), bundle), bundle)
+                else:
+                    starts[int(number)] = bundle
+            found += [(bundle, bool(sign), predicate, int(region)) for sign, predicate, region in _BRANCH.findall(line)]
+        branches = [
+            _Branch(bundle, negated, predicate, starts[region])
+            for bundle, negated, predicate, region in found
+            if region in starts
+        ]
+        return regions, branches
+
+    @property
+    def matmuls(self) -> np.ndarray:
+        """Instructions of each bundle that send rows through a matrix unit."""
+        return np.array([line.count("= vmatmul.") for line in self._lines])
+
     @functools.cached_property
     def loops(self) -> tuple[Loop, ...]:
-        found = []
-        for bundle, negated, predicate, region in self._branches:
-            target = self._targets.get(region)
-            if target is None or target > bundle:
-                continue
-            found.append(Loop(target, bundle, self._count_trips(target, bundle, predicate if negated else "")))
+        found = [
+            Loop(branch.target, branch.bundle, self._count_trips(branch))
+            for branch in self._branches
+            if branch.target <= branch.bundle
+        ]
         return tuple(sorted(found, key=lambda loop: (loop.first, -loop.last)))
 
-    def _count_trips(self, first: int, last: int, exit_test: str) -> int | None:
-        operation, register, limit = self._comparisons.get(exit_test, ("", "", 0))
-        if operation != "ge":
+    def _count_trips(self, branch: _Branch) -> int | None:
+        operation, register, limit = self._comparisons.get(branch.predicate, ("", "", ""))
+        if not branch.negated or operation != "ge" or not limit.isdigit():
             return None
-        return max(1, -(-limit // self._steps.get(register, 1)) - self._stages(first, last))
-
-    def _stages(self, first: int, last: int) -> int:
-        """Iterations that a loop spends on filling its pipeline: the largest stage that its registers belong to."""
-        numbers = [int(number) for line in self._lines[first : last + 1] for number in _STAGE.findall(line)]
-        return max(numbers, default=0)
+        step, _ = self._sums.get(register, (1, ""))
+        body = self._lines[branch.target : branch.bundle + 1]
+        # The pipeline of transfers is filled first: as many iterations as the largest stage that registers belong to.
+        stages = max((int(number) for line in body for number in _STAGE.findall(line)), default=0)
+        return max(1, -(-int(limit) // step) - stages)
 
     def execution_counts(self) -> tuple[np.ndarray, int]:
         """How often each bundle runs, and the number of branches that nothing here decides."""
         times = np.ones(self.bundles)
         for loop in self.loops:
             times[loop.first : loop.last + 1] *= loop.trips or 1
-        undecided = 0
-        for bundle, negated, predicate, region in self._branches:
-            target = self._targets.get(region)
-            if target is None or target <= bundle + _DELAY:
+        undecided = []
+        for branch in self._branches:
+            if branch.length <= 0:
                 continue
-            share = self._taken_share(predicate)
-            if share is None:
-                undecided += 1
-            else:
-                times[bundle + _DELAY + 1 : target] *= share if negated else 1 - share
-        return times, undecided
+            share = self._holding_share(branch.predicate)
+            if share is not None:
+                times[branch.skipped] *= share if branch.negated else 1 - share
+            elif branch.length >= _LEAST_REGION:
+                undecided.append(branch)
+        for branch in undecided:
+            others = [other for other in undecided if self._are_alternatives(branch, other)]
+            if any((other.length, other.bundle) < (branch.length, branch.bundle) for other in others):
+                times[branch.skipped] = 0
+        return times, len(undecided)
 
-    def _taken_share(self, predicate: str) -> float | None:
+    def _holding_share(self, predicate: str) -> float | None:
         """The share of iterations in which a predicate holds, where it compares a grid index; else None."""
-        comparison = self._comparisons.get(predicate)
-        if comparison is None or comparison[1] not in self._dimensions:
+        operation, register, text = self._comparisons.get(predicate, ("", "", ""))
+        offset, base = 0, register
+        if register not in self._dimensions and register in self._sums:
+            offset, base = self._sums[register]
+        size = self._sizes.get(self._dimensions.get(base, -1))
+        if size is None or operation not in _COMPARE or not text.isdigit():
             return None
-        operation, register, constant = comparison
-        size = self._sizes.get(self._dimensions[register])
-        if size is None or operation not in _COMPARE:
-            return None
-        return float(np.mean(_COMPARE[operation](np.arange(size), constant)))
+        index = _as_signed(np.arange(size, dtype=np.int64) + offset)
+        return float(np.mean(_COMPARE[operation](index, _as_signed(int(text)))))
+
+    def _are_alternatives(self, one: _Branch, other: _Branch) -> bool:
+        """Whether the bodies of two branches exclude each other: one runs where a comparison holds, the other where its
+        opposite does."""
+        if one is other or not (one.target <= other.bundle or other.target <= one.bundle):
+            return False
+        opposite = {(_OPPOSITE.get(operation), *operands) for operation, *operands in self._leaves(one.predicate)}
+        return not opposite.isdisjoint(self._leaves(other.predicate))
+
+    def _leaves(self, predicate: str) -> set[_Comparison]:
+        if predicate in self._junctions:
+            left, right = self._junctions[predicate]
+            return self._leaves(left) | self._leaves(right)
+        return {self._comparisons[predicate]} if predicate in self._comparisons else set()
+
+
+def _as_signed(value: Any) -> Any:
+    """A 32-bit register as a signed number."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def _bundle_lines(text: str) -> list[str]:
