@@ -56,14 +56,27 @@ class Chip:
 # but there the exponentials bind: 0.5 is a guess.
 #
 # Clocks: the peak, by what the matrix units do in a cycle. Of a product of two 8192² matrices libtpu 0.0.51 makes
-# instructions of 16 rows each: on v5e and v5p times 128 × 128, for four units a core (v5p has two cores), 16 cycles each;
+# instructions of 16 rows each: on v5e and v5p times 128 × 128, for four units a core (v5p has two), 16 cycles each;
 # on v6e and v7x times 256 × 256, for two units, one every 8 cycles in the v6e schedule. 524,288 operations a cycle and
 # 918 TFLOP/s are 1.751 GHz; v5e 131,072 and 1.503; v5p 262,144 and 1.751; v7x, half a chip, 524,288 and 2.200. The
 # schedules of v5e, v5p and v7x send rows faster than that: there the peak itself says how many cycles they take.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, 3.125e9, 1.503e9, 16, one_host_chips=8, temporaries=2.5),
+        Chip(
+            "v5e",
+            197e12,
+            16_000_000_000,
+            819e9,
+            50e9,
+            0.77,
+            0.50,
+            3.125e9,
+            1.503e9,
+            16,
+            one_host_chips=8,
+            temporaries=2.5,
+        ),
         Chip(
             "v5p",
             459e12,

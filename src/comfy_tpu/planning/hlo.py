@@ -20,7 +20,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(r"^(\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
-_CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)")
+_CALLS = re.compile(
+    r"\b(?:calls|to_apply|body|condition|(?:branch|true|false)_computations?)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)"
+)
 _NAME = re.compile(r"%([\w.\-]+)")
 _ITEM_BITS = {"pred": 8, "bf16": 16}
 

@@ -1,7 +1,7 @@
 """Bytes of device memory that an instruction of a compiled program reads and writes.
 
-Arrays that the TPU compiler keeps in VMEM, and prefetches by transfers of their own, are free here; padding to the tiles
-of a layout counts. A fusion that slices an operand (one layer of the stacked weights) reads the slice.
+Arrays that the TPU compiler keeps in VMEM, and prefetches by transfers of their own, are free here; padding to the
+tiles of a layout counts. A fusion that slices an operand (one layer of the stacked weights) reads the slice.
 """
 
 from __future__ import annotations
@@ -87,14 +87,17 @@ def _slices_of(module: Module, name: str, body: list[Instruction]) -> list[int] 
             continue
         if item.operation in _SLICES and operands[0] == name:
             found.append(array_bytes(item.result))
-        elif item.operation == "dynamic-update-slice" and operands[0] == name:
             continue
-        elif item.operation in _RENAMES and (inner := _slices_of(module, item.name, body)) is not None:
-            found += inner
-        elif item.operation == "fusion" and (inner := _slices_in_fusion(module, name, item)) is not None:
-            found += inner
-        else:
+        if item.operation == "dynamic-update-slice" and operands[0] == name:
+            continue
+        inner = None
+        if item.operation in _RENAMES:
+            inner = _slices_of(module, item.name, body)
+        elif item.operation == "fusion":
+            inner = _slices_in_fusion(module, name, item)
+        if inner is None:
             return None
+        found += inner
     return found or None
 
 

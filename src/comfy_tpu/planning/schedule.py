@@ -1,4 +1,4 @@
-"""The time of a step from the TPU compiler's own schedules: the scheduled program is walked, instruction by instruction.
+"""The time of a step by the TPU compiler's own schedules: the scheduled program is walked, one instruction at a time.
 
 An instruction takes the larger of its cycles, by its static schedule, and of its bytes of device memory at the chip's
 bandwidth. A transfer or a collective that was started earlier costs what is left of it when its result is awaited.
@@ -35,6 +35,8 @@ _MOVES = {
     *("concatenate", "bitcast", "reverse", "gather", "iota"),
 }
 _PRODUCTS = {"convolution", "dot"}
+# Below it an instruction without a schedule is a counter or a flag; a microsecond or so of memory time.
+_LEAST_BYTES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +200,9 @@ class _Walk:
 
     def _visit(self, computation: str, times: int) -> None:
         instructions = self._module.computation(computation)
-        awaited = {name: item for item in instructions if item.operation.endswith("-done") for name in item.operand_names}
+        awaited = {
+            name: item for item in instructions if item.operation.endswith("-done") for name in item.operand_names
+        }
         last_of_chain = self._last_of_chains(instructions)
         for instruction in instructions:
             operation = instruction.operation
@@ -340,7 +344,9 @@ class _Walk:
         schedule = self._schedules.get(instruction.name)
         nbytes = count_bytes(self._module, instruction)
         chip = self._slice.chip
-        if schedule is None and (nbytes < _LEAST_BYTES or "tpu_custom_call" not in instruction.text and instruction.operation == "custom-call"):
+        # Custom calls that are no kernels put the parts of a prefetched array together, and do nothing.
+        renames = instruction.operation == "custom-call" and "tpu_custom_call" not in instruction.text
+        if schedule is None and (renames or nbytes < _LEAST_BYTES):
             return
         cycles = kernel_cycles(schedule, self._slice) if schedule else None
         computing, moving = (cycles or 0.0) / chip.clock, nbytes / chip.memory_bandwidth
@@ -398,7 +404,3 @@ class _Walk:
             nbytes=sent_bytes(collective.kind, group, collective.nbytes),
         )
         return transfer_seconds(traffic, self._slice, self._sizes)
-
-
-# Below a microsecond of HBM time on every chip: counters and flags.
-_LEAST_BYTES = 1_000_000
