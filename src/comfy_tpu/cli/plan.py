@@ -60,13 +60,13 @@ def _check_schedule(arguments: argparse.Namespace) -> None:
 
     if arguments.schedule_image is not None:
         if not arguments.schedule:
-            raise InvalidValueError("schedule-image needs --schedule; add it", field="schedule-image")
+            raise InvalidValueError("schedule_image needs --schedule; add it", field="schedule_image")
         if arguments.schedule_image.suffix.lower() != ".svg":
             raise InvalidValueError(
-                f"schedule-image={arguments.schedule_image} is no SVG file; end its name with .svg",
-                field="schedule-image",
+                f"schedule_image={arguments.schedule_image} is no SVG file; end its name with .svg",
+                field="schedule_image",
             )
-        check_place(arguments.schedule_image, field="schedule-image")
+        check_place(arguments.schedule_image, field="schedule_image")
     if arguments.schedule and arguments.no_compile:
         raise InvalidValueError("schedule comes from the TPU compiler; leave out --no-compile", field="schedule")
 

@@ -15,7 +15,7 @@ _COLOURS = ("#4285f4", "#ea4335")
 
 
 def write_image(path: Path, step: StepSchedule, title: str) -> None:
-    with replacing(path, field="schedule-image") as partial, write_errors(path, field="schedule-image"):
+    with replacing(path, field="schedule_image") as partial, write_errors(path, field="schedule_image"):
         partial.write_text(draw_schedule(step, title), encoding="utf-8")
 
 
