@@ -73,6 +73,17 @@ def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported, planned):
     assert "(libtpu is for x86_64 only: --export here and --from on such a machine)" in said(machine="aarch64")
 
 
+def test_without_a_schedule_the_formula_stays(planned):
+    wanted = dataclasses.replace(planned, schedule_wanted=True)
+    (line,) = (line for line in plan_report.as_lines(wanted) if line.startswith("No schedule: "))
+    assert line.endswith("The step's time is the formula's.")
+    for refused in ("libtpu wrote no schedule: this version …", "a loop …"):
+        counts = dataclasses.replace(planned.chosen.partitioned, schedule_refused=refused)
+        layout = dataclasses.replace(planned.chosen, compiled=counts)
+        lines = plan_report.as_lines(dataclasses.replace(wanted, layouts=(layout,), chosen=layout))
+        assert f"No schedule: {refused}. The step's time is the formula's." in lines
+
+
 def test_temporaries_of_other_generations_are_said_to_be_a_guess(capsys):
     _, out, _ = plan(capsys, "demo", "--tpu", "v5e-1")
     assert "v5e-1: 1 chip as 1x1; a device has 16.0 GB" in out
@@ -153,6 +164,12 @@ def test_the_export_is_a_program_that_jax_reads(exported):
         (["demo", "--tpu", "v6e-8", "--mesh", "dp=5"], "--mesh dp=5,sp=1,tp=1 does not suit v6e-8 and this model"),
         (["demo", "--tpu", "v6e-8", "--mesh", "dp=2,sp=8"], "--mesh dp=2,sp=8,tp=1 needs 16 devices but there are 8"),
         (["demo", "--tpu", "v6e-8", "--export", "/no/such/place"], "--export /no/such/place is in /no/such"),
+        (["demo", "--tpu", "v6e-8", "--schedule"], "--schedule comes from the TPU compiler; leave out --no-compile"),
+        (["demo", "--tpu", "v6e-8", "--schedule-image", "a.svg"], "--schedule-image needs --schedule; add it"),
+        (
+            ["demo", "--tpu", "v6e-8", "--schedule", "--schedule-image", "a.png"],
+            "--schedule-image a.png is no SVG file; end its name with .svg",
+        ),
         (["--from", "/no/such/file"], "--from /no/such/file is not a file; give one that `comfy-tpu plan --export`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -31,15 +31,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="from_", type=path_parser("--from"), metavar="FILE", help="plan a program that --export wrote"
     )
     parser.add_argument("--no-compile", action="store_true", help="do not ask the TPU compiler, also if it is here")
+    parser.add_argument(
+        "--schedule", action="store_true", help="estimate the step from the TPU compiler's schedules; takes minutes"
+    )
+    parser.add_argument(
+        "--schedule-image",
+        type=path_parser("--schedule-image"),
+        metavar="FILE",
+        help="also draw that estimate, as SVG",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli.plan_report import as_json, as_text
+    from comfy_tpu.cli.schedule_image import write_image
 
+    _check_schedule(arguments)
     plan = _plan_from_file(arguments) if arguments.from_ else _plan_from_model(arguments)
+    if arguments.schedule_image is not None and plan.chosen.schedule is not None:
+        write_image(arguments.schedule_image, plan.chosen.schedule, f"{plan.model}, {plan.size}, {plan.chosen.sizes}")
     print(as_json(plan) if arguments.json else as_text(plan, sys.stdout.encoding))
     return 0 if plan.fits else 1
+
+
+def _check_schedule(arguments: argparse.Namespace) -> None:
+    from comfy_tpu.pipeline.atomic import check_place
+
+    if arguments.schedule_image is not None:
+        if not arguments.schedule:
+            raise InvalidValueError("schedule_image needs --schedule; add it", field="schedule_image")
+        if arguments.schedule_image.suffix.lower() != ".svg":
+            raise InvalidValueError(
+                f"schedule_image={arguments.schedule_image} is no SVG file; end its name with .svg",
+                field="schedule_image",
+            )
+        check_place(arguments.schedule_image, field="schedule_image")
+    if arguments.schedule and arguments.no_compile:
+        raise InvalidValueError("schedule comes from the TPU compiler; leave out --no-compile", field="schedule")
 
 
 def _plan_from_file(arguments: argparse.Namespace) -> Plan:
@@ -50,7 +79,12 @@ def _plan_from_file(arguments: argparse.Namespace) -> Plan:
     from comfy_tpu.planning.plan import plan_program
     from comfy_tpu.planning.program_file import read_program
 
-    return plan_program(read_program(arguments.from_), compile_=not arguments.no_compile, on_progress=print_message)
+    return plan_program(
+        read_program(arguments.from_),
+        compile_=not arguments.no_compile,
+        schedule=arguments.schedule,
+        on_progress=print_message,
+    )
 
 
 def _plan_from_model(arguments: argparse.Namespace) -> Plan:
@@ -78,6 +112,7 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
         slice_,
         mesh=arguments.mesh or "auto",
         compile_=not arguments.no_compile,
+        schedule=arguments.schedule,
         on_progress=print_message,
     )
     if arguments.export is not None:

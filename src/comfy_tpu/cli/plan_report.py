@@ -19,6 +19,10 @@ One object. Its keys stay; new ones may be added:
     seed            mesh of the seed's layout, and share: bytes sent by the chosen one, of its own; or null
     larger          tpu and mesh that would fit, or null
     compiler        "libtpu", or null; refused: why it did not compile, or null
+
+With --schedule, `compiled` of the chosen layout has schedule: estimate (a sentence), compiler, clock, seconds, by_part,
+by_bound, memory_bytes, collectives (exposed, hidden), operations, programs (bundles, cycles, bound, slots, loops,
+regions), branches, unscheduled, uncounted_loops; or null, and schedule_refused says why.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from comfy_tpu.cli.findings import printable
+from comfy_tpu.cli.schedule_report import schedule_document, schedule_lines
 from comfy_tpu.distribution import find_page
 from comfy_tpu.parallel.layouts import fits
 from comfy_tpu.parallel.traffic import crosses_slices, transfer_seconds
@@ -100,8 +105,10 @@ def _counts_document(counts: ProgramCounts | None, layout: LayoutPlan) -> dict[s
     if counts is None:
         return None
     peak = counts.peak_bytes(layout.facts) if layout.facts else None
+    plain = dataclasses.asdict(dataclasses.replace(counts, schedule=None))
     return {
-        **dataclasses.asdict(counts),
+        **plain,
+        "schedule": schedule_document(counts.schedule) if counts.schedule else None,
         "sent_bytes": counts.sent_bytes,
         "unexplained": len(counts.unexplained),
         "peak_bytes": peak,
@@ -126,6 +133,7 @@ def as_lines(plan: Plan) -> list[str]:
         "",
         *_chosen_lines(plan),
         "",
+        *_schedule_section(plan),
         *_source_lines(plan),
     ]
     return [line.rstrip() for line in lines]
@@ -248,7 +256,8 @@ def _source_lines(plan: Plan) -> Iterable[str]:
     compiled = plan.chosen.compiled
     if compiled is not None and compiled.memory is not None and compiled.cost is not None:
         yield (
-            f"* compiled by libtpu in {compiled.seconds:.0f} s; {compiled.cost.get('flops', 0) / 1e12:,.1f} TFLOP and "
+            f"* compiled by {compiled.compiler or 'libtpu'} in {compiled.seconds:.0f} s; "
+            f"{compiled.cost.get('flops', 0) / 1e12:,.1f} TFLOP and "
             f"{_gb(compiled.cost.get('bytes accessed', 0))} GB read and written with the blocks counted once."
         )
         yield _compiled_memory(plan.chosen, compiled.memory)
@@ -263,7 +272,22 @@ def _source_lines(plan: Plan) -> Iterable[str]:
             f"{plan.slice.chip.name} after what its compiler wants for one 14B model: they may be larger ({page})."
         )
     yield f"+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas ({page})."
-    yield "Times are estimates: the share of the peak that a chip reaches is an assumption."
+    if plan.chosen.schedule is not None:
+        yield f"Times are estimates: {plan.chosen.sizes} by schedule, the others by formula."
+    else:
+        yield "Times are estimates: the share of the peak that a chip reaches is an assumption."
+
+
+def _schedule_section(plan: Plan) -> Iterable[str]:
+    compiled, step = plan.chosen.compiled, plan.chosen.schedule
+    if step is not None:
+        yield from schedule_lines(step, _table)
+        yield ""
+    elif compiled is not None and compiled.schedule_refused:
+        yield f"No schedule: {compiled.schedule_refused}. The step's time is the formula's."
+    elif plan.schedule_wanted and compiled is None:
+        reason = plan.compiler_refused or _uncompiled_reason(plan)
+        yield f"No schedule: {reason.rstrip('.')}. The step's time is the formula's."
 
 
 def _compiled_memory(layout: LayoutPlan, memory: Mapping[str, int]) -> str:
@@ -291,7 +315,7 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
     listed = list(rows)
     widths = [max(len(row[column]) for row in listed) for column in range(len(listed[0]))]
     numbers = [
-        all(row[column].strip("+*").replace(".", "").replace(",", "").isdigit() for row in listed[1:] if row[column])
+        all(row[column].strip("+*%").replace(".", "").replace(",", "").isdigit() for row in listed[1:] if row[column])
         for column in range(len(widths))
     ]
     return [

@@ -33,6 +33,10 @@ class Chip:
     attention_fraction: float
     network_bandwidth: float
     """Bytes per second of one device in one direction over the data centre's network, which joins slices."""
+    clock: float
+    """Cycles, that is VLIW bundles, per second."""
+    matmul_cycles: int
+    """Cycles in which a matrix unit takes the 16 rows of one instruction, in bfloat16."""
     devices_per_chip: int = 1
     cores_per_chip: int = 1
     """Cores per chip, by which the names of some generations count: v5p-8 is four chips."""
@@ -50,10 +54,29 @@ class Chip:
 # Fractions: the profile of Wan 2.1 14B at 720p on v6e-8 (4.60 s a step, 67 % splash, 14 % products; docs/plan.md) gives
 # 0.77 and 0.41. The 256-wide MXU of v6e and v7x is half empty at head_dim 128; the 128-wide one of v5e and v5p is full,
 # but there the exponentials bind: 0.5 is a guess.
+#
+# Clocks: the peak, by what the matrix units do in a cycle. Of a product of two 8192² matrices libtpu 0.0.51 makes
+# instructions of 16 rows each: on v5e and v5p times 128 × 128, for four units a core (v5p has two), 16 cycles each;
+# on v6e and v7x times 256 × 256, for two units, one every 8 cycles in the v6e schedule. 524,288 operations a cycle and
+# 918 TFLOP/s are 1.751 GHz; v5e 131,072 and 1.503; v5p 262,144 and 1.751; v7x, half a chip, 524,288 and 2.200. The
+# schedules of v5e, v5p and v7x send rows faster than that: there the peak itself says how many cycles they take.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197e12, 16_000_000_000, 819e9, 50e9, 0.77, 0.50, 3.125e9, one_host_chips=8, temporaries=1.35),
+        Chip(
+            "v5e",
+            197e12,
+            16_000_000_000,
+            819e9,
+            50e9,
+            0.77,
+            0.50,
+            3.125e9,
+            1.503e9,
+            16,
+            one_host_chips=8,
+            temporaries=1.5,
+        ),
         Chip(
             "v5p",
             459e12,
@@ -63,11 +86,13 @@ CHIPS = {
             0.77,
             0.50,
             6.25e9,
+            1.751e9,
+            16,
             cores_per_chip=2,
             dimensions=3,
             temporaries=1.7,
         ),
-        Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.41, 12.5e9, one_host_chips=8),
+        Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.41, 12.5e9, 1.751e9, 8, one_host_chips=8),
         Chip(
             "v7x",
             1153.5e12,
@@ -77,6 +102,8 @@ CHIPS = {
             0.77,
             0.41,
             6.25e9,
+            2.2e9,
+            8,
             devices_per_chip=2,
             cores_per_chip=2,
             dimensions=3,

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import comfy_tpu
-from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.errors import ComfyTpuError, UnsupportedError
 from comfy_tpu.parallel.chips import Slice
 from comfy_tpu.parallel.traffic import UNEXPLAINED, Traffic
 from comfy_tpu.planning.causes import explain_traffic
 from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, square_arrays
+from comfy_tpu.planning.schedule import StepSchedule, read_step
+from comfy_tpu.planning.schedule_files import ScheduleError
 
 _TIMEOUT = 1800
 _REASON_CHARACTERS_MAX = 1000
+
+SCHEDULE_DIRECTORY = "schedule"
+"""Where libtpu writes schedules, in the worker's directory."""
 
 Mode = Literal["partition", "compile"]
 
@@ -49,6 +56,11 @@ class ProgramCounts:
     """Bytes by the compiler's own names."""
     cost: Mapping[str, float] | None = None
     """The compiler's cost analysis, which counts the body of a loop once."""
+    compiler: str | None = None
+    """Name and version of the TPU compiler."""
+    schedule: StepSchedule | None = None
+    schedule_refused: str | None = None
+    """Why there is no schedule though one was asked for."""
 
     @property
     def sent_bytes(self) -> int:
@@ -70,11 +82,24 @@ def has_tpu_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def count_program(program: StepProgram, mode: Mode) -> ProgramCounts:
+def count_program(program: StepProgram, mode: Mode, *, schedule: bool = False) -> ProgramCounts:
+    """Counts what is in a program; with `schedule` also reads the static schedules of a compiled one."""
     facts = program.facts
-    with _run_worker(program, mode) as directory:
-        module = Module((directory / "program.hlo").read_text(encoding="utf-8"))
-        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    with _run_worker(program, mode, schedule=schedule) as directory:
+        return read_counts(directory, facts, mode, schedule=schedule)
+
+
+def read_counts(directory: Path, facts: ProgramFacts, mode: Mode, *, schedule: bool = False) -> ProgramCounts:
+    """The counts of what the worker left in its directory."""
+    text = (directory / "program.hlo").read_text(encoding="utf-8")
+    report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    module = Module(text)
+    step, refused = None, None
+    if schedule:
+        try:
+            step = read_step(directory / SCHEDULE_DIRECTORY, text, facts.slice, facts.sizes, report["compiler"])
+        except (ScheduleError, UnsupportedError) as error:
+            refused = str(error)
     return ProgramCounts(
         source=mode,
         traffic=explain_traffic(module.collectives(), facts.sizes, facts.weight_shapes),
@@ -85,27 +110,31 @@ def count_program(program: StepProgram, mode: Mode) -> ProgramCounts:
         seconds=report["seconds"],
         memory=report.get("memory"),
         cost=report.get("cost"),
+        compiler=report.get("compiler"),
+        schedule=step,
+        schedule_refused=refused,
     )
 
 
 @contextlib.contextmanager
-def _run_worker(program: StepProgram, mode: Mode) -> Iterator[Path]:
+def _run_worker(program: StepProgram, mode: Mode, *, schedule: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-plan-") as name:
         directory = Path(name)
         (directory / "program").write_bytes(program.serialized)
-        (directory / "request.json").write_text(json.dumps(_request(program.facts, mode, directory)), encoding="utf-8")
+        request = _request(program.facts.slice, program.facts.sizes, mode, directory, schedule=schedule)
+        (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
         _run_process(directory, mode)
         yield directory
 
 
-def _request(facts: ProgramFacts, mode: Mode, directory: Path) -> Mapping[str, Any]:
-    slice_ = facts.slice
+def _request(slice_: Slice, sizes: MeshSizes, mode: Mode, directory: Path, *, schedule: bool) -> Mapping[str, Any]:
     return {
         "mode": mode,
         "program": str(directory / "program"),
         "directory": str(directory),
-        "sizes": dataclasses.asdict(facts.sizes),
-        "devices": facts.sizes.device_count,
+        "schedule": str(directory / SCHEDULE_DIRECTORY) if schedule else None,
+        "sizes": dataclasses.asdict(sizes),
+        "devices": sizes.device_count,
         "topology": f"{slice_.chip.compiler_name or slice_.chip.name}:{slice_.topology}",
         "accelerator": slice_.name,
         "host_bounds": _host_bounds(slice_),
@@ -139,4 +168,14 @@ def _run_process(directory: Path, mode: Mode) -> None:
     if done.returncode or not (directory / "report.json").is_file():
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
         reason = next((line for line in reversed(said) if "Error" in line), said[-1])
-        raise CompilationError(f"{what} refused the program: {reason[:_REASON_CHARACTERS_MAX]}")
+        raise CompilationError(explain_refusal(what, reason))
+
+
+def explain_refusal(what: str, reason: str) -> str:
+    """One sentence that says which of the known limits a compiler met, with its own words."""
+    own = reason[:_REASON_CHARACTERS_MAX]
+    if re.search(r"[Tt]opology", reason):
+        return f"{what} does not know this topology: {own}"
+    if re.search(r"\bvmem\b|scoped (?:vmem|allocation)", reason, re.IGNORECASE):
+        return f"{what} refused the program, because a kernel does not fit in VMEM: {own}"
+    return f"{what} refused the program: {own}"

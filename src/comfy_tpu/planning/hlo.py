@@ -20,7 +20,10 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(r"^(\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
-_CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)")
+_CALLS = re.compile(
+    r"\b(?:calls|to_apply|body|condition|(?:branch|true|false)_computations?)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)"
+)
+_NAME = re.compile(r"%([\w.\-]+)")
 _ITEM_BITS = {"pred": 8, "bf16": 16}
 
 
@@ -57,6 +60,16 @@ class Instruction:
     computation: str
     is_root: bool
 
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        _, _, rest = self.text.partition(f" {self.operation}(")
+        return tuple(_NAME.findall(rest[: rest.find(")")]))
+
+    @property
+    def source_name(self) -> str:
+        """The instruction's name in the traced program."""
+        return _metadata(self.text)
+
 
 class Module:
     def __init__(self, text: str) -> None:
@@ -90,6 +103,22 @@ class Module:
                 "the compiler's text has no entry computation; this version of XLA prints another form"
             )
 
+    @property
+    def entry(self) -> str:
+        return self._entry
+
+    def computation(self, name: str) -> list[Instruction]:
+        """The instructions of a computation, in the order in which they run where the program is scheduled."""
+        return self._instructions.get(name, [])
+
+    def operands(self, instruction: Instruction) -> list[Instruction | None]:
+        """The instructions that made the operands; None for one that is not in the same computation."""
+        return [self._by_name.get((instruction.computation, name)) for name in instruction.operand_names]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[tuple[str, str], Instruction]:
+        return {(instruction.computation, instruction.name): instruction for instruction in self.instructions()}
+
     @functools.cached_property
     def times(self) -> dict[str, int]:
         """How often each computation runs in a step."""
@@ -98,8 +127,8 @@ class Module:
         def visit(computation: str, count: int) -> None:
             times[computation] += count
             for instruction in self._instructions[computation]:
-                for called in self._called_computations(instruction):
-                    visit(called, count * (self._trip_count(instruction) if instruction.operation == "while" else 1))
+                for called in self.called_computations(instruction):
+                    visit(called, count * (self.trip_count(instruction) if instruction.operation == "while" else 1))
 
         visit(self._entry, 1)
         return dict(times)
@@ -112,12 +141,12 @@ class Module:
             if computation not in found:
                 found.add(computation)
                 for instruction in self._instructions[computation]:
-                    for called in self._called_computations(instruction):
+                    for called in self.called_computations(instruction):
                         visit(called)
 
         for instruction in self.instructions():
             if instruction.operation == "while":
-                for called in self._called_computations(instruction):
+                for called in self.called_computations(instruction):
                     visit(called)
         return found
 
@@ -128,27 +157,41 @@ class Module:
     def collectives(self) -> list[Collective]:
         found, chains = [], set()
         for instruction in self.instructions():
-            kind = instruction.operation.removesuffix("-start")
-            if kind in KINDS and (times := self.times.get(instruction.computation, 0)):
+            if _is_collective(instruction) and self.times.get(instruction.computation, 0):
                 # A collective that runs beside other work is printed once in each of the fusions it accompanies.
-                if (chain := _chain(instruction.text)) is not None:
+                if (chain := collective_chain(instruction)) is not None:
                     if chain in chains:
                         continue
                     chains.add(chain)
-                shapes = _collective_shapes(instruction)
-                found.append(
-                    Collective(
-                        kind=kind,
-                        dtype=shapes[0][0],
-                        shape=shapes[0][1],
-                        nbytes=sum(_nbytes(dtype, shape) for dtype, shape in shapes),
-                        group=_group(instruction.text),
-                        times=times,
-                        in_loop=instruction.computation in self.in_loop,
-                        operation=_metadata(instruction.text),
-                    )
-                )
+                found.append(self._as_collective(instruction))
         return found
+
+    def find_collective(self, instruction: Instruction) -> tuple[Instruction, Collective] | None:
+        """The collective that an instruction is, or that the computation that it calls holds; else None."""
+        if _is_collective(instruction):
+            return instruction, self._as_collective(instruction)
+        if instruction.operation not in ("async-start", "fusion"):
+            return None
+        for called in self.called_computations(instruction):
+            for inner in self.computation(called):
+                if (found := self.find_collective(inner)) is not None:
+                    return found
+        return None
+
+    def _as_collective(self, instruction: Instruction) -> Collective:
+        shapes = _collective_shapes(instruction)
+        kind = instruction.operation.removesuffix("-start")
+        assert kind in KINDS
+        return Collective(
+            kind=kind,
+            dtype=shapes[0][0],
+            shape=shapes[0][1],
+            nbytes=sum(_nbytes(dtype, shape) for dtype, shape in shapes),
+            group=_group(instruction.text),
+            times=self.times.get(instruction.computation, 0),
+            in_loop=instruction.computation in self.in_loop,
+            operation=_metadata(instruction.text),
+        )
 
     def product_flops(self) -> float:
         """Operations of matrix products in a step; convolutions (a patch embedding) are left out."""
@@ -190,11 +233,11 @@ class Module:
                 return _shapes(instruction.result)[0][1]
         raise UnsupportedError(f"the compiler's text names {name}, which is not in {computation}")
 
-    def _called_computations(self, instruction: Instruction) -> list[str]:
+    def called_computations(self, instruction: Instruction) -> list[str]:
         names = [name.strip().lstrip("%") for group in _CALLS.findall(instruction.text) for name in group.split(",")]
         return [name for name in names if name in self._instructions]
 
-    def _trip_count(self, loop: Instruction) -> int:
+    def trip_count(self, loop: Instruction) -> int:
         """The number of iterations of a loop: a scan compares a counter that starts at zero with a constant."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(known[1])
@@ -220,9 +263,16 @@ def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _SHAPE.findall(text)]
 
 
+def item_bits(dtype: str) -> int:
+    return _ITEM_BITS.get(dtype) or int(re.sub(r"^[a-z]+", "", dtype).partition("e")[0].partition("m")[0])
+
+
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    bits = _ITEM_BITS.get(dtype) or int(re.sub(r"^[a-z]+", "", dtype).partition("e")[0].partition("m")[0])
-    return math.prod(shape) * bits // 8
+    return math.prod(shape) * item_bits(dtype) // 8
+
+
+def _is_collective(instruction: Instruction) -> bool:
+    return instruction.operation.removesuffix("-start") in KINDS
 
 
 def _collective_shapes(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
@@ -241,9 +291,10 @@ def _metadata(text: str) -> str:
     return found[1] if found else ""
 
 
-def _chain(text: str) -> tuple[str, str] | None:
-    chain = re.search(r'frontend_attributes=\{[^}]*chain_id="(\d+)"', text)
-    channel = re.search(r"channel_id=(\d+)", text)
+def collective_chain(instruction: Instruction) -> tuple[str, str] | None:
+    """What the parts of a collective have in common that runs beside several fusions; None for a whole one."""
+    chain = re.search(r'frontend_attributes=\{[^}]*chain_id="(\d+)"', instruction.text)
+    channel = re.search(r"channel_id=(\d+)", instruction.text)
     return (chain[1], channel[1]) if chain and channel else None
 
 

@@ -17,6 +17,7 @@ from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.planning.compilation import CompilationError, ProgramCounts, count_program, has_tpu_compiler
 from comfy_tpu.planning.models import PlannedModel
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, lower_step
+from comfy_tpu.planning.schedule import StepSchedule
 
 COUNTED_LAYOUTS = 3
 """Layouts whose partitioned program is counted, from the best; each takes seconds."""
@@ -39,6 +40,10 @@ class LayoutPlan:
     def counts(self) -> ProgramCounts | None:
         """The counts of the TPU compiler's program, else of the partitioned one."""
         return self.compiled or self.partitioned
+
+    @property
+    def schedule(self) -> StepSchedule | None:
+        return self.compiled.schedule if self.compiled else None
 
     @property
     def sent_bytes(self) -> int:
@@ -72,10 +77,12 @@ class Plan:
     """A slice and mesh that fit if the chosen layout does not."""
     compiler_refused: str | None
     compiler_wanted: bool = True
+    schedule_wanted: bool = False
 
     @property
     def fits(self) -> bool:
-        out_of_memory = "RESOURCE_EXHAUSTED" in (self.compiler_refused or "")
+        refused = self.compiler_refused or ""
+        out_of_memory = "RESOURCE_EXHAUSTED" in refused and "VMEM" not in refused
         return not out_of_memory and fits(self.chosen.peak_bytes, self.slice.chip)
 
     @property
@@ -97,6 +104,7 @@ def make_plan(
     *,
     mesh: str = "auto",
     compile_: bool = True,
+    schedule: bool = False,
     on_progress: MessageCallback = lambda text: None,
 ) -> tuple[Plan, StepProgram]:
     """The plan, and the program of the chosen layout."""
@@ -117,7 +125,7 @@ def make_plan(
             plans[sizes], facts=program.facts, partitioned=count_program(program, "partition")
         )
     program = programs[chosen.sizes]
-    plans[chosen.sizes], refused = _compile_layout(plans[chosen.sizes], program, compile_, on_progress)
+    plans[chosen.sizes], refused = _compile_layout(plans[chosen.sizes], program, compile_, schedule, on_progress)
     plan = Plan(
         model=model.name,
         size=program.facts.size,
@@ -129,26 +137,35 @@ def make_plan(
         larger=None,
         compiler_refused=refused,
         compiler_wanted=compile_,
+        schedule_wanted=schedule,
     )
     return (plan if plan.fits else dataclasses.replace(plan, larger=_larger(work, slice_))), program
 
 
 def plan_program(
-    program: StepProgram, *, compile_: bool = True, on_progress: MessageCallback = lambda text: None
+    program: StepProgram,
+    *,
+    compile_: bool = True,
+    schedule: bool = False,
+    on_progress: MessageCallback = lambda text: None,
 ) -> Plan:
     """The plan of one exported program, which may come from another machine."""
     facts = program.facts
     layout = LayoutPlan(estimate(facts.work, facts.sizes, facts.slice), facts)
     on_progress(f"counting {facts.sizes}")
     layout = dataclasses.replace(layout, partitioned=count_program(program, "partition"))
-    layout, refused = _compile_layout(layout, program, compile_, on_progress)
-    plan = Plan(facts.model, facts.size, facts.slice, facts.work, (layout,), layout, None, None, refused, compile_)
+    layout, refused = _compile_layout(layout, program, compile_, schedule, on_progress)
+    plan = Plan(
+        facts.model, facts.size, facts.slice, facts.work, (layout,), layout, None, None, refused, compile_, schedule
+    )
     return plan if plan.fits else dataclasses.replace(plan, larger=_larger(facts.work, facts.slice))
 
 
 def refined_seconds(layout: LayoutPlan, slice_: Slice) -> float:
-    """Seconds of a step from the counts of the program where there are some, else from the formulas."""
+    """Seconds of a step from the schedules of its program, else from its counts, else from the formulas."""
     counted, guess = layout.counts, layout.estimate
+    if layout.schedule is not None:
+        return layout.schedule.seconds
     if counted is None:
         return guess.step_seconds
     products = layout.partitioned.product_flops if layout.partitioned else None
@@ -160,15 +177,16 @@ def refined_seconds(layout: LayoutPlan, slice_: Slice) -> float:
 
 
 def _compile_layout(
-    layout: LayoutPlan, program: StepProgram, compile_: bool, on_progress: MessageCallback
+    layout: LayoutPlan, program: StepProgram, compile_: bool, schedule: bool, on_progress: MessageCallback
 ) -> tuple[LayoutPlan, str | None]:
     if not compile_ or not has_tpu_compiler():
         return layout, None
     if program.facts.slice.count > 1:
         return layout, "The TPU compiler was not asked: it is asked for one slice at a time."
-    on_progress(f"compiling {layout.sizes} for {program.facts.slice_name} with libtpu, about a minute")
+    how_long = "with its schedules, two to six minutes" if schedule else "about a minute"
+    on_progress(f"compiling {layout.sizes} for {program.facts.slice_name} with libtpu, {how_long}")
     try:
-        return dataclasses.replace(layout, compiled=count_program(program, "compile")), None
+        return dataclasses.replace(layout, compiled=count_program(program, "compile", schedule=schedule)), None
     except CompilationError as error:
         return layout, str(error)
 

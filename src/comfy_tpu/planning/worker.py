@@ -10,6 +10,7 @@ into float32. "compile" asks the TPU compiler, through a description of the slic
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -18,14 +19,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from comfy_tpu.planning.schedule_files import make_dump_flags
+
 
 def make_environment(request: Mapping[str, Any]) -> dict[str, str]:
     """The environment variables of the worker, to be set before jax is imported."""
     # A program from the cache is not partitioned again, so nothing would be dumped.
     common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request["mode"] == "compile":
+        flags = make_dump_flags(Path(request["schedule"])) if request.get("schedule") else ()
         return {
             **common,
+            # Of this process alone: whoever set some keeps them.
+            "LIBTPU_INIT_ARGS": " ".join((*filter(None, (os.environ.get("LIBTPU_INIT_ARGS"),)), *flags)),
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # chips that are here are not touched: whoever uses them need not wait
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": request["accelerator"],
@@ -53,6 +59,7 @@ def main(request_path: str) -> None:
         memory = compiled.memory_analysis()
         report["memory"] = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
         report["cost"] = {name: value for name, value in compiled.cost_analysis().items() if "{" not in name}
+        report["compiler"] = f"libtpu {importlib.metadata.version('libtpu')}"
         text = compiled.as_text()
     else:
         _register_dummy_kernels()

@@ -1,0 +1,180 @@
+"""Schedules as libtpu writes them, and the time of a step that follows. schedule_sample is one small program of Wan."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.cli import schedule_report
+from comfy_tpu.cli.plan_report import _table
+from comfy_tpu.cli.schedule_image import draw_schedule
+from comfy_tpu.config import MeshSizes
+from comfy_tpu.parallel.chips import CHIPS, parse_slice
+from comfy_tpu.planning.compilation import explain_refusal, has_tpu_compiler
+from comfy_tpu.planning.hlo import Module
+from comfy_tpu.planning.hlo_bytes import array_bytes, count_bytes
+from comfy_tpu.planning.schedule import kernel_cycles, read_step
+from comfy_tpu.planning.schedule_files import ScheduleError, parse_schedule, parse_utilization, read_schedules
+from comfy_tpu.planning.twins import find_twins
+from comfy_tpu.planning.worker import make_environment
+
+SAMPLE = Path(__file__).with_name("schedule_sample")
+V6E = parse_slice("v6e-8")
+SIZES = MeshSizes(dp=2, tp=4)
+
+
+def test_recorded_program():
+    program = read_schedules(SAMPLE)["pad.1"]
+    (loop,) = program.loops
+    assert program.cycles == pytest.approx(program.bundles + (loop.trips - 1) * (loop.last - loop.first + 1), rel=0.2)
+    assert program.cycles > program.bundles
+    assert all(0 <= share <= 1 for share in program.shares.values())
+
+
+def bundles(*lines):
+    return "\n".join(f"{'0' if k == 0 else hex(k)} {line}" for k, line in enumerate(lines))
+
+
+def slots(count):
+    return "== CAPACITY:\nMATMUL, VSTORE, VSTORE:SPILL\n 2 2 2\n== UTILIZATION:\n" + "1 2 1\n" * count
+
+
+def looped(*body, trips=12):
+    """A loop of 12 iterations over a grid whose inner dimension has 4; regions behind branches are 100 bundles."""
+    head = (
+        "LB: > { %s1 = sphi %s0, %s9 /* iteration index, stage = 0 iter bound = 1 */ } /* Start region 9 */",
+        "   : > { %p1_p1 = scmp.ge.s32.totalorder %s2, 4 }",
+        "   : > { %s9 = smov.u32 (%p1_p1, %s2), 0 /* copy :: iteration index, stage = 0 iter bound = 1 */ }",
+    )
+    tail = (
+        f"   : > {{ %p2_p2 = scmp.ge.s32.totalorder %s8, {trips} /* loop exit test */ }}",
+        "   :  { %9 = sbr.rel (!%p2_p2) target = $region9 }",
+    )
+    lines = (*head, *body, *tail)
+    return parse_schedule("kernel", bundles(*lines), slots(len(lines))), len(lines)
+
+
+def guarded(definition, predicate, region, length=100):
+    delay = ["   : > {}"] * 4
+    inside = ["   : > {}"] * length
+    return [
+        f"   : > {{ {definition} }}",
+        f"   : > {{ %3 = sbr.rel (%{predicate}) target = $region{region} }}",
+        *delay,
+        *inside,
+        f"PF: > {{}} /* Start/End empty region {region} */",
+    ]
+
+
+def test_a_region_behind_a_grid_index_runs_once_a_row():
+    program, count = looped(*guarded("%p5_p5 = scmp.ne.s32.totalorder %s1, 3", "p5_p5", 5))
+    assert program.cycles == 12 * (count - 100) + 12 * 100 / 4
+    assert program.undecided_branches == 0
+    assert program.spill_share == pytest.approx(0.5)
+
+
+def test_of_regions_that_exclude_each_other_the_smaller_is_counted():
+    program, count = looped(
+        *guarded("%p5_p5 = scmp.gt.s32.totalorder %s3, %s4", "p5_p5", 5, length=150),
+        *guarded("%p6_p6 = scmp.le.s32.totalorder %s3, %s4", "p6_p6", 6, length=120),
+    )
+    assert program.cycles == 12 * (count - 150)
+    assert program.undecided_branches == 2
+
+
+def test_forms_that_are_not_known():
+    with pytest.raises(ScheduleError, match="wrote no schedule"):
+        read_schedules(Path(__file__).parent / "nowhere")
+    with pytest.raises(ScheduleError, match="in a form that is not known"):
+        parse_utilization("something else")
+    with pytest.raises(ScheduleError, match="lists 1 bundles, but slots of 2"):
+        parse_schedule("x", "0 : { }", slots(2))
+
+
+def test_rows_faster_than_the_matrix_units_take_them_wait():
+    program = dataclasses.replace(read_schedules(SAMPLE)["pad.1"], matmuls=1e6)
+    units = program.capacity["MATMUL"]
+    assert kernel_cycles(program, V6E) == 1e6 * 8 / units
+
+
+@pytest.mark.parametrize(("name", "operations"), [("v5e", 131072), ("v5p", 262144), ("v6e", 524288), ("v7x", 524288)])
+def test_clocks_follow_from_the_peaks(name, operations):
+    assert CHIPS[name].flops / operations == pytest.approx(CHIPS[name].clock, rel=0.001)
+
+
+PROGRAM = Path(__file__).with_name("scheduled_program.hlo").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def step():
+    return read_step(SAMPLE, PROGRAM, V6E, SIZES, "libtpu 9.9")
+
+
+def test_instructions_that_are_alike_share_a_schedule():
+    assert find_twins(Module(PROGRAM), ["pad.1"]) == {"pad.1": "pad.1", "pad.2": "pad.1"}
+
+
+def test_bytes_of_a_slice_and_of_padding():
+    module = Module(PROGRAM)
+    fusion = next(item for item in module.computation("main") if item.name == "pad.1")
+    assert count_bytes(module, fusion) == 2 * 1024 * 1024 * 2 + 4, "the slice, the result, and the index"
+    assert array_bytes("f32[10,64]{1,0:T(8,128)}") == 16 * 128 * 4
+    assert array_bytes("f32[10,64]{1,0:T(8,128)S(1)}") == 0
+
+
+def test_a_collective_costs_what_nothing_hides(step):
+    (ring,) = step.collectives
+    others = sum(item.seconds for item in step.operations if item.name.startswith("pad"))
+    assert ring.seconds == pytest.approx(ring.transfer_seconds - others)
+    assert set(ring.beside) == {"pad.1", "pad.2"}
+    assert ring.hidden_seconds == pytest.approx(others)
+
+
+def test_the_expected_branch_is_counted_and_the_other_told(step):
+    (branch,) = step.branches
+    assert (branch.counted, branch.reason) == ("short", "expected")
+    assert branch.seconds["exact"] < branch.seconds["short"]
+    assert "slow" not in {item.name for item in step.operations}
+    cheapest = read_step(SAMPLE, PROGRAM.replace("splash_bounded", "splash_other"), V6E, SIZES, "").branches[0]
+    assert (cheapest.counted, cheapest.reason) == ("exact", "cheapest")
+
+
+def test_the_report_says_that_it_is_an_estimate(step):
+    lines = list(schedule_report.schedule_lines(step, _table))
+    said = "An estimate by the static schedules of libtpu 9.9 at 1.751 GHz; nothing ran on a TPU."
+    assert said in lines[0]
+    assert said in schedule_report.schedule_document(step)["estimate"]
+    assert said in draw_schedule(step, "a <title>")
+    assert "a &lt;title&gt;" in draw_schedule(step, "a <title>")
+    assert any("the expected branch short is counted" in line for line in lines)
+    assert sum(step.seconds_by_part.values()) == pytest.approx(step.seconds)
+    assert sum(step.seconds_by_bound.values()) == pytest.approx(step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ('INVALID_ARGUMENT: Topology layout "v6e:3x5" is not divisible', "does not know this topology: INVALID"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem", "because a kernel does not fit in VMEM: RES"),
+        ("RESOURCE_EXHAUSTED: 33G of 31G hbm", "refused the program: RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_which_limit_was_met(reason, said):
+    assert said in explain_refusal("the TPU compiler", reason)
+
+
+def test_flags_are_added_to_those_that_are_set(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
+    request = {"mode": "compile", "accelerator": "v6e-8", "schedule": "/somewhere"}
+    assert make_environment(request)["LIBTPU_INIT_ARGS"].startswith("--mine=1 --xla_jf_dump_to=/somewhere ")
+    assert make_environment({**request, "schedule": None})["LIBTPU_INIT_ARGS"] == "--mine=1"
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu, the TPU's compiler, is not installed: x86_64 only")
+def test_the_tpu_compiler_writes_schedules(capsys):
+    from comfy_tpu.cli import main as cli
+
+    assert cli.main(["plan", "demo", "--tpu", "v6e-4", "--mesh", "dp=2,sp=2", "--schedule"]) == 0
+    assert "One step by schedule: " in capsys.readouterr().out
