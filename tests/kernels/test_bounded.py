@@ -1,4 +1,4 @@
-"""Both forms of the splash kernel's softmax: each is right, and each block of queries takes a form that is safe for it."""
+"""Both forms of the splash kernel's softmax are right, and a block of queries takes one that is safe for it."""
 
 import dataclasses
 import math
@@ -31,8 +31,8 @@ EXACT = ("one huge key", "scores over 2^100", "squares over float32", "all keys 
 def set_inputs(kind: str, query: np.ndarray, key: np.ndarray) -> None:
     """Changes the queries and keys of one head, [L, D] each."""
     rng = np.random.default_rng(1)
-    direction = rng.standard_normal(query.shape[1], np.float32)
-    direction /= np.linalg.norm(direction)
+    drawn = rng.standard_normal(query.shape[1], np.float32)
+    direction = drawn / np.linalg.norm(drawn)
     if kind == "bound far above the largest score":
         # |q|·|k| is about 110 powers of two, and scores are far below it.
         query *= 14.0 / np.linalg.norm(query, axis=-1, keepdims=True)
@@ -115,6 +115,7 @@ class NanPadding(Adversarial):
 
     def inputs(self, seed: int = 0) -> dict[str, Any]:
         arrays = super().inputs(seed)
+        assert self.lengths is not None
         for name in ("key", "value"):
             arrays[name][:, :, self.lengths[0] :] = np.nan
         return arrays

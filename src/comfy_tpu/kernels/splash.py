@@ -10,11 +10,10 @@ instead of 128×block_query.
 
 The exponent: log2(e)·scale is folded into q beforehand, so that each score costs one exp2 and no multiplication.
 
-Two forms of the softmax, and both are in the kernel. The bounded form subtracts a number that is fixed before the first
-key: weights leave the matrix unit, go through exp2 and return to it. The exact form follows the running maximum: a whole
-block of scores waits for its maximum, which costs a third of the time (docs/design.md has the schedules). Each block of
-queries takes the bounded form where the lengths of its queries and of the longest key show it to be safe
-(`start_block`), else the exact one.
+The kernel holds two forms of the softmax. The bounded form subtracts a number that is fixed before the first key:
+scores leave the matrix unit, go through exp2 and return to it. The exact form follows the running maximum, for which a
+whole block of scores waits: 9,979 bundles a tile instead of 6,490 on v6e (docs/design.md). Each block of queries takes
+the bounded form where the norms of its queries and of the longest key show it to be safe (`start_block`).
 """
 
 from __future__ import annotations
