@@ -392,9 +392,10 @@ def visit_block(
     hide: Callable[[Array, int], Array] | None,
 ) -> None:
     """Adds a block of keys to the state. `hide`: (scores, first row of the block) -> scores with hidden ones."""
-    for form, chosen in ((_add_bounded, 1), (_add_exact, 0)):
+    is_bounded = state.is_bounded[0] == 1
+    for form, chosen in ((_add_bounded, is_bounded), (_add_exact, jnp.logical_not(is_bounded))):
 
-        @pl.when(state.is_bounded[0] == chosen)
+        @pl.when(chosen)
         def _visit(form: Any = form) -> None:
             for step in range(tile.key // tile.key_compute):
                 rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
