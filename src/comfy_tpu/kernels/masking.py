@@ -88,7 +88,7 @@ def as_bool_mask(mask: Array) -> Array:
     return mask if mask.dtype == jnp.bool_ else ~jnp.isneginf(mask)
 
 
-def _visible_keys(masking: Masking, keys: int) -> Array | None:
+def visible_keys(masking: Masking, keys: int) -> Array | None:
     """bool [B, Lk]: the keys that lengths and the key mask do not hide. None: all keys."""
     visible = None
     if masking.lengths is not None:
@@ -111,7 +111,7 @@ def smooth_keys(key: Array, masking: Masking) -> Array:
     are divided among devices, because partial results of a ring only add up if every device moved by the same amount.
     """
     wide = key.astype(jnp.float32)
-    visible = _visible_keys(masking, key.shape[2])
+    visible = visible_keys(masking, key.shape[2])
     if visible is None:
         mean = jnp.mean(wide, axis=2, keepdims=True)
     else:

@@ -9,6 +9,11 @@ sublanes, element by element, instead of across lanes, and the running maximum a
 instead of 128×block_query.
 
 The exponent: log2(e)·scale is folded into q beforehand, so that each score costs one exp2 and no multiplication.
+
+The kernel holds two forms of the softmax. The bounded form subtracts a number that is fixed before the first key:
+scores leave the matrix unit, go through exp2 and return to it. The exact form follows the running maximum, for which a
+whole block of scores waits: 9,979 bundles a tile instead of 6,490 on v6e (docs/design.md). Each block of queries takes
+the bounded form where the norms of its queries and of the longest key show it to be safe (`start_block`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from comfy_tpu.config import BlockSizes
-from comfy_tpu.kernels.masking import Band, Masking, as_bool_mask, key_bias
+from comfy_tpu.kernels.masking import Band, Masking, as_bool_mask, key_bias, visible_keys
 from comfy_tpu.kernels.tuning import LANES, block_sizes, vmem_limit
 
 # Finite values in place of -inf, in an order that makes rows without any visible key come out as sum 0 instead of NaN:
@@ -35,6 +40,15 @@ _FIRST_MAXIMUM = -2.5e38
 _LOWEST_BIAS = -1.0e38
 
 _SUBLANES = 8
+
+# The bounded form. Every score is at most the anchor + HEADROOM, and the largest score of a row at least the anchor -
+# DEPTH. So no weight is over 2⁴⁰, and the sums of 10⁶ of them with values up to 2⁶⁷ (1e20) are numbers; the largest
+# weight of a row is at least 2⁻⁸⁰, and weights down to 2⁻⁴⁶ of it are normal numbers in bfloat16 and float32.
+HEADROOM = 40.0
+DEPTH = 80.0
+_PROBED_KEYS = 128
+# The norms are of squares that were rounded to bfloat16: 2⁻⁹ off at most.
+_NORM_MARGIN = 1.01
 
 
 def splash_attention(
@@ -58,13 +72,9 @@ def splash_attention(
     tile = block_sizes(chip, queries, keys, max(head_dim, value_dim), blocks)
 
     query = fold_scale(query, scale)
-    # Whole lanes: zeros add nothing to a dot product, and the extra output columns are cut off again.
-    query = pad(query, tile.query, LANES)
-    key = pad(key, tile.key, LANES)
-    value = pad(value, tile.key, LANES)
-
     lengths = jnp.full((batch,), keys, jnp.int32)
     bias = None
+    largest_bias = jnp.zeros((batch,), jnp.float32)
     if masking.lengths is not None:
         lengths = jnp.clip(masking.lengths.astype(jnp.int32), 0, keys)
     if masking.keys is not None:
@@ -74,15 +84,25 @@ def splash_attention(
         lengths = jnp.minimum(lengths, last.astype(jnp.int32))
         added = key_bias(masking.keys)
         added = jnp.where(jnp.isneginf(added), HIDDEN, jnp.maximum(added * math.log2(math.e), _LOWEST_BIAS))
-        added = jnp.pad(added, ((0, 0), (0, key.shape[2] - keys)))
+        largest_bias = jnp.max(jnp.where(visible, added, HIDDEN), axis=1)
+        added = jnp.pad(added, ((0, 0), (0, -keys % tile.key)))
         # A column per key, filled to whole lanes: turning a row of lanes into a column inside the kernel is no TPU
         # instruction. 39 MB a sequence at 75,600 tokens.
         bias = jnp.broadcast_to(added[:, :, None], (*added.shape, LANES))
     offset = jnp.asarray(masking.offset, jnp.int32).reshape(1)
+    if masking.lengths is not None or masking.keys is not None:
+        value = zero_from(value, lengths)
+    longest = longest_key(key, visible_keys(masking, keys))
 
+    # Whole lanes: zeros add nothing to a dot product, and the extra output columns are cut off again.
+    query = pad(query, tile.query, LANES)
+    key = pad(key, tile.key, LANES)
+    value = pad(value, tile.key, LANES)
     out, logsumexp = _call(
         offset,
         lengths,
+        longest.reshape(-1),
+        largest_bias,
         query,
         key,
         value,
@@ -91,6 +111,7 @@ def splash_attention(
         band=masking.band,
         # Without any of these no score is ever hidden, and the kernel carries no code to hide it.
         may_hide=masking.lengths is not None or masking.keys is not None or key.shape[2] != keys,
+        has_float_bias=masking.keys is not None and masking.keys.dtype != jnp.bool_,
         vmem_limit_bytes=vmem_limit(chip),
         interpret=interpret,
         partial=partial,
@@ -104,6 +125,19 @@ def fold_scale(query: Array, scale: float) -> Array:
     return (query.astype(jnp.float32) * (scale * math.log2(math.e))).astype(query.dtype)
 
 
+def longest_key(key: Array, visible: Array | None) -> Array:
+    """[B, H, L, D], bool [B, L] -> float32 [B, H]: the largest Euclidean norm of a visible key."""
+    squares = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=3)
+    if visible is not None:
+        squares = jnp.where(visible[:, None], squares, 0.0)
+    return jnp.sqrt(jnp.max(squares, axis=2))
+
+
+def zero_from(value: Array, lengths: Array) -> Array:
+    """Values with zeros from each length on: a weight of 0 times NaN would be NaN."""
+    return jnp.where(jnp.arange(value.shape[2])[:, None] < lengths[:, None, None, None], value, 0)
+
+
 def pad(array: Array, rows: int, columns: int) -> Array:
     """[B, H, L, D] padded with zeros to multiples of `rows` and `columns`."""
     return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % rows), (0, -array.shape[3] % columns)))
@@ -112,6 +146,8 @@ def pad(array: Array, rows: int, columns: int) -> Array:
 def _call(
     offset: Array,
     lengths: Array,
+    longest: Array,
+    largest_bias: Array,
     query: Array,
     key: Array,
     value: Array,
@@ -120,6 +156,7 @@ def _call(
     tile: BlockSizes,
     band: Band,
     may_hide: bool,
+    has_float_bias: bool,
     vmem_limit_bytes: int,
     interpret: bool,
     partial: bool,
@@ -135,7 +172,7 @@ def _call(
 
     scores = batch * heads * queries * width * tile.key
 
-    def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array) -> Array:
+    def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array, *_: Array) -> Array:
         first, end = _block_range(i, offset[0], lengths[b], tile, band)
         # Steps past the end name the last block again: Pallas fetches a block only when its index changes.
         return jnp.clip(first + j, 0, jnp.maximum(end - 1, 0))
@@ -173,13 +210,15 @@ def _call(
         band=band,
         may_hide=may_hide or not band.is_full,
         has_bias=bias is not None,
+        has_float_bias=has_float_bias,
+        group=group,
         partial=partial,
     )
     results = pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=4,
             grid=(batch, heads, queries // tile.query, width),
             in_specs=in_specs,
             out_specs=out_specs,
@@ -198,7 +237,7 @@ def _call(
         ),
         interpret=interpret,
         name="comfy_tpu_splash",
-    )(offset, lengths, *operands)
+    )(offset, lengths, longest, largest_bias, *operands)
     return results[0], results[1] if partial else None
 
 
@@ -217,26 +256,29 @@ def _block_range(i: Array, offset: Array, length: Array, tile: BlockSizes, band:
 def _kernel(
     offset_ref: Any,
     lengths_ref: Any,
+    longest_ref: Any,
+    largest_bias_ref: Any,
     *refs: Any,
     tile: BlockSizes,
     band: Band,
     may_hide: bool,
     has_bias: bool,
+    has_float_bias: bool,
+    group: int,
     partial: bool,
 ) -> None:
     query_ref, key_ref, value_ref = refs[:3]
     bias_ref = refs[3] if has_bias else None
     out_ref = refs[3 + has_bias]
     logsumexp_ref = refs[4 + has_bias] if partial else None
-    state = refs[-3:]
+    state = State(*refs[-4:])
 
-    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    b, h, i, j = (pl.program_id(axis) for axis in range(4))
     offset, length = offset_ref[0], lengths_ref[b]
     first, end = _block_range(i, offset, length, tile, band)
     column = first + j
     top = offset + i * tile.query
     left = column * tile.key
-    pl.when(j == 0)(lambda: start_block(*state))
 
     def hide(scores: Array, start: int) -> Array:
         keys = left + start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
@@ -249,8 +291,22 @@ def _kernel(
                 shown &= distance <= band.right
         return jnp.where(shown, scores, HIDDEN)
 
+    @pl.when(j == 0)
+    def _start() -> None:
+        kv_head = b * (pl.num_programs(1) // group) + lax.div(h, group)
+        start_block(
+            query_ref,
+            key_ref,
+            bias_ref,
+            state,
+            longest=longest_ref[kv_head],
+            largest_bias=largest_bias_ref[b],
+            has_float_bias=has_float_bias,
+            hide=hide if may_hide else None,
+        )
+
     def visit(hiding: bool) -> None:
-        visit_block(query_ref, key_ref, value_ref, bias_ref, *state, tile=tile, hide=hide if hiding else None)
+        visit_block(query_ref, key_ref, value_ref, bias_ref, state, tile=tile, hide=hide if hiding else None)
 
     if may_hide:
         runs = column < end
@@ -265,23 +321,64 @@ def _kernel(
     else:
         visit(hiding=False)
 
-    pl.when(j == pl.num_programs(3) - 1)(lambda: finish_block(out_ref, logsumexp_ref, *state))
+    pl.when(j == pl.num_programs(3) - 1)(lambda: finish_block(out_ref, logsumexp_ref, state))
+
+
+class State(NamedTuple):
+    """Memory that a block of queries keeps from one block of keys to the next."""
+
+    is_bounded: Any
+    """int32 [1]: whether this block takes the bounded form."""
+    maximum: Any
+    """float32 [8, queries]: the running maximum, or the bounded form's anchor."""
+    weight: Any
+    """float32 [8, queries]"""
+    total: Any
+    """float32 [value_dim, queries]: the weighted sum of values."""
 
 
 def state_shapes(rows: int, value_dim: int) -> list[Any]:
-    """Running maximum, sum and weighted sum of a block of queries."""
+    """The memory of a State."""
     return [
+        pltpu.SMEM((1,), jnp.int32),
         pltpu.VMEM((_SUBLANES, rows), jnp.float32),
         pltpu.VMEM((_SUBLANES, rows), jnp.float32),
         pltpu.VMEM((value_dim, rows), jnp.float32),
     ]
 
 
-def start_block(maximum_ref: Any, sum_ref: Any, total_ref: Any) -> None:
-    """Sets the state of a block of queries before its first keys."""
-    maximum_ref[...] = jnp.full_like(maximum_ref, _FIRST_MAXIMUM)
-    sum_ref[...] = jnp.zeros_like(sum_ref)
-    total_ref[...] = jnp.zeros_like(total_ref)
+def start_block(
+    query_ref: Any,
+    key_ref: Any,
+    bias_ref: Any,
+    state: State,
+    *,
+    longest: Array,
+    largest_bias: Array | float,
+    has_float_bias: bool,
+    hide: Callable[[Array, int], Array] | None,
+) -> None:
+    """Sets the state of a block of queries before its first keys, and chooses the form.
+
+    |q|·|k| bounds a score from above and below (Cauchy and Schwarz), so the largest score of a row is in
+    [-|q|·longest, |q|·longest + largest_bias]. It is also no less than the row's scores with the first keys, which
+    narrows the range: a typical row may then have a bound over 100. The bounded form is safe where the range is at
+    most HEADROOM + DEPTH for every row: the anchor is HEADROOM below its upper end, or higher where a score was seen
+    there. A number that is not finite makes the comparison false, and the exact form carries it to the result.
+    """
+    state.weight[...] = jnp.zeros_like(state.weight)
+    state.total[...] = jnp.zeros_like(state.total)
+    squares = jnp.square(query_ref[...].astype(jnp.float32)).astype(query_ref.dtype)
+    norm = jnp.sqrt(_dot(jnp.ones((_SUBLANES, squares.shape[1]), squares.dtype), squares, 1, 1))
+    reach = norm * (longest * _NORM_MARGIN)
+    scores = _scores(query_ref, key_ref, bias_ref, slice(0, _PROBED_KEYS), hide)
+    lowest = jnp.max(scores, axis=0, keepdims=True)
+    # A row may see none of the first keys. With a float bias, the keys that it sees may have any.
+    lowest = jnp.broadcast_to(lowest, reach.shape) if has_float_bias else jnp.maximum(lowest, -reach)
+    highest = reach + largest_bias
+    is_safe = jnp.min((highest - lowest <= HEADROOM + DEPTH).astype(jnp.float32)) > 0.0
+    state.is_bounded[0] = is_safe.astype(jnp.int32)
+    state.maximum[...] = jnp.where(is_safe, jnp.maximum(lowest, highest - HEADROOM), _FIRST_MAXIMUM)
 
 
 def visit_block(
@@ -289,53 +386,68 @@ def visit_block(
     key_ref: Any,
     value_ref: Any,
     bias_ref: Any,
-    maximum_ref: Any,
-    sum_ref: Any,
-    total_ref: Any,
+    state: State,
     *,
     tile: BlockSizes,
     hide: Callable[[Array, int], Array] | None,
 ) -> None:
     """Adds a block of keys to the state. `hide`: (scores, first row of the block) -> scores with hidden ones."""
+    is_bounded = state.is_bounded[0] == 1
+    for form, chosen in ((_add_bounded, is_bounded), (_add_exact, jnp.logical_not(is_bounded))):
+
+        @pl.when(chosen)
+        def _visit(form: Any = form) -> None:
+            for step in range(tile.key // tile.key_compute):
+                rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
+                form(_scores(query_ref, key_ref, bias_ref, rows, hide), value_ref.at[rows], state)
+
+
+def _add_bounded(scores: Array, value_ref: Any, state: State) -> None:
+    weights = jnp.exp2(scores - state.maximum[:1])
+    state.weight[...] += jnp.sum(weights, axis=0, keepdims=True)
+    state.total[...] += _dot(value_ref[...], weights.astype(value_ref.dtype), 0, 0)
+
+
+def _add_exact(scores: Array, value_ref: Any, state: State) -> None:
+    before = state.maximum[...]
+    after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
+    weights = jnp.exp2(scores - after[:1])
+    shrink = jnp.exp2(before - after)
+    state.maximum[...] = after
+    state.weight[...] = shrink * state.weight[...] + jnp.sum(weights, axis=0, keepdims=True)
+    state.total[...] = shrink[:1] * state.total[...] + _dot(value_ref[...], weights.astype(value_ref.dtype), 0, 0)
+
+
+def _scores(
+    query_ref: Any, key_ref: Any, bias_ref: Any, rows: slice, hide: Callable[[Array, int], Array] | None
+) -> Array:
+    """Scores of all queries with some keys of the block, [keys, queries]."""
+    scores = _dot(key_ref[rows, :], query_ref[...], 1, 1)
+    if bias_ref is not None:
+        scores += jnp.tile(bias_ref[rows, :], (1, scores.shape[1] // LANES))
+    return scores if hide is None else hide(scores, rows.start)
+
+
+def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
     # float32 stays float32: the MXU's default would round both sides to bfloat16.
-    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else lax.Precision.DEFAULT
-    for step in range(tile.key // tile.key_compute):
-        rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
-        scores = lax.dot_general(
-            key_ref[rows, :],
-            query_ref[...],
-            (((1,), (1,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        if bias_ref is not None:
-            scores += jnp.tile(bias_ref[rows, :], (1, tile.query // LANES))
-        if hide is not None:
-            scores = hide(scores, rows.start)
-        before = maximum_ref[...]
-        after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
-        weights = jnp.exp2(scores - after[:1])
-        shrink = jnp.exp2(before - after)
-        maximum_ref[...] = after
-        sum_ref[...] = shrink * sum_ref[...] + jnp.sum(weights, axis=0, keepdims=True)
-        product = lax.dot_general(
-            value_ref[rows, :],
-            weights.astype(value_ref.dtype),
-            (((0,), (0,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        total_ref[...] = shrink[:1] * total_ref[...] + product
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        left,
+        right,
+        (((left_axis,), (right_axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
-def finish_block(out_ref: Any, logsumexp_ref: Any, maximum_ref: Any, sum_ref: Any, total_ref: Any) -> None:
+def finish_block(out_ref: Any, logsumexp_ref: Any, state: State) -> None:
     """Writes the result of a block of queries after its last keys."""
-    weight = sum_ref[:1]
+    weight = state.weight[:1]
     # No visible key: torch returns zeros, and a ring merges the row with weight 0. Not `weight > 0`, which is also
     # false for NaN.
     empty = weight == 0.0
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
-    out_ref[...] = jnp.transpose(total_ref[...] * inverse).astype(out_ref.dtype)
+    out_ref[...] = jnp.transpose(state.total[...] * inverse).astype(out_ref.dtype)
     if logsumexp_ref is not None:
-        natural = math.log(2.0) * (maximum_ref[:1] + jnp.log2(jnp.where(empty, 1.0, weight)))
+        natural = math.log(2.0) * (state.maximum[:1] + jnp.log2(jnp.where(empty, 1.0, weight)))
         logsumexp_ref[...] = jnp.where(empty, -jnp.inf, natural)

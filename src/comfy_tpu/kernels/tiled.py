@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from comfy_tpu.config import BlockSizes
-from comfy_tpu.kernels import chunked, splash
+from comfy_tpu.kernels import chunked, masking, splash
 from comfy_tpu.kernels.masking import Masking
 from comfy_tpu.kernels.tuning import LANES, MIB, vmem_limit
 from comfy_tpu.kernels.windows import TileSchedule
@@ -93,6 +93,7 @@ def splash_tiles(
     tokens, rows, tiles = schedule.tokens, schedule.rows(LANES), len(schedule.neighbours)
     text_blocks = -(-(total - tokens) // rows)
     query = splash.fold_scale(query, scale)
+    value = value if lengths is None else splash.zero_from(value, lengths)
 
     def blocks(array: Array, with_text: bool) -> Array:
         made = _to_tiles(array, schedule, rows).reshape(batch, array.shape[1], tiles * rows, -1)
@@ -112,6 +113,7 @@ def splash_tiles(
     out = _call(
         jnp.asarray(table.reshape(-1)),
         counts.astype(jnp.int32).reshape(-1),
+        splash.longest_key(key, masking.visible_keys(Masking(lengths=lengths), total)).reshape(-1),
         blocks(query, False),
         blocks(key, True),
         blocks(value, True),
@@ -154,6 +156,7 @@ def _from_tiles(array: Array, schedule: TileSchedule, multiple: int = 1) -> Arra
 def _call(
     table: Array,
     counts: Array,
+    longest: Array,
     query: Array,
     key: Array,
     value: Array,
@@ -165,7 +168,7 @@ def _call(
     interpret: bool,
 ) -> Array:
     """`table`: the key blocks of each query block, `width` each; `counts`: keys of each block that are not hidden, by
-    batch and block."""
+    batch and block; `longest`: the norm of the longest key, by batch and head."""
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     group, key_blocks = heads // kv_heads, keys // rows
@@ -175,34 +178,48 @@ def _call(
     def query_index(b: Array, h: Array, i: Array, j: Array, *_: Array) -> tuple[Array | int, ...]:
         return b, h, i, 0
 
-    def key_index(b: Array, h: Array, i: Array, j: Array, table: Array, counts: Array) -> tuple[Array | int, ...]:
+    def key_index(b: Array, h: Array, i: Array, j: Array, table: Array, *_: Array) -> tuple[Array | int, ...]:
         return b, lax.div(h, group), table[i * width + j], 0
 
-    def kernel(table_ref: Any, counts_ref: Any, query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any) -> None:
-        out_ref, *state = refs
-        b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-        pl.when(j == 0)(lambda: splash.start_block(*state))
+    def kernel(
+        table_ref: Any, counts_ref: Any, longest_ref: Any, query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any
+    ) -> None:
+        out_ref, state = refs[0], splash.State(*refs[1:])
+        b, h, i, j = (pl.program_id(axis) for axis in range(4))
+        count = counts_ref[b * key_blocks + table_ref[i * width + j]]
 
         def hide(limit: Array, scores: Array, start: int) -> Array:
             shown = start + lax.broadcasted_iota(jnp.int32, scores.shape, 0) < limit
             return jnp.where(shown, scores, splash.HIDDEN)
 
         def visit(hide: Any) -> None:
-            splash.visit_block(query_ref, key_ref, value_ref, None, *state, tile=tile, hide=hide)
+            splash.visit_block(query_ref, key_ref, value_ref, None, state, tile=tile, hide=hide)
+
+        @pl.when(j == 0)
+        def _start() -> None:
+            splash.start_block(
+                query_ref,
+                key_ref,
+                None,
+                state,
+                longest=longest_ref[b * kv_heads + lax.div(h, group)],
+                largest_bias=0.0,
+                has_float_bias=False,
+                hide=functools.partial(hide, count) if may_hide else None,
+            )
 
         if may_hide:
-            count = counts_ref[b * key_blocks + table_ref[i * width + j]]
             pl.when((count > 0) & (count < rows))(functools.partial(visit, functools.partial(hide, count)))
             pl.when(count == rows)(functools.partial(visit, None))
         else:
             visit(None)
-        pl.when(j == pl.num_programs(3) - 1)(lambda: splash.finish_block(out_ref, None, *state))
+        pl.when(j == pl.num_programs(3) - 1)(lambda: splash.finish_block(out_ref, None, state))
 
     made: Array = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, queries, value_dim), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(batch, heads, queries // rows, width),
             in_specs=[
                 pl.BlockSpec((None, None, rows, head_dim), query_index),
@@ -224,7 +241,7 @@ def _call(
         ),
         interpret=interpret,
         name="comfy_tpu_splash_tiles",
-    )(table, counts, query, key, value)
+    )(table, counts, longest, query, key, value)
     return made
 
 

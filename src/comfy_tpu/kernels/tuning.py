@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
 
 from comfy_tpu.config import BlockSizes
 from comfy_tpu.errors import InvalidValueError
@@ -45,12 +49,20 @@ that a user tries, beyond the compiler's default of 16 or 32 MiB. The rest is le
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
 
-TABLE: dict[TuningKey, BlockSizes] = {
-    TuningKey(chip, length, head_dim): _WIDE_HEADS if head_dim <= 512 else _WIDEST_HEADS
-    for chip in VMEM_LIMIT
-    for length in LENGTHS
-    for head_dim in range(256, 1024 + LANES, LANES)
-}
+TABLE_FILE = Path(__file__).with_name("tiles.json")
+"""The tuned table; it says what made it. `python -m tools.tune_attention` writes it."""
+
+
+@functools.cache
+def tuned_tiles() -> Mapping[TuningKey, BlockSizes]:
+    """The tiles of TABLE_FILE."""
+    rows = json.loads(TABLE_FILE.read_text(encoding="utf-8"))["tiles"]
+    return {TuningKey(row["chip"], row["length"], row["head_dim"]): BlockSizes(*row["tile"]) for row in rows}
+
+
+def untuned_tile(head_dim: int) -> BlockSizes:
+    """The tile where the table has none."""
+    return DEFAULT if head_dim <= LANES else _WIDE_HEADS if head_dim <= 512 else _WIDEST_HEADS
 
 
 def vmem_limit(chip: str) -> int:
@@ -62,7 +74,8 @@ def block_sizes(chip: str, queries: int, keys: int, head_dim: int, chosen: Block
     if chosen is None:
         longest = max(queries, keys)
         length = next(bucket for bucket in LENGTHS if longest <= bucket)
-        chosen = TABLE.get(TuningKey(chip, length, _round_up(head_dim, LANES)), DEFAULT)
+        head_dim = _round_up(head_dim, LANES)
+        chosen = tuned_tiles().get(TuningKey(chip, length, head_dim)) or untuned_tile(head_dim)
     else:
         check_blocks(chosen)
     steps = chosen.key // chosen.key_compute
@@ -82,9 +95,15 @@ def check_blocks(chosen: BlockSizes) -> None:
 
 
 def _fit(block: int, length: int, multiple: int) -> int:
-    """As many tiles as `block` needs, of equal size: 4,099 tokens take 3 tiles of 1408, not 3 of 2048."""
-    tiles = -(-length // block)
-    return _round_up(-(-length // tiles), multiple)
+    """The size of equal tiles, of at most `block` rounded up, that cover the length at the least cost.
+
+    A tile costs as much as 128 rows beside its own, for what the schedule cannot overlap at its ends: 4,099 tokens take
+    3 tiles of 1408, not 3 of 2048, and 33,390 take 19 of 1792 rather than 17 of 2048, which are 768 more.
+    """
+    fewest = -(-length // block)
+    counts = range(fewest, fewest + min(fewest // 2, 16) + 1)
+    sizes = {count: _round_up(-(-length // count), multiple) for count in counts}
+    return sizes[min(counts, key=lambda count: count * (sizes[count] + LANES))]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -183,9 +183,11 @@ def fits(nbytes: int, chip: Chip) -> bool:
 
 
 def pad_length(length: int, step: int) -> int:
-    """A length as splash pads it: the fewest tiles that it needs, of equal size."""
-    tiles = -(-length // _TILE)
-    return tiles * -(-length // (tiles * step)) * step
+    """A length as splash pads it (kernels/tuning.py): equal tiles, each counted as `_LANES` rows more."""
+    fewest = -(-length // _TILE)
+    counts = range(fewest, fewest + min(fewest // 2, 16) + 1)
+    padded = {count: count * -(-length // (count * step)) * step for count in counts}
+    return padded[min(padded, key=lambda count: padded[count] + count * _LANES)]
 
 
 class _Share:

@@ -1,0 +1,167 @@
+"""Both forms of the splash kernel's softmax are right, and a block of queries takes one that is safe for it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from comfy_tpu.config import AttentionConfig, BlockSizes
+from comfy_tpu.kernels import attention, splash
+from tests.kernels.attention_reference import Case, relative_error, run
+
+CONFIG = AttentionConfig(
+    implementation="splash", smooth_keys=False, block_sizes=BlockSizes(query=128, key=256, key_compute=128)
+)
+
+
+BOUNDED = (
+    "random",
+    "bound far above the largest score",
+    "every score is the lowest that the bound allows",
+    "all keys equal",
+    "the largest score comes last",
+)
+EXACT = ("one huge key", "scores over 2^100", "squares over float32", "all keys equal and long")
+
+
+def set_inputs(kind: str, query: np.ndarray, key: np.ndarray) -> None:
+    """Changes the queries and keys of one head, [L, D] each."""
+    rng = np.random.default_rng(1)
+    drawn = rng.standard_normal(query.shape[1], np.float32)
+    direction = drawn / np.linalg.norm(drawn)
+    if kind == "bound far above the largest score":
+        # |q|·|k| is about 110 powers of two, and scores are far below it.
+        query *= 14.0 / np.linalg.norm(query, axis=-1, keepdims=True)
+        key -= 1.0
+        key *= 5.4 / np.linalg.norm(key, axis=-1, keepdims=True)
+    elif kind == "every score is the lowest that the bound allows":
+        query[...] = 6.0 * direction
+        key[...] = -6.5 * direction + 0.05 * rng.standard_normal(key.shape, np.float32)
+    elif kind == "all keys equal":
+        key[...] = 6.0 * direction
+    elif kind == "all keys equal and long":
+        key[...] = 600.0 * direction
+    elif kind == "the largest score comes last":
+        query[...] = 7.0 * direction
+        key[...] = (7.0 * np.linspace(-1, 1, len(key), dtype=np.float32))[:, None] * direction
+    elif kind == "one huge key":
+        key[200] *= 1e4
+    elif kind == "scores over 2^100":
+        query *= 2.0**50
+        key *= 2.0**52
+    elif kind == "squares over float32":
+        query[5] *= 2.0**70
+
+
+@dataclasses.dataclass(frozen=True)
+class Adversarial(Case):
+    """A head of each kind."""
+
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    queries: int = 150
+    keys: int = 300
+    kinds: tuple[str, ...] = ("random", "random")
+
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        arrays = super().inputs(seed)
+        for head, kind in enumerate(self.kinds):
+            set_inputs(kind, arrays["query"][0, head], arrays["key"][0, head])
+        return arrays
+
+
+ALL = Adversarial(heads=9, kv_heads=9, scale=1.0, kinds=(*BOUNDED, *EXACT))
+
+
+def exact_heads(case: Case, monkeypatch: pytest.MonkeyPatch, config: AttentionConfig = CONFIG) -> list[bool]:
+    """Whether any block of each head took the exact form: here it adds NaN."""
+
+    def add_nan(scores: jax.Array, value_ref: Any, state: splash.State) -> None:
+        state.total[...] = jnp.full_like(state.total, jnp.nan)
+        state.weight[...] = jnp.ones_like(state.weight)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(splash, "_add_exact", add_nan)
+        inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
+        call = jax.jit(lambda arrays: attention(**arrays, placement=None, config=config, **case.options()))
+        return np.isnan(np.asarray(call(inputs))).any(axis=(0, 2, 3)).tolist()
+
+
+def test_exact_form_for_the_heads_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exact_heads(ALL, monkeypatch) == [False] * len(BOUNDED) + [True] * len(EXACT)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("depth", [splash.DEPTH, -math.inf], ids=["default", "exact"])
+def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splash, "DEPTH", depth)
+    got, expected = run(ALL, CONFIG, dtype=dtype)
+    for head, kind in enumerate(ALL.kinds):
+        error = relative_error(got[:, head], expected[:, head])
+        assert error <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
+
+
+class NanPadding(Adversarial):
+    """Keys and values that a length hides are NaN, in the block of visible ones too."""
+
+    def expected(self, inputs: dict[str, Any]) -> np.ndarray:
+        clean = {name: jnp.nan_to_num(inputs[name], nan=0.0) for name in ("query", "key", "value")}
+        return super().expected({**inputs, **clean})
+
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        arrays = super().inputs(seed)
+        assert self.lengths is not None
+        for name in ("key", "value"):
+            arrays[name][:, :, self.lengths[0] :] = np.nan
+        return arrays
+
+
+@pytest.mark.parametrize("depth", [splash.DEPTH, -math.inf], ids=["bounded", "exact"])
+def test_nan_in_hidden_padding(depth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splash, "DEPTH", depth)
+    config = dataclasses.replace(CONFIG, smooth_keys=True)
+    case = NanPadding(lengths=(170,))
+    assert relative_error(*run(case, config)) <= 1e-5
+    assert exact_heads(case, monkeypatch, config) == [depth < 0] * 2
+
+
+HIDING: dict[str, dict[str, Any]] = {
+    "rows without keys": {"queries": 400, "keys": 130, "window": (5, 3)},
+    "key mask": {"mask": (1, 1, 1, 300)},
+    "float key mask": {"mask": (1, 1, 1, 300), "mask_kind": "float"},
+    "causal": {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("options", HIDING.values(), ids=HIDING)
+def test_bounded_form_with_hidden_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Adversarial(**options)
+    assert exact_heads(case, monkeypatch) == [False, False]
+    got, expected = run(case, CONFIG)
+    assert np.abs(got - expected).max() <= 1e-5 * max(np.abs(expected).max(), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeBias(Adversarial):
+    """The first keys, by which the form is chosen, have a bias far above the others, or far below."""
+
+    mask: tuple[int, ...] | None = (1, 1, 1, 300)
+    mask_kind: str = "float"
+    bias: float = 0.0
+
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        arrays = super().inputs(seed)
+        arrays["mask"][...] = 0.0
+        arrays["mask"][..., :140] = self.bias
+        return arrays
+
+
+@pytest.mark.parametrize(("bias", "is_exact"), [(300.0, False), (-300.0, True)])
+def test_large_bias(bias: float, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exact_heads(LargeBias(bias=bias), monkeypatch) == [is_exact, is_exact]
+    assert relative_error(*run(LargeBias(bias=bias), CONFIG)) <= 1e-5

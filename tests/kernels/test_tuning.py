@@ -1,0 +1,77 @@
+"""The table of tiles, and the tool that makes it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from comfy_tpu.config import BlockSizes
+from comfy_tpu.kernels import tuning
+from tools.tune_attention.__main__ import choose_tiles, count_bundles
+from tools.tune_attention.kernel_schedule import describe_kernel, parse_regions
+
+# The splash kernel for v6e with tiles of 512, head size 128, bfloat16, by libtpu 0.0.51. Of the listing only the lines
+# with the ends of regions are kept.
+SAMPLE = Path(__file__).parent / "samples" / "splash-v6e-512.json.gz"
+ROWS = json.loads(tuning.TABLE_FILE.read_text(encoding="utf-8"))
+
+
+def test_table_says_what_made_it() -> None:
+    made_by = ROWS["made_by"]
+    assert made_by["command"].startswith("python -m tools.tune_attention")
+    assert all(name.startswith("libtpu ") for name in made_by["compilers"])
+    assert "nothing ran on a TPU" in made_by["note"]
+
+
+def test_every_tile_is_possible_and_fits() -> None:
+    for row in ROWS["tiles"]:
+        tuning.check_blocks(BlockSizes(*row["tile"]))
+        assert 0 < row["vmem_bytes"] <= tuning.vmem_limit(row["chip"]), row
+        assert row["length"] in tuning.LENGTHS
+        assert row["head_dim"] % tuning.LANES == 0
+    assert len(tuning.tuned_tiles()) == len(ROWS["tiles"]), "no key twice"
+
+
+@pytest.mark.parametrize("chip", tuning.VMEM_LIMIT)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_usual_heads_are_tuned_for_every_chip(chip: str, head_dim: int) -> None:
+    for length in tuning.LENGTHS:
+        row = next(row for row in ROWS["tiles"] if (row["chip"], row["length"]) == (chip, length))
+        tokens = min(length, 118_800)
+        tile = tuning.block_sizes(chip, tokens, tokens, head_dim, None)
+        assert tile.query <= row["tile"][0]
+        assert tile.key <= row["tile"][1]
+
+
+def test_a_callers_tile_goes_before_the_table() -> None:
+    assert tuning.block_sizes("v6e", 8192, 8192, 128, BlockSizes(256, 512, 128)) == BlockSizes(256, 512, 128)
+
+
+@pytest.mark.parametrize(("length", "size"), [(2048, 2048), (4099, 1408), (33_390, 1792), (75_600, 2048), (5, 128)])
+def test_equal_tiles_that_pad_little(length: int, size: int) -> None:
+    assert tuning.block_sizes("cpu", length, 2048, 128, None).query == size
+
+
+def test_parts_of_a_recorded_schedule() -> None:
+    sample = json.loads(gzip.decompress(SAMPLE.read_bytes()))
+    parts = describe_kernel(parse_regions(sample["listing"], sample["slots"]))
+    assert (parts["bounded"]["bundles"], parts["exact"]["bundles"]) == (723, 905)
+    assert (parts["bounded"]["bound"], parts["bounded"]["bound_bundles"]) == ("VPOP", 336)
+    assert parts["exact"]["percent"]["VSTORE:SPILL"] == 21
+    assert (parts["start_bundles"], parts["finish_bundles"], parts["step_bundles"]) == (259, 125, 51)
+    with pytest.raises(ValueError, match="expected two forms"):
+        describe_kernel(parse_regions("0x0 : {} /* Start region 1 */\n0x1 : {} /* End region 1 */", sample["slots"]))
+
+
+def test_the_tile_with_the_fewest_bundles_is_chosen() -> None:
+    common = {"chip": "v6e", "head_dim": 128, "start_bundles": 100, "finish_bundles": 100, "step_bundles": 50}
+    default = {**common, "tile": [2048, 2048, 1024], "bounded": {"bundles": 6000}, "vmem_bytes": 1}
+    small = {**common, "tile": [1024, 1024, 512], "bounded": {"bundles": 1200}, "vmem_bytes": 1}
+    large = {**common, "tile": [4096, 2048, 512], "bounded": {"bundles": 9000}, "vmem_bytes": 1 << 30}
+    refused = {"chip": "v6e", "head_dim": 128, "tile": [8192, 8192, 1024], "error": "exceeded VMEM"}
+    assert count_bundles(default, "v6e", 128, 4096) == 2 * (200 + 2 * 6050)
+    chosen = choose_tiles([default, small, large, refused])
+    assert [row["tile"] for row in chosen] == [[1024, 1024, 512]] * len(tuning.LENGTHS)
+    close = {**small, "bounded": {"bundles": 1470}}
+    assert [row["tile"] for row in choose_tiles([default, close])][-1] == [2048, 2048, 1024], "no gain over noise"

@@ -1,0 +1,208 @@
+"""The static schedule of the splash kernel by libtpu, with no TPU: `measure` one tile for one chip.
+
+One bundle is one cycle unless the hardware waits for memory. Nothing runs on a TPU, and such waits are not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.config import BlockSizes
+
+TOPOLOGIES = {
+    "v5e": ("v5litepod-8", "v5e:2x4"),
+    "v5p": ("v5p-8", "v5p:2x2x1"),
+    "v6e": ("v6e-8", "v6e:2x4"),
+    "v7x": ("tpu7x-8", "tpu7x:2x2x1"),
+}
+"""The accelerator type and the topology by which libtpu knows each chip."""
+
+_LENGTH = 65_536
+_HEADS = 4
+_LEAST_REGION = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Bundles first … last of the listing, and the slots of each unit that they use."""
+
+    first: int
+    last: int
+    slots: dict[str, int]
+    capacity: dict[str, int]
+
+    @property
+    def bundles(self) -> int:
+        return self.last - self.first + 1
+
+    def report(self) -> dict[str, Any]:
+        """Bundles, the unit that bounds them, and how full each unit is in percent. Fills and spills are shares of the
+        slots that load and store."""
+        needed = {unit: -(-count // self.capacity[unit]) for unit, count in self.slots.items()}
+        bound = max(needed, key=lambda unit: needed[unit])
+        percent = {unit: round(100 * count / self.bundles) for unit, count in needed.items()}
+        return {"bundles": self.bundles, "bound": bound, "bound_bundles": needed[bound], "percent": percent}
+
+
+def parse_slots(text: str) -> tuple[list[str], list[int], list[list[int]]]:
+    """Units, their slots in a bundle, and the slots that each bundle uses."""
+    units: list[str] = []
+    capacity: list[int] = []
+    rows: list[list[int]] = []
+    part = ""
+    for line in text.splitlines():
+        if line.startswith("=="):
+            part = line
+        elif "CAPAC" in part and line[:1].isalpha():
+            units = [name.strip() for name in line.split(",")]
+        elif "CAPAC" in part and line.strip():
+            capacity = [int(word) for word in line.split()]
+        elif "UTIL" in part and line.strip():
+            rows.append([int(word) for word in line.split()])
+    return units, capacity, rows
+
+
+def parse_regions(listing: str, slots: str) -> list[Region]:
+    """The regions of a program, outer before inner."""
+    units, capacity, rows = parse_slots(slots)
+    starts: dict[str, int] = {}
+    found: set[tuple[int, int]] = set()
+    bundle = -1
+    for line in listing.splitlines():
+        if match := re.match(r"\s*0x([0-9a-f]+)\s", line):
+            bundle = int(match[1], 16)
+        for kind, number in re.findall(r"(Start|End) region (\d+)", line):
+            if kind == "Start":
+                starts[number] = bundle
+            elif number in starts:
+                found.add((starts[number], bundle))
+    made = []
+    for first, last in sorted(found, key=lambda ends: (ends[0], -ends[1])):
+        used = [sum(column) for column in zip(*rows[first : last + 1], strict=True)]
+        named = dict(zip(units, used, strict=True))
+        made.append(Region(first, last, named, dict(zip(units, capacity, strict=True))))
+    return made
+
+
+def describe_kernel(regions: list[Region]) -> dict[str, Any]:
+    """The parts of the splash kernel: both forms of a tile, the start and the end of a block of queries, and what
+    every step of the grid costs besides.
+
+    Raises ValueError where the regions are not those of the kernel.
+    """
+    large = [region for region in regions if region.bundles >= _LEAST_REGION]
+    leaves = [
+        region
+        for region in large
+        if not any(other is not region and region.first <= other.first and other.last <= region.last for other in large)
+    ]
+    leaves.sort(key=lambda region: region.slots["MATMUL"], reverse=True)
+    if len(leaves) < 4 or not leaves[2].slots["MATMUL"]:
+        raise ValueError(f"expected two forms, a start and an end, got {len(leaves)} regions")
+    # The exact form finds maxima and scales sums anew: more vector instructions.
+    bounded, exact = sorted(leaves[:2], key=lambda region: region.slots["VALU"])
+    start = leaves[2]
+    finish = max((leaf for leaf in leaves[3:] if leaf.first > bounded.last), key=lambda leaf: leaf.slots["XLU"])
+    body = min(
+        (region for region in large if region.first <= start.first and region.last >= finish.last),
+        key=lambda region: region.bundles,
+    )
+    parts = start.bundles + bounded.bundles + exact.bundles + finish.bundles
+    return {
+        "bounded": bounded.report(),
+        "exact": exact.report(),
+        "start_bundles": start.bundles,
+        "finish_bundles": finish.bundles,
+        "step_bundles": body.bundles - parts,
+    }
+
+
+def measure(chip: str, head_dim: int, tile: BlockSizes, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Compiles the kernel in a process of its own, and reads its schedule. "error" holds what the compiler refused."""
+    accelerator, topology = TOPOLOGIES[chip]
+    with tempfile.TemporaryDirectory() as directory:
+        flags = (
+            f"--xla_jf_dump_to={directory}",
+            "--xla_jf_dump_llo_text=true",
+            "--xla_jf_dump_llo_pass_label_regex=.*final_(bundles|hlo-static).*",
+        )
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": accelerator,
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "LIBTPU_INIT_ARGS": " ".join(flags),
+        }
+        request = json.dumps([chip, topology, head_dim, dataclasses.astuple(tile), dtype])
+        command = [sys.executable, "-m", "tools.tune_attention.kernel_schedule", request, *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": _last_line(done.stderr)}
+        report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        files = {}
+        for path in Path(directory).iterdir():
+            if match := re.match(r"\d+-comfy_tpu_splash\S*-\d+-(final_bundles|final_hlo-static\S*)\.txt$", path.name):
+                files[match[1][:11]] = path.read_text(encoding="utf-8", errors="replace")
+    return report | describe_kernel(parse_regions(files["final_bundl"], files["final_hlo-s"]))
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line or "exceeded" in line), lines[-1])[:300]
+
+
+def _compile(chip: str, topology: str, head_dim: int, tile: list[int], dtype: str) -> dict[str, Any]:
+    import importlib.metadata
+
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    from comfy_tpu.kernels.masking import Masking
+    from comfy_tpu.kernels.splash import splash_attention
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    blocks = BlockSizes(*tile)
+    lengths = [-(-_LENGTH // side) * side for side in (blocks.query, blocks.key)]
+    query, key = (
+        jax.ShapeDtypeStruct((1, _HEADS, length, head_dim), jnp.dtype(dtype), sharding=SingleDeviceSharding(devices[0]))
+        for length in lengths
+    )
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return splash_attention(
+            query,
+            key,
+            value,
+            Masking(),
+            scale=head_dim**-0.5,
+            chip=chip,
+            blocks=blocks,
+            interpret=False,
+            partial=False,
+        )[0]
+
+    compiled = jax.jit(call).trace(query, key, key).lower(lowering_platforms=("tpu",)).compile()
+    (kernel,) = [line for line in compiled.as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    used = re.search(r'"used_scoped_memory_configs":\[{"memory_space":"1","offset":"\d+","size":"(\d+)"', kernel)
+    return {
+        "vmem_bytes": int(used[1]) if used else 0,
+        "libtpu": importlib.metadata.version("libtpu"),
+        "jax": jax.__version__,
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_compile(*json.loads(sys.argv[1]))) + "\n")
