@@ -2,14 +2,16 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from comfy_tpu.config import BlockSizes
 from comfy_tpu.kernels import tuning
+from comfy_tpu.planning.schedule_files import parse_schedule
 from tools.tune_attention.__main__ import choose_tiles, count_bundles
-from tools.tune_attention.kernel_schedule import describe_kernel, parse_regions
+from tools.tune_attention.kernel_schedule import describe_kernel
 
 # The splash kernel for v6e with tiles of 512, head size 128, bfloat16, by libtpu 0.0.51. Of the listing only the lines
 # with the ends of regions are kept.
@@ -53,15 +55,28 @@ def test_equal_tiles_that_pad_little(length: int, size: int) -> None:
     assert tuning.block_sizes("cpu", length, 2048, 128, None).query == size
 
 
+def complete_listing(kept: str) -> str:
+    """The kept lines, and empty bundles between them."""
+    lines, bundles = [], 0
+    for line in kept.splitlines():
+        if match := re.match(r"\s*0x([0-9a-f]+)\s", line):
+            lines += [f"0x{number:x} : {{}}" for number in range(bundles, int(match[1], 16))]
+            bundles = int(match[1], 16) + 1
+        lines.append(line)
+    lines += [f"0x{number:x} : {{}}" for number in range(bundles, bundles + 2)]  # after the last region
+    return "\n".join(lines)
+
+
 def test_parts_of_a_recorded_schedule() -> None:
     sample = json.loads(gzip.decompress(SAMPLE.read_bytes()))
-    parts = describe_kernel(parse_regions(sample["listing"], sample["slots"]))
+    regions = parse_schedule("splash", complete_listing(sample["listing"]), sample["slots"]).regions
+    parts = describe_kernel(regions)
     assert (parts["bounded"]["bundles"], parts["exact"]["bundles"]) == (723, 905)
     assert (parts["bounded"]["bound"], parts["bounded"]["bound_bundles"]) == ("VPOP", 336)
     assert parts["exact"]["percent"]["VSTORE:SPILL"] == 21
     assert (parts["start_bundles"], parts["finish_bundles"], parts["step_bundles"]) == (259, 125, 51)
     with pytest.raises(ValueError, match="expected two forms"):
-        describe_kernel(parse_regions("0x0 : {} /* Start region 1 */\n0x1 : {} /* End region 1 */", sample["slots"]))
+        describe_kernel(regions[:1])
 
 
 def test_the_tile_with_the_fewest_bundles_is_chosen() -> None:

@@ -36,7 +36,7 @@ def test_wan_14b_at_720p():
     assert best.attention_flops / best.flops == pytest.approx(0.72, abs=0.01)
     seed = estimate(work, MeshSizes(dp=2, tp=4), V6E_8)
     assert best.sent_bytes <= 0.4 * seed.sent_bytes
-    # Measured by the seed's authors on that layout: 4.60 s, and 1.37 s at 480P, with a kernel that kept a running maximum.
+    # Measured by the seed's authors on that layout with a kernel that kept a running maximum: 4.60 s, 1.37 s at 480P.
     theirs = dataclasses.replace(V6E_8, chip=dataclasses.replace(V6E_8.chip, attention_fraction=0.41))
     seed = estimate(work, MeshSizes(dp=2, tp=4), theirs)
     assert seed.step_seconds == pytest.approx(4.60, rel=0.05)

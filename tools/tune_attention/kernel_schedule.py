@@ -12,10 +12,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import BlockSizes
+from comfy_tpu.planning.schedule_files import Region, list_programs, make_dump_flags, read_schedules
+from comfy_tpu.planning.worker import make_environment
 
 TOPOLOGIES = {
     "v5e": ("v5litepod-8", "v5e:2x4"),
@@ -30,69 +33,15 @@ _HEADS = 4
 _LEAST_REGION = 100
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Bundles first … last of the listing, and the slots of each unit that they use."""
-
-    first: int
-    last: int
-    slots: dict[str, int]
-    capacity: dict[str, int]
-
-    @property
-    def bundles(self) -> int:
-        return self.last - self.first + 1
-
-    def report(self) -> dict[str, Any]:
-        """Bundles, the unit that bounds them, and how full each unit is in percent. Fills and spills are shares of the
-        slots that load and store."""
-        needed = {unit: -(-count // self.capacity[unit]) for unit, count in self.slots.items()}
-        bound = max(needed, key=lambda unit: needed[unit])
-        percent = {unit: round(100 * count / self.bundles) for unit, count in needed.items()}
-        return {"bundles": self.bundles, "bound": bound, "bound_bundles": needed[bound], "percent": percent}
+def report(region: Region) -> dict[str, Any]:
+    """Bundles, the unit that bounds them, and how full each unit is in percent. Fills and spills are shares of the
+    slots that load and store."""
+    bound, needed = region.bound
+    percent = {unit: round(100 * share) for unit, share in region.shares.items()}
+    return {"bundles": region.bundles, "bound": bound, "bound_bundles": needed, "percent": percent}
 
 
-def parse_slots(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """Units, their slots in a bundle, and the slots that each bundle uses."""
-    units: list[str] = []
-    capacity: list[int] = []
-    rows: list[list[int]] = []
-    part = ""
-    for line in text.splitlines():
-        if line.startswith("=="):
-            part = line
-        elif "CAPAC" in part and line[:1].isalpha():
-            units = [name.strip() for name in line.split(",")]
-        elif "CAPAC" in part and line.strip():
-            capacity = [int(word) for word in line.split()]
-        elif "UTIL" in part and line.strip():
-            rows.append([int(word) for word in line.split()])
-    return units, capacity, rows
-
-
-def parse_regions(listing: str, slots: str) -> list[Region]:
-    """The regions of a program, outer before inner."""
-    units, capacity, rows = parse_slots(slots)
-    starts: dict[str, int] = {}
-    found: set[tuple[int, int]] = set()
-    bundle = -1
-    for line in listing.splitlines():
-        if match := re.match(r"\s*0x([0-9a-f]+)\s", line):
-            bundle = int(match[1], 16)
-        for kind, number in re.findall(r"(Start|End) region (\d+)", line):
-            if kind == "Start":
-                starts[number] = bundle
-            elif number in starts:
-                found.add((starts[number], bundle))
-    made = []
-    for first, last in sorted(found, key=lambda ends: (ends[0], -ends[1])):
-        used = [sum(column) for column in zip(*rows[first : last + 1], strict=True)]
-        named = dict(zip(units, used, strict=True))
-        made.append(Region(first, last, named, dict(zip(units, capacity, strict=True))))
-    return made
-
-
-def describe_kernel(regions: list[Region]) -> dict[str, Any]:
+def describe_kernel(regions: Sequence[Region]) -> dict[str, Any]:
     """The parts of the splash kernel: both forms of a tile, the start and the end of a block of queries, and what
     every step of the grid costs besides.
 
@@ -104,21 +53,21 @@ def describe_kernel(regions: list[Region]) -> dict[str, Any]:
         for region in large
         if not any(other is not region and region.first <= other.first and other.last <= region.last for other in large)
     ]
-    leaves.sort(key=lambda region: region.slots["MATMUL"], reverse=True)
-    if len(leaves) < 4 or not leaves[2].slots["MATMUL"]:
+    leaves.sort(key=lambda region: region.used["MATMUL"], reverse=True)
+    if len(leaves) < 4 or not leaves[2].used["MATMUL"]:
         raise ValueError(f"expected two forms, a start and an end, got {len(leaves)} regions")
     # The exact form finds maxima and scales sums anew: more vector instructions.
-    bounded, exact = sorted(leaves[:2], key=lambda region: region.slots["VALU"])
+    bounded, exact = sorted(leaves[:2], key=lambda region: region.used["VALU"])
     start = leaves[2]
-    finish = max((leaf for leaf in leaves[3:] if leaf.first > bounded.last), key=lambda leaf: leaf.slots["XLU"])
+    finish = max((leaf for leaf in leaves[3:] if leaf.first > bounded.last), key=lambda leaf: leaf.used["XLU"])
     body = min(
         (region for region in large if region.first <= start.first and region.last >= finish.last),
         key=lambda region: region.bundles,
     )
     parts = start.bundles + bounded.bundles + exact.bundles + finish.bundles
     return {
-        "bounded": bounded.report(),
-        "exact": exact.report(),
+        "bounded": report(bounded),
+        "exact": report(exact),
         "start_bundles": start.bundles,
         "finish_bundles": finish.bundles,
         "step_bundles": body.bundles - parts,
@@ -129,19 +78,10 @@ def measure(chip: str, head_dim: int, tile: BlockSizes, dtype: str = "bfloat16")
     """Compiles the kernel in a process of its own, and reads its schedule. "error" holds what the compiler refused."""
     accelerator, topology = TOPOLOGIES[chip]
     with tempfile.TemporaryDirectory() as directory:
-        flags = (
-            f"--xla_jf_dump_to={directory}",
-            "--xla_jf_dump_llo_text=true",
-            "--xla_jf_dump_llo_pass_label_regex=.*final_(bundles|hlo-static).*",
-        )
+        flags = make_dump_flags(Path(directory))
         environment = {
             **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": accelerator,
-            "TPU_WORKER_HOSTNAMES": "localhost",
+            **make_environment({"mode": "compile", "accelerator": accelerator}),
             "LIBTPU_INIT_ARGS": " ".join(flags),
         }
         request = json.dumps([chip, topology, head_dim, dataclasses.astuple(tile), dtype])
@@ -149,12 +89,10 @@ def measure(chip: str, head_dim: int, tile: BlockSizes, dtype: str = "bfloat16")
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             return {"error": _last_line(done.stderr)}
-        report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        files = {}
-        for path in Path(directory).iterdir():
-            if match := re.match(r"\d+-comfy_tpu_splash\S*-\d+-(final_bundles|final_hlo-static\S*)\.txt$", path.name):
-                files[match[1][:11]] = path.read_text(encoding="utf-8", errors="replace")
-    return report | describe_kernel(parse_regions(files["final_bundl"], files["final_hlo-s"]))
+        compiled: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        (kernel,) = [name for name in list_programs(Path(directory)) if name.startswith("comfy_tpu_splash")]
+        schedule = read_schedules(Path(directory), [kernel])[kernel]
+    return compiled | describe_kernel(schedule.regions)
 
 
 def _last_line(text: str) -> str:

@@ -52,9 +52,9 @@ class Chip:
 
 
 # Fractions: the profile of Wan 2.1 14B at 720p on v6e-8 (4.60 s a step, 67 % splash, 14 % products; docs/plan.md) gives
-# 0.77 and 0.41. That kernel kept a running maximum, as ours did; by libtpu's schedules the bounded form takes 6,490 of its
-# 9,977 bundles on v6e and 6,089 of 9,169 on v7x: 0.63 and 0.62. The 256-wide MXU of both is half empty at head_dim 128. On
-# v5e and v5p 0.5 was a guess, and their schedules are 1.17 times shorter now.
+# 0.77 and 0.41. That kernel kept a running maximum, as ours did; by libtpu's schedules the bounded form takes 6,490 of
+# 9,977 bundles on v6e and 6,089 of 9,169 on v7x: 0.63 and 0.62. The 256-wide MXU of both is half empty at head_dim 128.
+# On v5e and v5p 0.5 was a guess, and their schedules are 1.17 times shorter now.
 #
 # Clocks: the peak, by what the matrix units do in a cycle. Of a product of two 8192² matrices libtpu 0.0.51 makes
 # instructions of 16 rows each: on v5e and v5p times 128 × 128, for four units a core (v5p has two), 16 cycles each;

@@ -22,8 +22,8 @@ SPARE_FRACTION = 0.10
 Bound = Literal["compute", "HBM", "interconnect", "network"]
 
 # Live at the worst moment of a block, in arrays of [tokens, hidden] and of [tokens, ffn]: fitted to the TPU compiler's
-# figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4; 0.98 for sp8 without
-# guidance).
+# figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4; 0.98 for sp8
+# without guidance).
 _LIVE_HIDDEN = 5.3
 _LIVE_FFN = 1.2
 # The embedded patches, and a copy.
