@@ -11,7 +11,7 @@ from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.kernels import attention, cudnn, hopper
 from comfy_tpu.kernels.choice import Call, choose_implementation, choose_strategy
 from comfy_tpu.kernels.masking import Band
-from comfy_tpu.kernels.tuning import DEFAULT, TABLE, block_sizes
+from comfy_tpu.kernels.tuning import DEFAULT, block_sizes, tuned_tiles, untuned_tile
 from tests.kernels.attention_reference import absent_placement
 
 LONG = Call(heads=40, queries=32_760, keys=32_760, head_dim=128, value_dim=128, dtype=jnp.bfloat16)
@@ -251,5 +251,5 @@ def test_tiles_fit_the_lengths() -> None:
     assert block_sizes("v6e", 4099, 4099, 128, None) == BlockSizes(1408, 1536, 768)
     assert block_sizes("unknown chip", 1, 1, 64, None) == BlockSizes(128, 256, 128)
     assert block_sizes("v6e", 300, 300, 128, BlockSizes(128, 128, 128)) == BlockSizes(128, 128, 128)
-    for tile in TABLE.values():
+    for tile in (*tuned_tiles().values(), *map(untuned_tile, (128, 384, 1024))):
         assert tile.key % tile.key_compute == 0
