@@ -6,6 +6,7 @@ import sqlite3
 import time
 from contextlib import closing
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -55,7 +56,12 @@ def test_the_same_videos(tmp_path):
     assert results[1][1:] == ("", "")
     events = [json.loads(line) for line in results[0][1].splitlines()]
     assert {**events[-1], "seconds": 0} == {
-        **{"event": "summary", "done": 3, "failed": 2, "open": 0, "refused": 1, "seconds": 0}
+        "event": "summary",
+        "done": 3,
+        "failed": 2,
+        "open": 0,
+        "refused": 1,
+        "seconds": 0,
     }
     errors = [event["error"] for event in events if event["event"] == "failed"]
     assert any("height=33" in error for error in errors)
@@ -115,20 +121,28 @@ def test_either_ray_or_hosts(flags, sentence, tmp_path):
 
 @pytest.mark.slow
 def test_files_of_the_first_host_are_sent(tmp_path):
-    """An image that a line names; a line whose image is missing fails by itself."""
+    """Images that lines name, one of them twice. A line whose image is missing fails by itself."""
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
-    Image.new("RGB", (64, 64), "red").save(places[0] / "red.png")
-    lines = [{"prompt": "x", "image": name, "output": f"{name}.npy"} for name in ("red.png", "none.png")]
+    for name in ("red", "blue"):
+        Image.new("RGB", (64, 64), name).save(places[0] / f"{name}.png")
+    names = ("red.png", "blue.png", "none.png", "red.png")
+    lines = [{"prompt": "the circle moves", "image": name, "output": f"{n}.npy"} for n, name in enumerate(names)]
     write_jobs(places[0], lines)
     port = find_port()
     join = ("--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id")
+    common = (*COMMON, "--model", "demo-image")
     results = wait_all(
         [
-            start(*COMMAND, "jobs.jsonl", "-o", "out", *COMMON, *join, str(number), cwd=place)
+            start(*COMMAND, "jobs.jsonl", "-o", "out", *common, *join, str(number), cwd=place)
             for number, place in enumerate(places)
         ]
     )
     assert [status for status, _, _ in results] == [1, 1], results
     assert "none.png" in results[0][2]
+    videos = {path.name: np.load(path) for path in (places[0] / "out").glob("*.npy")}
+    assert sorted(videos) == ["0.npy", "1.npy", "3.npy"]
+    np.testing.assert_array_equal(videos["0.npy"], videos["3.npy"])
+    assert (videos["0.npy"] != videos["1.npy"]).any()
+    assert list(places[1].iterdir()) == []

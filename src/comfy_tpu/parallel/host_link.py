@@ -38,9 +38,6 @@ ROOT_CAUSE_SECONDS = 5.0
 """After an error that the end of another process may have caused, the time in which that is learnt."""
 SIGNAL_SECONDS = 20.0
 """The time that a process has to end by itself after Ctrl-C or SIGTERM; a collective may never return."""
-AGREE_SECONDS = 300.0
-"""The time in which all others must come to know of an error that need not end the run. They may still compile what the
-failed process had in its cache; one that waits for it in a collective never comes."""
 
 
 class Peer:
@@ -132,18 +129,19 @@ class HostLink:
             return {self.process: value}
         return {0: value} | {number: self._received[number].get() for number in sorted(self._peers)}
 
-    def agree(self, fact: Json, judge: Callable[[dict[int, Json]], Json], *, seconds: float | None = None) -> Json:
+    def agree(self, error: str | None, fact: Json, judge: Callable[[dict[int, Json]], Json], seconds: float) -> Json:
         """What `judge` makes of the facts of all processes on the first host, in every process.
 
-        `seconds`: None, or the time in which the others must come here too; then all processes are ended.
+        `seconds`: where there is an `error`, the time in which the others must come here too, or all are ended.
         """
+        wait = None if error is None else seconds
         try:
             if not self.is_first:
                 self._send(0, {"type": "value", "value": fact})
-                return self._received[0].get(timeout=seconds)
-            facts = {0: fact} | {number: self._received[number].get(timeout=seconds) for number in sorted(self._peers)}
+                return self._received[0].get(timeout=wait)
+            facts = {0: fact} | {number: self._received[number].get(timeout=wait) for number in sorted(self._peers)}
         except queue.Empty:
-            self.end_all(f"an error of {self.describe(self.process)} alone, which the others wait for: {fact}")
+            self.end_all(f"{self.describe(self.process)} failed, and the others do not answer: {error}")
         return self.broadcast(judge(facts))
 
     def end_all(self, sentence: str) -> NoReturn:

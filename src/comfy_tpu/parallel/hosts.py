@@ -22,15 +22,7 @@ from typing import Any
 from comfy_tpu.config import HostsConfig
 from comfy_tpu.errors import ComfyTpuError, HostsError
 from comfy_tpu.parallel.coordination import LINGER_SECONDS, delay_abort, separate_service
-from comfy_tpu.parallel.host_link import (
-    AGREE_SECONDS,
-    ROOT_CAUSE_SECONDS,
-    HostLink,
-    Json,
-    accept_all,
-    connect,
-    listen,
-)
+from comfy_tpu.parallel.host_link import ROOT_CAUSE_SECONDS, HostLink, Json, accept_all, connect, listen
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +30,9 @@ PROCESSES_MAX = 4096
 _VERSIONS = ("comfy-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax")
 """Distributions that must be the same on all hosts: each compiles the same program for itself."""
 _CHUNK = 4 * 2**20
+AGREE_SECONDS = 300.0
+"""The time in which all others must come to know of an error that need not end the run. They may still compile what the
+failed process had in its cache; one that waits for it in a collective never comes."""
 # A process that waits for the others at its end, after all have said that they are done.
 _SHUTDOWN_SECONDS = 20
 
@@ -318,8 +313,8 @@ def failing_together(*own: type[Exception]) -> Iterator[dict[str, str]]:
     except Exception as caught:  # noqa: BLE001 - raised again below
         error = caught
     if _link is not None:
-        told = {"error": None if error is None else _sentence(error), "facts": facts}
-        failure = _link.agree(told, _find_failure, seconds=None if error is None else AGREE_SECONDS)
+        sentence = None if error is None else _sentence(error)
+        failure = _link.agree(sentence, {"error": sentence, "facts": facts}, _find_failure, AGREE_SECONDS)
         if failure is not None and error is None:
             error = HostsError(failure)
     if error is not None:
