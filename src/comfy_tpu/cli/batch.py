@@ -5,8 +5,8 @@ With --json, one object a line on stdout, by its "event":
     submitted   total, done
     refused     line, reason
     progress    worker, stage, what, done, total
-    done        id, outputs, seconds, cut
-    failed      id, error; attempts are left unless final
+    done        id, line, outputs, seconds, cut
+    failed      id, line, output, error; attempts are left unless final
     message     text
     summary     done, failed, refused, open, seconds
 """

@@ -25,7 +25,7 @@ from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.inputs import Inputs
 from comfy_tpu.jobs.ledger import Job, OutputFile
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
-from comfy_tpu.jobs.request import DEFAULT_MODEL, Request
+from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import fingerprint
@@ -152,7 +152,9 @@ class Executor:
         alone = any(name in values for name in ("contact_sheet", "num_videos", "strength"))
         if self._batch_size == 1 or alone:
             return 1
-        settings = pipeline.settings(**opening.choose_settings(values, pipeline.family.card.presets))
+        # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
+        common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
+        settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
         most = choose_rows(pipeline, settings) if self._batch_size is None else self._batch_size
         return min(most, len(jobs))
 
