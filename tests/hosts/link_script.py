@@ -24,6 +24,20 @@ def act(action, number):
         with hosts.shared_files(own) as files:
             say({key: (path.name, sum(path.read_bytes())) for key, path in files.items()})
             say(len(set(files.values())))
+    elif action == "together":
+        for block in ("well", "one fails", "all fail", "facts differ", "well"):
+            try:
+                with hosts.failing_together() as facts:
+                    facts["model"] = "b" if block == "facts differ" and number == 2 else "a"
+                    if block == "all fail" or (block == "one fails" and number == 1):
+                        raise InvalidValueError(f"{block} on {number}")
+                say(block)
+            except ComfyTpuError as error:
+                say(error)
+    elif action == "alone" and number == 1:
+        hosts.AGREE_SECONDS = 0.5
+        with hosts.failing_together():
+            raise InvalidValueError("the others wait in a collective")
     elif action == "differ":
         hosts.check_same(mesh="sp=8" if number == 2 else "dp=2,sp=4")
     elif action == "fail" and number == 1:
@@ -38,7 +52,7 @@ def act(action, number):
             hosts.first_host_value(lambda: time.sleep(60))
         finally:
             say("left")
-    time.sleep(0 if action in ("exchange", "differ") else 60)
+    time.sleep(0 if action in ("exchange", "together", "differ") else 60)
 
 
 action, number, count, port, *seconds = sys.argv[1:]

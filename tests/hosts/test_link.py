@@ -33,6 +33,26 @@ def test_exchange(tmp_path):
         assert done == "done True False"
 
 
+def test_all_fail_together_and_go_on(tmp_path):
+    results = wait_all(run("together", tmp_path), 60)
+    for number, (status, out, err) in enumerate(results):
+        assert (status, err) == (0, ""), err
+        _, well, one, every, facts, again, _ = out.splitlines()
+        assert well == again == "well"
+        failed = "one fails on 1"
+        assert one == failed if number == 1 else (one.startswith("process 1 of 3 (") and one.endswith(failed))
+        assert every == f"all fail on {number}"
+        assert facts.startswith("model is a on process 0, but b on process 2; start all hosts with the same model")
+
+
+def test_an_error_that_the_others_do_not_come_to_hear_ends_all(tmp_path):
+    results = wait_all(run("alone", tmp_path), 30)
+    assert [status for status, _, _ in results] == [1, 1, 1]
+    for line in sentences(results):
+        assert "process 1 of 3 (" in line
+        assert line.endswith("failed, and the others do not answer: the others wait in a collective")
+
+
 def sentences(results):
     """The one line of each process that was not killed."""
     for status, _, err in results:

@@ -91,9 +91,22 @@ def test_the_rest_goes_on_and_the_status_says_so(tmp_path: Path, capsys: pytest.
     assert by_event["refused"]["line"] == 3
     assert "height=33" in by_event["failed"]["error"]
     assert by_event["failed"]["final"]
+    assert (by_event["failed"]["line"], by_event["done"]["line"]) == (1, 2)
     assert by_event["done"]["outputs"][0]["name"] == "a.npy"
     summary = {"event": "summary", "done": 1, "failed": 1, "open": 0, "refused": 1}
     assert summary.items() <= by_event["summary"].items()
+
+
+def test_a_bad_seed_fails_no_other_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others would share its step."""
+    lines = ({"prompt": "x", "seed": "one"}, {"prompt": "x", "output": "x.exe"}, {"prompt": "x", "output": "a.npy"})
+    assert batch(jobs(tmp_path / "jobs.jsonl", *lines), tmp_path) == 1
+    errors = capsys.readouterr().err
+    assert "line 1 (x-" in errors
+    assert "failed: seed='one' is not a whole number" in errors
+    assert "line 2 (x.exe) failed: output=" in errors
+    assert "1 of 3 jobs done, 2 failed" in errors
+    assert (tmp_path / "a.npy").is_file()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from comfy_tpu.config import Lora
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs import ray_actor, ray_cluster
 from comfy_tpu.jobs.driver import ModelFacts
@@ -18,7 +19,7 @@ from comfy_tpu.jobs.ray_actor import ActorSetup, JobActor, ModelRefusal
 from comfy_tpu.jobs.ray_cluster import Place, find_places, find_slices, import_ray
 from comfy_tpu.jobs.ray_slices import parse_slice_name
 from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers, resolve_paths
-from comfy_tpu.jobs.request import Request
+from comfy_tpu.jobs.request import Request, parse_lora
 from tests.jobs.ray_processes import SOURCE, wait_for
 
 MODULE = "tests.jobs.ray_stand_in"
@@ -164,6 +165,15 @@ def test_paths_are_sent_whole(tmp_path, monkeypatch):
         "model": f"{here}/model",
     }
     assert resolve_paths(Request({"model": "demo"})).values == {"model": "demo"}
+
+
+def test_a_path_with_colons_is_no_strength_elsewhere(tmp_path):
+    """A worker may not see the file by which the driver knows."""
+    file = tmp_path / "style:0.5"
+    file.touch()
+    (sent,) = resolve_paths(Request({"lora": [str(file)]})).values["lora"]
+    file.unlink()
+    assert parse_lora(sent) == Lora(file)
 
 
 class FakeWorker:

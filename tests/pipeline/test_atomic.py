@@ -236,6 +236,24 @@ def test_partial_files_of_others_stay(writing: "subprocess.Popen[str]", tmp_path
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
+def test_a_large_directory_is_not_listed_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Path] = []
+
+    def look(directory: Path) -> int:
+        looks.append(directory)
+        return 10_000
+
+    monkeypatch.setattr(partial_files, "_remove_abandoned", look)
+    for name in "abc":
+        with atomic.replacing(tmp_path / name) as partial:
+            partial.write_text(name)
+    assert looks == [tmp_path]
+    monkeypatch.setitem(partial_files._look_at, tmp_path, 0.0)  # some seconds later
+    with atomic.replacing(tmp_path / "d") as partial:
+        partial.write_text("d")
+    assert looks == [tmp_path] * 2
+
+
 def test_writers_of_one_process_keep_each_others_partial_files(tmp_path: Path) -> None:
     with atomic.replacing(tmp_path / "x") as first, atomic.replacing(tmp_path / "y") as second:
         first.write_text("x")

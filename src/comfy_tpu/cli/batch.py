@@ -5,8 +5,8 @@ With --json, one object a line on stdout, by its "event":
     submitted   total, done
     refused     line, reason
     progress    worker, stage, what, done, total
-    done        id, outputs, seconds, cut
-    failed      id, error; attempts are left unless final
+    done        id, line, outputs, seconds, cut
+    failed      id, line, output, error; attempts are left unless final
     message     text
     summary     done, failed, refused, open, seconds
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli import generate, options
 from comfy_tpu.cli.batch_display import Display, JsonDisplay
+from comfy_tpu.cli.hosts import add_hosts
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.driver import Batch, FindModel, ModelFacts, Workers
 from comfy_tpu.jobs.folder import Folder
@@ -31,6 +32,7 @@ from comfy_tpu.jobs.ledger import Ledger
 from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.sources import FORMATS, open_jobs
+from comfy_tpu.parallel import hosts
 
 if TYPE_CHECKING:
     from comfy_tpu.jobs.local_worker import LocalWorker
@@ -82,17 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slice", metavar="NAME", help="with --ray: each worker is a TPU slice of this kind, such as v6e-16"
     )
     parser.add_argument("--json", action="store_true", help="print what happens as JSON lines")
-    options.add_images(parser)
+    options.add_images(parser, kind=str)
     options.add_strength(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
     options.add_vae_backend(parser)
     options.add_attention(parser)
-    options.add_loras(parser)
+    options.add_loras(parser, kind=str)
     parser.add_argument("--verbose", action="store_true", help="also say how weights are split, and what is evicted")
+    add_hosts(parser)
+    parser.set_defaults(sends_inputs=False)  # files are those of lines, and may be addresses: jobs/inputs.py
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not hosts.is_first_host():
+        return _follow(arguments)
     started = time.monotonic()
     batch_size = _parse_batch_size(arguments.batch_size)
     ray = _ray_config(arguments)
@@ -104,20 +110,39 @@ def run(arguments: argparse.Namespace) -> int:
             with _open_display(arguments) as display:
                 batch = Batch(folder, ledger, display)
                 batch.restore()
-                with _open_workers(ray, folder, batch_size, display) as (workers, find_model):
+                with (
+                    hosts.cleaning_up(batch.write_results),
+                    _open_workers(ray, folder, batch_size, display) as (workers, find_model),
+                ):
                     batch.submit(lines, parse, find_model)
                     try:
                         counts = batch.run(workers)
                     finally:
                         batch.write_results()
             display.summary(counts, batch.refusals, time.monotonic() - started)
-    return 0 if counts.done == counts.total and not batch.refusals else 1
+    is_complete = counts.done == counts.total and not batch.refusals
+    return int(hosts.first_host_value(lambda: 0 if is_complete else 1))
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """Takes part in the first host's jobs, and ends with its status."""
+    from comfy_tpu.jobs.local_worker import follow
+
+    follow(Folder(arguments.output), batch_size=_parse_batch_size(arguments.batch_size))
+    return int(hosts.first_host_value(lambda: None))
 
 
 def _ray_config(arguments: argparse.Namespace) -> RayConfig | None:
     """None: one worker, in this process."""
     if arguments.ray is None and arguments.workers is None and arguments.slice is None:
         return None
+    if hosts.host_names():
+        given = next(name for name in ("ray", "workers", "slice") if getattr(arguments, name) is not None)
+        raise InvalidValueError(
+            f"{given}={getattr(arguments, given)} is for workers of Ray, and --coordinator makes all hosts one worker; "
+            "give one of the two",
+            field=given,
+        )
     return dataclasses.replace(
         RAY_DEFAULTS, address=arguments.ray, workers=arguments.workers, slice_name=arguments.slice
     )
@@ -253,7 +278,4 @@ def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value of the command line as JSON has it."""
-    if hasattr(value, "strength"):  # a LoRA
-        noise = "" if value.noise == "all" else f":{value.noise}"
-        return f"{value.path}:{value.strength}{noise}"
     return value if isinstance(value, int | float | str) else str(value)

@@ -58,11 +58,11 @@ class Display:
     def finished(self, outcome: Outcome, state: str, counts: Counts) -> None:
         if state == "failed":
             self._failed += 1
-            self._print(f"job {outcome.id[:10]} failed: {outcome.error}")
+            self._print(f"{outcome.job_name} failed: {outcome.error}")
         elif outcome.error:
-            self._print(f"job {outcome.id[:10]} is tried again: {outcome.error}")
+            self._print(f"{outcome.job_name} is tried again: {outcome.error}")
         if state == "done" and outcome.cut:
-            self._print(f"job {outcome.id[:10]}: its prompt is longer than the model reads: {excerpt(outcome.cut)}")
+            self._print(f"{outcome.job_name}: its prompt is longer than the model reads: {excerpt(outcome.cut)}")
         if self._bar is not None:
             self._bar.n = counts.done
             self._bar.refresh()
@@ -112,9 +112,12 @@ class JsonDisplay:
     def finished(self, outcome: Outcome, state: str, counts: Counts) -> None:
         if state == "done":
             files = [dataclasses.asdict(each) for each in outcome.outputs]
-            self._print("done", id=outcome.id, outputs=files, seconds=dict(outcome.seconds), cut=outcome.cut)
+            self._print(
+                "done", id=outcome.id, line=outcome.line, outputs=files, seconds=dict(outcome.seconds), cut=outcome.cut
+            )
         elif outcome.error:
-            self._print("failed", id=outcome.id, error=outcome.error, final=state == "failed")
+            named = {"id": outcome.id, "line": outcome.line, "output": outcome.output}
+            self._print("failed", **named, error=outcome.error, final=state == "failed")
 
     def message(self, text: str) -> None:
         self._print("message", text=text)

@@ -90,8 +90,10 @@ def joined(
         if not hosts.is_first_host():
             arguments = parse(chosen)
             vars(arguments).update({name: None for name in _OUTPUTS if hasattr(arguments, name)})
-        with hosts.shared_files(_input_files(arguments)) as files:
-            _replace_inputs(arguments, files)
+        sends = getattr(arguments, "sends_inputs", True)
+        with hosts.shared_files(_input_files(arguments) if sends else {}) as files:
+            if sends:
+                _replace_inputs(arguments, files)
             if arguments.runs_models:
                 hosts.start_devices(config)
             yield arguments

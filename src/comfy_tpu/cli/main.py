@@ -56,7 +56,7 @@ COMMANDS = (
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
 
-HOSTS_COMMANDS = ("generate", "encode", "denoise", "decode", "doctor")
+HOSTS_COMMANDS = ("generate", "batch", "encode", "denoise", "decode", "doctor")
 """Commands that run on several hosts as one."""
 
 

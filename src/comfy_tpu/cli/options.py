@@ -122,18 +122,19 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what the video should show; - reads it from standard input")
 
 
-def add_images(parser: argparse.ArgumentParser) -> None:
+def add_images(parser: argparse.ArgumentParser, kind: Callable[[str], Any] = Path) -> None:
+    """`kind`: str, where an image may also be an address, whose slashes a Path would change."""
     parser.add_argument(
         "--image",
         action="append",
         default=[],
-        type=path_parser("--image"),
+        type=path_parser("--image", kind),
         metavar="IMAGE",
         help="the first frame of a video, an image to start from, or a reference; as often as the model takes one",
     )
     parser.add_argument(
         "--last-image",
-        type=path_parser("--last-image"),
+        type=path_parser("--last-image", kind),
         metavar="IMAGE",
         help="the last frame, for models that take one",
     )
@@ -213,12 +214,12 @@ def chosen_model(arguments: argparse.Namespace) -> str | SingleFiles | None:
     return arguments.default_model if chosen is None else chosen
 
 
-def add_loras(parser: argparse.ArgumentParser) -> None:
+def add_loras(parser: argparse.ArgumentParser, kind: Callable[[str], Any] = parse_lora) -> None:
     parser.add_argument(
         "--lora",
         action="append",
         default=[],
-        type=path_parser("--lora", parse_lora),
+        type=path_parser("--lora", kind),
         metavar="FILE[:STRENGTH][:high|low]",
         help="a LoRA for the transformer, a .safetensors file, with strength 1 if none is given; high or low: for one "
         "of two transformers; may be repeated",

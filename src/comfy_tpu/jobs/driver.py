@@ -101,6 +101,8 @@ class Batch:
         self.refusals = 0
         self._counts = Counts()
         self._recount_at = 0.0
+        self._given: dict[str, tuple[int, str]] = {}
+        """Line and output of the jobs that workers have, by id."""
 
     def submit(self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel) -> None:
         """Submits all lines, some thousand at a time. Those that are done already stay done."""
@@ -175,6 +177,7 @@ class Batch:
             jobs = self.ledger.lease(wanted, model_key=model_key, shape_key=shape_key)
             if not jobs:
                 break
+            self._given |= {job.id: (job.line, job.output) for job in jobs}
             self.ledger.start([job.id for job in jobs], workers.give(jobs))
             waiting = max(0, waiting - len(jobs))
             idle = False
@@ -211,6 +214,8 @@ class Batch:
         state = "returned"
         if outcome.state == "done":
             outcome = self._receive(outcome)
+        if (given := self._given.pop(outcome.id, None)) is not None:
+            outcome = dataclasses.replace(outcome, line=given[0], output=given[1])
         if outcome.state == "done":
             state = "done" if self.ledger.finish(outcome.id, outcome.outputs, outcome.seconds) else "lost"
         elif outcome.state == "failed":

@@ -1,7 +1,8 @@
 """Carries jobs out with a model: reads inputs, runs the stages, hands the frames to a writer.
 
 The thread that drives the devices does nothing else: inputs are fetched before, videos are encoded and uploaded after
-it, each in a thread of its own.
+it, each in a thread of its own. On several hosts each has an executor, all are given the same jobs, and the first one
+writes: they fail together, so that none of them waits in a collective for another one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ from PIL.Image import Image
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.jobs import opening
 from comfy_tpu.jobs.batch_size import choose_rows
-from comfy_tpu.jobs.folder import Folder, fetch
+from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.inputs import Inputs
 from comfy_tpu.jobs.ledger import Job, OutputFile
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
-from comfy_tpu.jobs.request import DEFAULT_MODEL, FILE_FIELDS, Request, parse_lora
+from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
+from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import fingerprint
+from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -87,18 +90,33 @@ class Executor:
         self._model_key = ""
         self._rows_used: dict[str, int] = {}
         """Rows of the steps that were compiled, by shape."""
-        self._inputs = TemporaryDirectory(prefix="comfy-tpu-inputs-")
+        self._open_jobs: dict[str, Job] = {}
+        """Jobs of `run` that have neither an outcome yet nor a writer to tell it."""
+        self.is_cancelled = False
+        """Whether a run ended inside a group. Other hosts that were given it may wait for this one."""
+        self._inputs = Inputs()
         self._writings: queue.Queue[_Writing | None] = queue.Queue(maxsize=1)
         self._writer = threading.Thread(target=self._write_all, name="writer")
         self._writer.start()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Carries out jobs of one shape. Outcomes are reported when their files are at their places."""
-        waiting = list(jobs)
+        self._open_jobs = {job.id: job for job in jobs}
+        try:
+            self._run_groups(list(jobs))
+        except CancelledError as error:
+            self.is_cancelled = True
+            self._fail(list(self._open_jobs.values()), error)
+
+    def _run_groups(self, waiting: list[Job]) -> None:
         while waiting:
             try:
-                pipeline = self._open(waiting[0].request)
-                count = self._count_rows(pipeline, waiting)
+                with hosts.failing_together(CancelledError) as facts:
+                    pipeline = self._open(waiting[0].request)
+                    count = self._count_rows(pipeline, waiting)
+                    facts |= {"model": pipeline.model_fingerprint, "batch_size": str(count)}
+            except CancelledError:
+                raise
             except Exception as error:  # noqa: BLE001 - a job's error is its outcome
                 self._fail(waiting, error)
                 return
@@ -113,7 +131,7 @@ class Executor:
         if self._pipeline is not None:
             self._pipeline.running.unload()
             self._pipeline = None
-        self._inputs.cleanup()
+        self._inputs.close()
 
     def _open(self, request: Request) -> VideoPipeline:
         if self._pipeline is None or self._model_key != request.model_key:
@@ -134,7 +152,9 @@ class Executor:
         alone = any(name in values for name in ("contact_sheet", "num_videos", "strength"))
         if self._batch_size == 1 or alone:
             return 1
-        settings = pipeline.settings(**opening.choose_settings(values, pipeline.family.card.presets))
+        # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
+        common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
+        settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
         most = choose_rows(pipeline, settings) if self._batch_size is None else self._batch_size
         return min(most, len(jobs))
 
@@ -142,49 +162,61 @@ class Executor:
         started, seconds = time.monotonic(), dict[str, float]()
         rows, init_image = list[_Row](), None
         try:
-            values = self._fetch_inputs(jobs[0].request)
-            pipeline.use_loras([parse_lora(text) for text in values.get("lora", ())])
-            images = opening.read_images(values)
-            opening.check_last_image(values, pipeline)
+            with hosts.failing_together(CancelledError):
+                values = self._inputs.fetch(jobs[0].request.values)
+                pipeline.use_loras(values.get("lora", ()))
+                images = opening.read_images(values)
+                opening.check_last_image(values, pipeline)
+        except CancelledError:
+            raise
         except Exception as error:  # noqa: BLE001
             self._fail(jobs, error)
             return
         for job in jobs:
             try:
-                row, init_image = self._prepare(pipeline, job, {**values, **job.request.values}, images)
+                with hosts.failing_together(CancelledError):
+                    settings, paths = self._check(pipeline, job)
+                with hosts.failing_together(CancelledError):
+                    row, init_image = self._encode(pipeline, job, settings, paths, images)
                 rows.append(row)
+            except CancelledError:
+                raise
             except Exception as error:  # noqa: BLE001
                 self._fail([job], error)
         seconds["encoding"] = time.monotonic() - started
         if not rows:
             return
         try:
-            self._denoise_and_decode(pipeline, rows, init_image, started, seconds)
+            with hosts.failing_together(CancelledError):
+                self._denoise_and_decode(pipeline, rows, init_image, started, seconds)
+        except CancelledError:
+            raise
         except Exception as error:  # noqa: BLE001
-            if len(rows) == 1 or isinstance(error, CancelledError):
-                self._fail([row.job for row in rows], error)
+            if len(rows) == 1:
+                self._fail([rows[0].job], error)
                 return
             for row in rows:  # one of them may be the reason, or there are too many for the memory
                 self._run_group(pipeline, [row.job])
 
-    def _fetch_inputs(self, request: Request) -> dict[str, Any]:
-        values = dict(request.values)
-        for name in FILE_FIELDS:
-            if name in values:
-                given = values[name]
-                each = [given] if isinstance(given, str) else given
-                local = [str(fetch(address, Path(self._inputs.name))) for address in each]
-                values[name] = local[0] if isinstance(given, str) else local
-        return values
-
-    def _prepare(
-        self, pipeline: VideoPipeline, job: Job, values: Mapping[str, Any], images: Sequence[Image]
-    ) -> tuple[_Row, Any]:
-        settings = pipeline.settings(**opening.choose_settings(values, pipeline.family.card.presets))
-        init_image, given = opening.encode_init_image(values, pipeline, images, settings)
+    def _check(self, pipeline: VideoPipeline, job: Job) -> tuple[GenerationSettings, tuple[str, ...]]:
+        """The settings of a job, and the names of its videos, which the first host knows."""
+        settings = pipeline.settings(**opening.choose_settings(job.request.values, pipeline.family.card.presets))
+        if not hosts.is_first_host():
+            return settings, ()
         with self._folder.writing() as directory:
             place = self._folder.check_inside(directory, job.output)
-            names = [path.relative_to(directory) for path in media.check_output(place, settings)]
+            paths = [path.relative_to(directory) for path in media.check_output(place, settings)]
+        return settings, tuple(map(str, paths))
+
+    @staticmethod
+    def _encode(
+        pipeline: VideoPipeline,
+        job: Job,
+        settings: GenerationSettings,
+        paths: tuple[str, ...],
+        images: Sequence[Image],
+    ) -> tuple[_Row, InitImage | None]:
+        init_image, given = opening.encode_init_image(job.request.values, pipeline, images, settings)
         embeddings = pipeline.encode(job.request.prompt, settings, given)
         description = artifacts.describe(
             job.request.prompt,
@@ -196,7 +228,7 @@ class Executor:
         )
         if init_image is not None:
             description["strength"] = str(init_image.strength)
-        return _Row(job, settings, tuple(map(str, names)), embeddings, description), init_image
+        return _Row(job, settings, paths, embeddings, description), init_image
 
     def _denoise_and_decode(
         self, pipeline: VideoPipeline, rows: Sequence[_Row], init_image: Any, started: float, seconds: dict[str, float]
@@ -225,6 +257,8 @@ class Executor:
             raise
         seconds["decoding"] = time.monotonic() - begun
         chunks.put(None)
+        for row in rows:
+            self._open_jobs.pop(row.job.id, None)  # the writer tells their outcome
 
     def _write_all(self) -> None:
         while (writing := self._writings.get()) is not None:
@@ -252,6 +286,10 @@ class Executor:
 
     def _write(self, writing: _Writing) -> list[tuple[OutputFile, ...]]:
         rows = writing.rows
+        if not hosts.is_first_host():
+            for _ in writing.take_chunks():  # the first host writes what all of them compute
+                pass
+            return [() for _ in rows]
         sheet = rows[0].job.request.values.get("contact_sheet")
         with self._folder.writing() as directory:
             paths = [directory / name for row in rows for name in row.paths]
@@ -274,6 +312,7 @@ class Executor:
 
     def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
         for job in jobs:
+            self._open_jobs.pop(job.id, None)
             self._on_outcome(outcome_of_error(job.id, error))
 
 

@@ -212,9 +212,10 @@ def fetch(address: str, directory: Path) -> Path:
         return Path(address)
     if address.startswith("file://"):
         return Path(address.removeprefix("file://"))
-    suffix = PurePosixPath(address).suffix
-    target = directory / f"{hashlib.sha256(address.encode()).hexdigest()[:24]}{suffix}"
+    # By its own name, which is part of what a video says of itself.
+    target = directory / hashlib.sha256(address.encode()).hexdigest()[:24] / PurePosixPath(address).name
     if not target.exists():
+        target.parent.mkdir(exist_ok=True)
         partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
         try:
             system = open_system(address)

@@ -77,6 +77,8 @@ class Job:
     output: str
     attempt: int
     """From 1."""
+    line: int = 0
+    """Its line in the job file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,14 +238,14 @@ class Ledger:
             if shape is None:
                 return []
             rows = self._database.execute(
-                "SELECT id, request, output, attempts FROM jobs WHERE run = ? AND state = 'submitted' AND shape_key = ?"
-                " ORDER BY line LIMIT ?",
+                "SELECT id, request, output, attempts, line FROM jobs"
+                " WHERE run = ? AND state = 'submitted' AND shape_key = ? ORDER BY line LIMIT ?",
                 (self.run, shape, count),
             ).fetchall()
             self._database.executemany(
                 "UPDATE jobs SET state = 'leased', driver = ? WHERE id = ?", [(self.token, row[0]) for row in rows]
             )
-        return [Job(row[0], Request.from_json(row[1]), row[2], row[3] + 1) for row in rows]
+        return [Job(row[0], Request.from_json(row[1]), row[2], row[3] + 1, row[4]) for row in rows]
 
     def _choose_shape(self, model_key: str | None, shape_key: str | None) -> str | None:
         waiting = "SELECT shape_key FROM jobs WHERE run = ? AND state = 'submitted'"

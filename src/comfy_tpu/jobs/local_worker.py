@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from comfy_tpu.config import HostsConfig
+from comfy_tpu.jobs import host_executor
 from comfy_tpu.jobs.driver import ModelFacts
 from comfy_tpu.jobs.execution import Executor
 from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.host_executor import LeadingExecutor
 from comfy_tpu.jobs.opening import choose_model
+from comfy_tpu.jobs.outcome import Outcome
 from comfy_tpu.jobs.ray_actor import HostsPlace
 from comfy_tpu.jobs.request import DEFAULT_MODEL, Request
-from comfy_tpu.jobs.worker_thread import ROWS_MAX, WorkerThread
+from comfy_tpu.jobs.worker_thread import ROWS_MAX, JobExecutor, WorkerThread
 from comfy_tpu.parallel import hosts
+from comfy_tpu.pipeline.progress import ProgressCallback
 from comfy_tpu.pipeline.single_files import open_model
 
 logger = logging.getLogger(__name__)
@@ -22,15 +27,21 @@ NAME = "local"
 
 
 class LocalWorker(WorkerThread):
+    """On several hosts, that of the first, whose jobs the others carry out with it: `follow`."""
+
     def __init__(self, folder: Folder, *, batch_size: int | None = None, name: str = NAME) -> None:
         """`batch_size`: the most prompts that share a step; None: as many as there is room for."""
-        super().__init__(
-            name,
-            ROWS_MAX if batch_size is None else batch_size,
-            lambda on_outcome, on_progress: Executor(
-                folder, batch_size=batch_size, on_outcome=on_outcome, on_progress=on_progress
-            ),
-        )
+
+        def make(on_outcome: Callable[[Outcome], None], on_progress: ProgressCallback) -> JobExecutor:
+            executor = Executor(folder, batch_size=batch_size, on_outcome=on_outcome, on_progress=on_progress)
+            return LeadingExecutor(executor) if hosts.host_names() else executor
+
+        super().__init__(name, ROWS_MAX if batch_size is None else batch_size, make)
+
+
+def follow(folder: Folder, *, batch_size: int | None) -> None:
+    """Carries out the first host's jobs with it, until there are no more. Nothing is written here."""
+    host_executor.follow(Executor(folder, batch_size=batch_size, on_outcome=lambda outcome: None))
 
 
 def find_model_facts(request: Request) -> ModelFacts:

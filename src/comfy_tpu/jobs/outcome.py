@@ -42,6 +42,15 @@ class Outcome:
     cut: str = ""
     """The end of the prompt that exceeded the model's token limit."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    line: int | None = None
+    """Of the job file. The driver adds it."""
+    output: str = ""
+    """The name that the job's output has or would have. The driver adds it."""
+
+    @property
+    def job_name(self) -> str:
+        """The job as a user knows it."""
+        return f"line {self.line} ({self.output})" if self.line else f"job {self.id[:10]}"
 
 
 class CancelledError(Exception):

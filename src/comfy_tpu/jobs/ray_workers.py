@@ -25,7 +25,7 @@ from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.ray_actor import WORKER_MODULE, ActorSetup, Hello, HostsPlace, JobActor, ModelRefusal, Report
 from comfy_tpu.jobs.ray_cluster import Cluster, Place, describe, find_slices, import_ray
 from comfy_tpu.jobs.ray_slices import SlicePlacement, parse_slice_name, worker_number
-from comfy_tpu.jobs.request import FILE_FIELDS, Request, parse_lora
+from comfy_tpu.jobs.request import FILE_FIELDS, Request, split_lora
 from comfy_tpu.jobs.worker_thread import GROUPS_AHEAD, ROWS_MAX
 
 logger = logging.getLogger(__name__)
@@ -423,10 +423,12 @@ def resolve_paths(request: Request) -> Request:
 
 
 def _resolve(name: str, text: str) -> str:
-    path = str(parse_lora(text).path) if name == "lora" else text
+    path, chosen = split_lora(text) if name == "lora" else (text, {})
     if "://" in path or not (Path(path).exists() or name == "cache_dir"):
         return text
-    return f"{Path(path).absolute()}{text.removeprefix(path)}"
+    # With its strength, where the path has colons: a machine without the file would take the last part for one.
+    rest = ":1.0" if name == "lora" and not chosen and ":" in path else text.removeprefix(path)
+    return f"{Path(path).absolute()}{rest}"
 
 
 def _is_death(error: Exception) -> bool:

@@ -27,6 +27,9 @@ MACHINE_FIELDS = frozenset(
 FILE_FIELDS = ("image", "last_image", "lora", "transformer", "text_encoder", "vae", "image_encoder")
 """Fields that name input files."""
 
+INPUT_FIELDS = ("image", "last_image", "lora")
+"""Those that are no part of the model."""
+
 MODEL_FIELDS = (
     *("model", "transformer", "text_encoder", "vae", "image_encoder"),
     *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend"),
@@ -73,11 +76,14 @@ class Request:
     def identity(self, model_fingerprint: str, file_fingerprint: Fingerprint) -> str:
         """Equal for requests whose videos are the same."""
         decisive = {name: value for name, value in self.values.items() if name not in MACHINE_FIELDS}
-        files = {
+        files: dict[str, list[Any]] = {
             name: [file_fingerprint(each) for each in _as_list(self.values[name])]
             for name in FILE_FIELDS
-            if name in self.values
+            if name in self.values and name != "lora"
         }
+        if "lora" in self.values:
+            parts = [split_lora(each) for each in _as_list(self.values["lora"])]
+            files["lora"] = [[file_fingerprint(address), chosen] for address, chosen in parts]
         return _digest({**decisive, **files, "model": model_fingerprint, "version": RESULT_VERSION})
 
     def to_json(self) -> str:
@@ -99,8 +105,14 @@ def default_output(request: Request, identity: str, suffix: str) -> str:
 
 def parse_lora(text: str) -> Lora:
     """PATH[:STRENGTH][:NOISE] as a `Lora`. Values that are no numbers stay text, for the common check to refuse."""
-    if Path(text).is_file():  # colons may be part of a path
-        return Lora(Path(text))
+    path, chosen = split_lora(text)
+    return Lora(Path(path), **chosen)
+
+
+def split_lora(text: str) -> tuple[str, dict[str, Any]]:
+    """The path or address of a LoRA, and its strength and noise where they are given."""
+    if _is_file(text):  # colons may be part of a path
+        return text, {}
     path, chosen = text, dict[str, Any]()
     for _ in range(2):  # in either order
         rest, _, last = path.rpartition(":")
@@ -111,7 +123,14 @@ def parse_lora(text: str) -> Lora:
         else:
             break
         path = rest
-    return Lora(Path(path), **chosen)
+    return path, chosen
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a path, or no path at all
+        return False
 
 
 def _is_number(text: str) -> bool:

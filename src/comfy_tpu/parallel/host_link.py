@@ -106,6 +106,15 @@ class HostLink:
         self._report, self._cleanups = report, list(cleanups)
         self._can_report.set()
 
+    @contextlib.contextmanager
+    def cleaning_up(self, cleanup: Callable[[], object]) -> Iterator[None]:
+        """Has `cleanup` called, too, where another process ends this one inside the block."""
+        self._cleanups.insert(0, cleanup)
+        try:
+            yield
+        finally:
+            self._cleanups.remove(cleanup)
+
     def broadcast(self, value: Json = None) -> Json:
         """The first host's value, in every process; what the others give is not looked at."""
         if self.is_first:
@@ -119,6 +128,28 @@ class HostLink:
             self._send(0, {"type": "value", "value": value})
             return {self.process: value}
         return {0: value} | {number: self._received[number].get() for number in sorted(self._peers)}
+
+    def agree(self, error: str | None, fact: Json, judge: Callable[[dict[int, Json]], Json], seconds: float) -> Json:
+        """What `judge` makes of the facts of all processes on the first host, in every process.
+
+        `seconds`: where there is an `error`, the time in which the others must come here too, or all are ended.
+        """
+        wait = None if error is None else seconds
+        try:
+            if not self.is_first:
+                self._send(0, {"type": "value", "value": fact})
+                return self._received[0].get(timeout=wait)
+            facts = {0: fact} | {number: self._received[number].get(timeout=wait) for number in sorted(self._peers)}
+        except queue.Empty:
+            self.end_all(f"{self.describe(self.process)} failed, and the others do not answer: {error}")
+        return self.broadcast(judge(facts))
+
+    def end_all(self, sentence: str) -> NoReturn:
+        """Ends this process and all others, from any thread."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # the thread that ends this process is at work
+        self._tell(self.process, sentence)
+        self._end(sentence)
 
     def finish(self) -> None:
         """Waits until all processes have come here, and closes the connections."""
@@ -216,7 +247,7 @@ class HostLink:
 
     def _end(self, sentence: str) -> NoReturn:
         self._can_report.wait(SIGNAL_SECONDS)
-        for cleanup in self._cleanups:
+        for cleanup in tuple(self._cleanups):
             with contextlib.suppress(Exception):  # the process ends in any case
                 cleanup()
         with contextlib.suppress(Exception):

@@ -30,6 +30,9 @@ PROCESSES_MAX = 4096
 _VERSIONS = ("comfy-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax")
 """Distributions that must be the same on all hosts: each compiles the same program for itself."""
 _CHUNK = 4 * 2**20
+AGREE_SECONDS = 300.0
+"""The time in which all others must come to know of an error that need not end the run. They may still compile what the
+failed process had in its cache; one that waits for it in a collective never comes."""
 # A process that waits for the others at its end, after all have said that they are done.
 _SHUTDOWN_SECONDS = 20
 
@@ -295,24 +298,83 @@ def check_same(**facts: str) -> None:
 
 
 @contextlib.contextmanager
+def failing_together(*own: type[Exception]) -> Iterator[dict[str, str]]:
+    """Raises in all processes where the block raises in one of them, or its facts differ: none waits for another.
+
+    The block may fill the yielded dict with facts that must be the same everywhere. A process raises its own error, or
+    HostsError with that of another. `own`: errors that are not told, because the run ends by them.
+    """
+    facts: dict[str, str] = {}
+    error: Exception | None = None
+    try:
+        yield facts
+    except own:
+        raise
+    except Exception as caught:  # noqa: BLE001 - raised again below
+        error = caught
+    if _link is not None:
+        sentence = None if error is None else _sentence(error)
+        failure = _link.agree(sentence, {"error": sentence, "facts": facts}, _find_failure, AGREE_SECONDS)
+        if failure is not None and error is None:
+            error = HostsError(failure)
+    if error is not None:
+        raise error
+
+
+def _find_failure(told: Mapping[int, Json]) -> str | None:
+    assert _link is not None
+    for number, each in told.items():
+        if each["error"] is not None:
+            return f"{_link.describe(number)} failed: {each['error']}"
+    for number, each in told.items():
+        for name, value in told[0]["facts"].items():
+            if each["facts"].get(name) != value:
+                return (
+                    f"{name} is {value} on process 0, but {each['facts'].get(name)} on process {number}; start all "
+                    "hosts with the same model and options"
+                )
+    return None
+
+
+def cleaning_up(cleanup: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+    """Has `cleanup` called where another process ends this one inside the block."""
+    return contextlib.nullcontext() if _link is None else _link.cleaning_up(cleanup)
+
+
+@contextlib.contextmanager
 def shared_files(paths: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
     """Copies of the first host's files by key, in a temporary directory of every other host; there, as they are."""
     if _link is None or _link.is_first:
-        for key, path in paths.items() if _link is not None else ():
-            _send_file(key, path)
-        first_host_value(lambda: None)
+        copy_files(paths, Path())
         yield dict(paths)
         return
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-") as directory:
-        received: dict[str, Path] = {}
-        while (part := _link.broadcast()) is not None:
-            # Each in a directory of its own, because models and formats are told by names.
-            place = Path(directory) / str(len(received) if part["key"] not in received else len(received) - 1)
-            place.mkdir(exist_ok=True)
-            received[part["key"]] = file = place / Path(part["name"]).name
-            with file.open("ab") as opened:
-                opened.write(base64.b64decode(part["data"]))
-        yield received
+        yield copy_files({}, Path(directory))
+
+
+def copy_files(paths: Mapping[str, Path], directory: Path) -> dict[str, Path]:
+    """Copies of the first host's `paths` by key, in an empty `directory` of every other host; there, as they are.
+
+    Raises HostsError on the first host where one cannot be read; the others then have fewer.
+    """
+    if _link is None:
+        return dict(paths)
+    if _link.is_first:
+        try:
+            for key, path in paths.items():
+                _send_file(key, path)
+        finally:
+            _link.broadcast(None)
+        return dict(paths)
+    received: dict[str, Path] = {}
+    while (part := _link.broadcast()) is not None:
+        # Each in a directory of its own, because models and formats are told by names.
+        place = directory / str(len(received) if part["key"] not in received else len(received) - 1)
+        place.mkdir(exist_ok=True)
+        received[part["key"]] = file = place / Path(part["name"]).name
+        with file.open("ab") as opened:
+            opened.write(base64.b64decode(part["data"]))
+    return received
 
 
 def _send_file(key: str, path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,13 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _own: set[Path] = set()
 """Partial files that this process has open."""
+_ENTRIES_LARGE = 1000
+_PAUSE_PER_ENTRY = 0.0005
+"""Seconds between two looks for abandoned files in a large directory, times its entries: one of 10,000 takes 5 ms to
+list, longer than a small file takes to be written."""
+_DIRECTORIES_MAX = 1024
+_look_at: dict[Path, float] = {}
+"""When a directory is to be looked at again."""
 
 
 @contextlib.contextmanager
@@ -49,13 +57,27 @@ def remove_own() -> None:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Removes partial files of this machine in `directory` whose process is gone. Never raises an OSError."""
+    """Removes partial files of this machine in `directory` whose process is gone. Never raises an OSError.
+
+    Returns at once where a large directory was looked at a moment ago.
+    """
+    if time.monotonic() < _look_at.get(directory, 0.0):
+        return
+    count = _remove_abandoned(directory)
+    if count >= _ENTRIES_LARGE:
+        if len(_look_at) >= _DIRECTORIES_MAX:
+            _look_at.clear()
+        _look_at[directory] = time.monotonic() + count * _PAUSE_PER_ENTRY
+
+
+def _remove_abandoned(directory: Path) -> int:
+    """The number of entries of the directory."""
     prefix = _prefix()
     name = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}\.partial")
     with contextlib.suppress(OSError):
-        # At every write into a directory that may have many thousand entries: no path of each, and no pattern.
-        entries = [entry for entry in os.listdir(directory) if entry.startswith(prefix)]  # noqa: PTH208
-        for path in [directory / entry for entry in entries if name.fullmatch(entry)]:
+        # There may be many thousand entries: no path of each, and no pattern.
+        entries = os.listdir(directory)  # noqa: PTH208
+        for path in [directory / entry for entry in entries if entry.startswith(prefix) and name.fullmatch(entry)]:
             lock = _open(path)
             if lock is None:
                 continue
@@ -64,6 +86,8 @@ def remove_abandoned(directory: Path) -> None:
                     _remove(path)
             finally:
                 os.close(lock)
+        return len(entries)
+    return 0
 
 
 def _prefix() -> str:
