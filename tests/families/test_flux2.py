@@ -118,6 +118,7 @@ def test_dev_reads_its_guidance_and_one_program_does_for_all_numbers() -> None:
     assert psnr(guided, expected("dev", guidance_scale=2.0)) >= SAME
 
 
+@pytest.mark.slow
 def test_klein_base_has_two_branches() -> None:
     pipeline = opened("base")
     guided = picture(pipeline)
@@ -126,6 +127,7 @@ def test_klein_base_has_two_branches() -> None:
     assert not torch.equal(picture(pipeline, negative_prompt="blue background"), guided)
 
 
+@pytest.mark.slow
 def test_klein_says_that_guidance_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = opened("klein")
     plain = picture(pipeline, guidance_scale=1.0)

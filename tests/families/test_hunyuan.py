@@ -93,6 +93,7 @@ def test_the_model_directory_says_shift_and_guidance() -> None:
     assert (defaults.flow_shift, defaults.guidance_scale) == (small_hunyuan.SHIFT, small_hunyuan.GUIDANCE_SCALE)
 
 
+@pytest.mark.slow
 def test_one_compilation_for_every_prompt_of_a_size() -> None:
     pipeline = opened("single")
     video(pipeline, "48x32x5")

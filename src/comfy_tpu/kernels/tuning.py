@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from comfy_tpu.config import BlockSizes
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.json_input import read_json
 
 LANES = 128
 """Width of a TPU vector register: every tile side is a multiple of it."""
@@ -56,7 +56,7 @@ TABLE_FILE = Path(__file__).with_name("tiles.json")
 @functools.cache
 def tuned_tiles() -> Mapping[TuningKey, BlockSizes]:
     """The tiles of TABLE_FILE."""
-    rows = json.loads(TABLE_FILE.read_text(encoding="utf-8"))["tiles"]
+    rows = read_json(TABLE_FILE)["tiles"]
     return {TuningKey(row["chip"], row["length"], row["head_dim"]): BlockSizes(*row["tile"]) for row in rows}
 
 
