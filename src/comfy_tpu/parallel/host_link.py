@@ -326,9 +326,11 @@ def accept_all(
         raise
     finally:
         server.close()
-    link = HostLink(0, count, peers, names)
-    link._send_all({"type": "welcome", "names": {str(number): name for number, name in names.items()}})
-    return link
+    # Before anybody is listened to: one that fails at once must not be heard of by those who are not welcome yet.
+    for peer in peers.values():
+        with contextlib.suppress(OSError):  # its end is noticed as that of any other
+            peer.send({"type": "welcome", "names": {str(number): name for number, name in names.items()}})
+    return HostLink(0, count, peers, names)
 
 
 def _missing(count: int, joined: list[int], seconds: float) -> str:
