@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.hosts.processes import find_port, start, start_all, wait_all
+from tests.hosts.processes import find_port, start, start_all, wait_all, wait_for
 
 COMMAND = ("-m", "comfy_tpu.cli", "batch")
 COMMON = ("--num-frames", "5", "--steps", "2", "--mesh", "dp=2,sp=2", "--batch-size", "1")
@@ -24,13 +24,6 @@ def write_jobs(directory, lines):
 def read_states(out):
     with closing(sqlite3.connect(out / ".comfy-tpu" / "ledger.sqlite3")) as database:
         return dict(database.execute("SELECT output, state FROM jobs").fetchall())
-
-
-def wait_for(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

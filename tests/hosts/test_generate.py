@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.hosts.processes import find_port, start, start_all, wait_all
+from tests.hosts.processes import find_port, start, start_all, wait_all, wait_for
 
 COMMAND = ("-m", "comfy_tpu.cli")
 PROMPT = "a red circle moves right"
@@ -99,13 +99,6 @@ def test_stages(reference, tmp_path):
         "video.npy",
     ]
     assert [list(place.iterdir()) for place in places[1:]] == [[], [], []]
-
-
-def wait_for(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_flags_are_added_to_those_that_are_set(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu, the TPU's compiler, is not installed: x86_64 only")
+@pytest.mark.skipif(not has_tpu_compiler(), reason="needs the TPU's compiler, for x86_64 only: pip install libtpu")
 def test_the_tpu_compiler_writes_schedules(capsys):
     from comfy_tpu.cli import main as cli
 
