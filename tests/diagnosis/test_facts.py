@@ -187,7 +187,7 @@ def test_devices_when_jax_hangs(fake_jax):
 
 def test_devices_opens_the_demo_models_and_leaves_no_trace_in_this_process():
     before = dict(os.environ)
-    found = facts.devices()
+    found = facts.devices(timeout_s=900)
     assert len(found.devices) == 8
     assert found.demo_models == {"demo": None, "demo-image": None}
     assert dict(os.environ) == before

@@ -49,14 +49,14 @@ def act(action, number):
     elif action == "victim":
         # As a collective whose peer is gone: the main thread fails first, or never comes back.
         try:
-            hosts.first_host_value(lambda: time.sleep(60))
+            hosts.first_host_value(lambda: time.sleep(600))
         finally:
             say("left")
-    time.sleep(0 if action in ("exchange", "together", "differ") else 60)
+    time.sleep(0 if action in ("exchange", "together", "differ") else 600)
 
 
 action, number, count, port, *seconds = sys.argv[1:]
-config = HostsConfig(f"localhost:{port}", int(count), int(number), float((seconds or ["60"])[0]))
+config = HostsConfig(f"localhost:{port}", int(count), int(number), float((seconds or ["600"])[0]))
 cleanup = Path(f"cleanup-{number}")
 try:
     with hosts.start_hosts(

@@ -67,9 +67,8 @@ def wait_all(processes, seconds=600):
             results.append((process.returncode, out, err))
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+            process.kill()
+            process.communicate()
     return results
 
 

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("arrays_script.py")
 def test_arrays_over_two_processes(tmp_path):
     port = find_port()
     processes = [start(SCRIPT, str(number), str(port), str(tmp_path), cwd=tmp_path) for number in range(2)]
-    for number, (status, out, err) in enumerate(wait_all(processes, 300)):
+    for number, (status, out, err) in enumerate(wait_all(processes)):
         assert status == 0, err
         found = json.loads(out.splitlines()[-1])
         assert found.pop("error") < 1e-5

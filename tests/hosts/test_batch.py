@@ -106,7 +106,7 @@ def test_the_end_of_one_ends_all_and_the_next_start_goes_on(victim, number, tmp_
 @pytest.mark.slow
 def test_either_ray_or_hosts(flags, sentence, tmp_path):
     write_jobs(tmp_path, LINES)
-    results = wait_all(start_all(2, *COMMAND, "jobs.jsonl", "-o", "out", *flags, cwd=tmp_path), 120)
+    results = wait_all(start_all(2, *COMMAND, "jobs.jsonl", "-o", "out", *flags, cwd=tmp_path))
     assert [status for status, _, _ in results] == [1, 1]
     assert results[0][2].startswith(f"comfy-tpu: {sentence}")
     assert not (tmp_path / "out").exists()

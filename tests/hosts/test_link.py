@@ -1,5 +1,9 @@
 """Processes that join, exchange, fail and die, without devices."""
 
+import contextlib
+import select
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -7,20 +11,20 @@ import pytest
 
 from comfy_tpu.config import HostsConfig
 from comfy_tpu.errors import HostsError
-from comfy_tpu.parallel import hosts
+from comfy_tpu.parallel import host_link, hosts
 from tests.hosts.processes import find_port, start, wait_all
 
 SCRIPT = Path(__file__).with_name("link_script.py")
 
 
-def run(action, tmp_path, numbers=(0, 1, 2), count=3, seconds=60, port=None):
+def run(action, tmp_path, numbers=(0, 1, 2), count=3, seconds=600, port=None):
     port = port or find_port()
     return [start(SCRIPT, action, str(n), str(count), str(port), str(seconds), cwd=tmp_path) for n in numbers]
 
 
 def test_exchange(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 40_000)
-    results = wait_all(run("exchange", tmp_path), 60)
+    results = wait_all(run("exchange", tmp_path))
     for number, (status, out, err) in enumerate(results):
         assert (status, err) == (0, ""), err
         joined, value, gathered, files, distinct, done = out.splitlines()
@@ -34,7 +38,7 @@ def test_exchange(tmp_path):
 
 
 def test_all_fail_together_and_go_on(tmp_path):
-    results = wait_all(run("together", tmp_path), 60)
+    results = wait_all(run("together", tmp_path))
     for number, (status, out, err) in enumerate(results):
         assert (status, err) == (0, ""), err
         _, well, one, every, facts, again, _ = out.splitlines()
@@ -46,7 +50,7 @@ def test_all_fail_together_and_go_on(tmp_path):
 
 
 def test_an_error_that_the_others_do_not_come_to_hear_ends_all(tmp_path):
-    results = wait_all(run("alone", tmp_path), 30)
+    results = wait_all(run("alone", tmp_path))
     assert [status for status, _, _ in results] == [1, 1, 1]
     for line in sentences(results):
         assert "process 1 of 3 (" in line
@@ -68,7 +72,7 @@ def sentences(results):
     ],
 )
 def test_end_of_one_ends_all(action, culprit, sentence, tmp_path):
-    results = wait_all(run(action, tmp_path), 60)
+    results = wait_all(run(action, tmp_path))
     for number, line in enumerate(sentences(results)):
         if number != culprit:
             assert line.startswith(f"process {culprit} of 3 (")
@@ -78,7 +82,7 @@ def test_end_of_one_ends_all(action, culprit, sentence, tmp_path):
 
 
 def test_an_error_of_code_is_told(tmp_path):
-    results = wait_all(run("bug", tmp_path), 60)
+    results = wait_all(run("bug", tmp_path))
     assert "failed, so this one ends too: RuntimeError: a bug" in results[0][2]
     assert "RuntimeError: a bug" in results[2][2]
     assert all(status == 1 for status, _, _ in results)
@@ -90,13 +94,13 @@ def test_signal_ends_all(number, tmp_path):
     for process in processes:
         assert process.stdout.readline().startswith("joined")
     processes[number].terminate()  # Python's default action: as kill -9, without cleanups
-    results = wait_all(processes, 30)
+    results = wait_all(processes)
     others = [result for n, result in enumerate(results) if n != number]
     assert all(status == 1 and f"process {number} of 3" in err for status, _, err in others)
 
 
 def test_different_options(tmp_path):
-    results = wait_all(run("differ", tmp_path), 60)
+    results = wait_all(run("differ", tmp_path))
     own, *others = sentences(results)
     assert own == (
         "mesh is dp=2,sp=4 on process 0, but sp=8 on process 2; start all hosts with the same model and options"
@@ -104,24 +108,52 @@ def test_different_options(tmp_path):
     assert all(line.endswith(own) for line in others)
 
 
-def test_a_host_that_never_joins_is_named(tmp_path):
-    results = wait_all(run("exchange", tmp_path, numbers=(0, 2), count=4, seconds=3), 60)
-    own, other = sentences(results)
+def hello(process):
+    return {"type": "hello", "process": process, "host": f"machine {process}"}
+
+
+@contextlib.contextmanager
+def joining(server, process, errors):
+    """A process that waits at the first host's door, before that one listens; `errors`: what it raises."""
+
+    def join():
+        try:
+            host_link.connect(server.getsockname(), process, 4, hello(process), 600)
+        except HostsError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    select.select([server], [], [])
+    yield
+    thread.join()
+
+
+def accept(server, seconds):
+    """Why the first host of four gives up."""
+    with pytest.raises(HostsError) as raised:
+        host_link.accept_all(server, 4, hello(0), seconds, lambda own, other: None)
+    return str(raised.value)
+
+
+def test_a_host_that_never_joins_is_named():
+    errors = []
+    with host_link.listen(("localhost", 0)) as server, joining(server, 2, errors):
+        own = accept(server, seconds=0.5)
     assert own == (
-        "hosts_timeout=3 seconds have passed, and processes 1, 3 of 4 have not joined; start the same command there "
+        "hosts_timeout=0.5 seconds have passed, and processes 1, 3 of 4 have not joined; start the same command there "
         "with its own --process-id, or look at its error"
     )
-    assert other == f"process 0 refused to start: {own}"
+    assert errors == [f"process 0 refused to start: {own}"]
 
 
-def test_a_host_that_ends_before_all_have_joined(tmp_path):
-    first, other = run("exchange", tmp_path, numbers=(0, 1), seconds=100)
-    time.sleep(2)
-    other.kill()
-    (status, _, err), _ = wait_all([first, other], 30)
-    assert status == 1
-    assert err.startswith("process 1 of 3 (")
-    assert err.endswith(") ended before all had joined; look at its output, and start all again\n")
+def test_a_host_that_ends_before_all_have_joined():
+    with host_link.listen(("localhost", 0)) as server:
+        with contextlib.closing(host_link.Peer(socket.create_connection(server.getsockname()))) as other:
+            other.send(hello(1))
+        assert accept(server, seconds=600) == (
+            "process 1 of 4 (machine 1) ended before all had joined; look at its output, and start all again"
+        )
 
 
 def test_a_host_that_joins_late(tmp_path):
@@ -129,13 +161,13 @@ def test_a_host_that_joins_late(tmp_path):
     late = run("exchange", tmp_path, numbers=(1, 2), port=port)
     (tmp_path / "a.bin").touch()
     time.sleep(2)
-    results = wait_all([*run("exchange", tmp_path, numbers=(0,), port=port), *late], 60)
+    results = wait_all([*run("exchange", tmp_path, numbers=(0,), port=port), *late])
     assert [status for status, _, _ in results] == [0, 0, 0], results
 
 
 def test_unreachable_coordinator(tmp_path):
     port = find_port()
-    ((status, _, err),) = wait_all(run("exchange", tmp_path, numbers=(1,), seconds=1, port=port), 60)
+    ((status, _, err),) = wait_all(run("exchange", tmp_path, numbers=(1,), seconds=1, port=port))
     assert status == 1
     assert err.strip() == (
         f"coordinator=localhost:{port} could not be reached from process 1 in 1 seconds (Connection refused); start "
@@ -144,23 +176,21 @@ def test_unreachable_coordinator(tmp_path):
 
 
 def test_one_number_for_two_processes(tmp_path):
-    results = wait_all(run("exchange", tmp_path, numbers=(0, 1, 1)), 60)
+    results = wait_all(run("exchange", tmp_path, numbers=(0, 1, 1)))
     for line in sentences(results):
         assert "process_id=1 was given to two processes, on " in line
 
 
 def test_port_that_is_taken(tmp_path):
     port = find_port()
-    with hosts.listen(("localhost", port + 1)):
-        ((status, _, err),) = wait_all(run("exchange", tmp_path, numbers=(0,), port=port), 60)
+    with host_link.listen(("localhost", port + 1)):
+        ((status, _, err),) = wait_all(run("exchange", tmp_path, numbers=(0,), port=port))
     assert status == 1
     assert err.startswith(f"coordinator=localhost:{port} cannot be opened on process 0 (Address already in use")
     assert len(err.splitlines()) == 1
 
 
 def test_stray_connections_are_ignored(tmp_path):
-    import socket
-
     (tmp_path / "a.bin").touch()
     port = find_port()
     first = run("exchange", tmp_path, numbers=(0,), port=port)
@@ -175,7 +205,7 @@ def test_stray_connections_are_ignored(tmp_path):
             stray.sendall(text)
             stray.shutdown(socket.SHUT_WR)
             assert stray.recv(10) == b""
-    results = wait_all([*first, *run("exchange", tmp_path, numbers=(1, 2), port=port)], 60)
+    results = wait_all([*first, *run("exchange", tmp_path, numbers=(1, 2), port=port)])
     assert [status for status, _, _ in results] == [0, 0, 0]
 
 
@@ -194,7 +224,7 @@ os._exit(1) if len(sys.argv) == 1 else time.sleep(60)
 @pytest.mark.parametrize(("arguments", "status"), [((), 1), (("stay",), -6)])
 def test_a_sentence_before_an_abort(arguments, status, tmp_path):
     """By os._exit in time, else after six seconds by the abort."""
-    assert wait_all([start("-c", ABORT, *arguments, cwd=tmp_path)], 60) == [(status, "", "a sentence")]
+    assert wait_all([start("-c", ABORT, *arguments, cwd=tmp_path)]) == [(status, "", "a sentence")]
 
 
 OWN = {"type": "hello", "process": 0, "processes": 3, "host": "a", "versions": {"jax": "0.10.2", "torch": "2.13"}}

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -89,11 +88,9 @@ def test_termination_returns_jobs_and_ends_the_process(make_actor, tmp_path, mon
     actor.give([make_job(1), make_job(2)])
     actor.give([make_job(3)])
     wait_for(lambda: actor.happened(1.0).happened)
-    begun = time.monotonic()
     os.kill(os.getpid(), signal.SIGTERM)
     outcomes, _ = collect(actor, 3)
     assert {(outcome.id, outcome.state) for outcome in outcomes} == {(f"id-{n}", "returned") for n in (1, 2, 3)}
-    assert time.monotonic() - begun < 4  # one step of two, and the jobs behind it not at all
     wait_for(lambda: actor.happened(0.1).is_ending)
     wait_for(lambda: ended == [0])
 

@@ -62,8 +62,8 @@ class Peer:
 
     def receive(self, seconds: float | None = None) -> dict[str, Json] | None:
         """The next message; None where the other side is gone, sends no JSON, or nothing in time."""
-        self.connection.settimeout(seconds)
         try:
+            self.connection.settimeout(seconds)
             line = self._reader.readline(_LINE_BYTES + 1)
             message = json.loads(line) if line.endswith(b"\n") else None
         except (OSError, ValueError, RecursionError):
@@ -72,7 +72,9 @@ class Peer:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)  # a thread that waits for a message gets none
+        with contextlib.suppress(OSError):
+            self._reader.close()
         with contextlib.suppress(OSError):
             self.connection.close()
 
