@@ -116,7 +116,8 @@ class AttentionConfig:
     implementation: AttentionImplementation = "auto"
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
     smooth_keys: bool = True
-    """Subtract the mean key before the splash kernel: the softmax is the same, its exponents smaller."""
+    """Whether the splash kernel's bounds on scores count from the mean key, which a softmax does not depend on, instead
+    of from zero: they are narrower then, and more blocks take the faster form."""
     block_sizes: BlockSizes | None = None
     """The tile of the splash kernel. None: from the table by chip and length."""
     dense_max_tokens: int = 4096

@@ -81,7 +81,7 @@ ALL = Adversarial(heads=9, kv_heads=9, scale=1.0, kinds=(*BOUNDED, *EXACT))
 def exact_heads(case: Case, monkeypatch: pytest.MonkeyPatch, config: AttentionConfig = CONFIG) -> list[bool]:
     """Whether any block of each head took the exact form: here it adds NaN."""
 
-    def add_nan(scores: jax.Array, value_ref: Any, state: splash.State) -> None:
+    def add_nan(scores: jax.Array, values: jax.Array, state: splash.State) -> None:
         state.total[...] = jnp.full_like(state.total, jnp.nan)
         state.weight[...] = jnp.ones_like(state.weight)
 
@@ -104,6 +104,22 @@ def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.Mo
     for head, kind in enumerate(ALL.kinds):
         error = relative_error(got[:, head], expected[:, head])
         assert error <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
+
+
+class ShiftedKeys(Adversarial):
+    """Keys with a large common part: their norms say little about their scores' differences."""
+
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        arrays = super().inputs(seed)
+        return {**arrays, "key": arrays["key"] + 60.0}
+
+
+@pytest.mark.parametrize("smooth_keys", [True, False])
+def test_bounds_count_from_the_mean_key(smooth_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CONFIG, smooth_keys=smooth_keys)
+    case = ShiftedKeys(lengths=(270,))
+    assert exact_heads(case, monkeypatch, config) == [not smooth_keys] * 2
+    assert relative_error(*run(case, config)) <= 1e-4  # float32 rounds scores of 10⁴ to 10⁻³
 
 
 class NanPadding(Adversarial):

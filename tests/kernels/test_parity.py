@@ -72,23 +72,6 @@ def test_bfloat16_matches_torch(config: AttentionConfig) -> None:
     assert relative_error(*run(case, config, dtype=jnp.bfloat16)) <= 2e-2
 
 
-class ShiftedKeys(Case):
-    """Keys with a large common part, in whose rounding their differences drown."""
-
-    def inputs(self, seed: int = 0) -> dict:
-        inputs = super().inputs(seed)
-        return {**inputs, "key": inputs["key"] + 300.0}
-
-
-def test_smooth_keys_changes_the_rounding_and_nothing_else() -> None:
-    case = ShiftedKeys(batch=1, heads=2, kv_heads=2, queries=128, keys=300, head_dim=64, lengths=(270,))
-    rough, smooth = (
-        relative_error(*run(case, AttentionConfig(implementation="splash", smooth_keys=smooth)))
-        for smooth in (False, True)
-    )
-    assert smooth <= 1e-5 < rough <= 1e-3
-
-
 def test_block_sizes_that_do_not_divide() -> None:
     case = Case(batch=1, heads=1, kv_heads=1, queries=700, keys=900, is_causal=True)
     blocks = BlockSizes(query=256, key=512, key_compute=128)

@@ -16,7 +16,7 @@ from comfy_tpu.kernels.choice import Call, Implementation, choose_implementation
 from comfy_tpu.kernels.chunked import chunked_attention
 from comfy_tpu.kernels.cudnn import cudnn_attention
 from comfy_tpu.kernels.hopper import hopper_attention
-from comfy_tpu.kernels.masking import Masking, make_band, smooth_keys, split_mask
+from comfy_tpu.kernels.masking import Masking, make_band, split_mask
 from comfy_tpu.kernels.sharded import attention_over_mesh, joint_attention_over_mesh
 from comfy_tpu.kernels.splash import splash_attention
 from comfy_tpu.kernels.tiled import chunked_tiles, splash_tiles
@@ -86,8 +86,6 @@ def attention(
     implementation = choose_implementation(call, platform, chip, config, sharded=strategy if shares_sequence else None)
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
-    if implementation == "splash" and config.smooth_keys:
-        key = smooth_keys(key, masking)
 
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     if scale <= 0:
@@ -142,22 +140,14 @@ def joint_attention(
         return out[:, :, :count], out[:, :, count:]
     implementation = choose_implementation(call, platform, placement.chip, config, sharded=strategy)
 
-    def local(query: Array, key: Array, value: Array, masking: Masking, *, partial: bool) -> tuple[Array, Array | None]:
-        if implementation == "splash" and config.smooth_keys:
-            key = smooth_keys(key, masking)
-        return _local(
-            query,
-            key,
-            value,
-            masking,
-            partial=partial,
-            implementation=implementation,
-            scale=1.0 / math.sqrt(head_dim),
-            platform=platform,
-            chip=placement.chip,
-            config=config,
-        )
-
+    local = functools.partial(
+        _local,
+        implementation=implementation,
+        scale=1.0 / math.sqrt(head_dim),
+        platform=platform,
+        chip=placement.chip,
+        config=config,
+    )
     lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
     _check_tiles(Masking(tiles=tiles), count, count)
     masking = Masking(lengths=lengths, tiles=tiles)
@@ -181,7 +171,15 @@ def _local(
         tokens, lengths = masking.tiles.tokens, masking.lengths
         if implementation == "splash":
             video = splash_tiles(
-                query, key, value, masking.tiles, lengths, scale=scale, chip=chip, interpret=platform == "cpu"
+                query,
+                key,
+                value,
+                masking.tiles,
+                lengths,
+                scale=scale,
+                chip=chip,
+                interpret=platform == "cpu",
+                smooth_keys=config.smooth_keys,
             )
         else:
             video = chunked_tiles(query, key, value, masking.tiles, lengths, scale=scale)
@@ -211,6 +209,7 @@ def _local(
             blocks=config.block_sizes,
             interpret=platform == "cpu",
             partial=partial,
+            smooth_keys=config.smooth_keys,
         )
     if implementation == "hopper":
         return hopper_attention(query, key, value, scale=scale), None

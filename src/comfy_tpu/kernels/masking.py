@@ -104,23 +104,6 @@ def key_bias(mask: Array) -> Array:
     return jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32) if mask.dtype == jnp.bool_ else mask
 
 
-def smooth_keys(key: Array, masking: Masking) -> Array:
-    """Keys minus their mean. A softmax does not change when all scores of a row move by the same amount.
-
-    The mean is over the keys that count: padding may hold anything. It is taken over the whole sequence before keys
-    are divided among devices, because partial results of a ring only add up if every device moved by the same amount.
-    """
-    wide = key.astype(jnp.float32)
-    visible = visible_keys(masking, key.shape[2])
-    if visible is None:
-        mean = jnp.mean(wide, axis=2, keepdims=True)
-    else:
-        shown = visible[:, None, :, None]
-        count = jnp.maximum(jnp.sum(shown, axis=2, keepdims=True), 1)
-        mean = jnp.sum(jnp.where(shown, wide, 0.0), axis=2, keepdims=True) / count
-    return (wide - mean).astype(key.dtype)
-
-
 def merge_attention(out: Array, logsumexp: Array, partial: Array, partial_logsumexp: Array) -> tuple[Array, Array]:
     """Merges attentions over different keys, float32 [..., Lq, Dv] with log-sum-exp [..., Lq], into one over both."""
     total = jnp.logaddexp(logsumexp, partial_logsumexp)

@@ -127,12 +127,23 @@ def joint_attention_over_mesh(
 
 
 def _to_heads(array: Array) -> Array:
-    """[all heads, a share of the sequence] -> [a share of the heads, the whole sequence]."""
-    return lax.all_to_all(array, "sp", split_axis=1, concat_axis=2, tiled=True)
+    """[B, all heads, a share of the sequence, D] -> [B, a share of the heads, the whole sequence, D].
+
+    Heads are columns of [B, tokens, heads × D] meanwhile, as linear layers and the splash kernel have them: XLA then
+    drops the transpositions here against theirs. In the order of the arguments, each would be a pass over memory.
+    """
+    batch, _, _, width = array.shape
+    columns = array.transpose(0, 2, 1, 3).reshape(batch, array.shape[2], -1)
+    columns = lax.all_to_all(columns, "sp", split_axis=2, concat_axis=1, tiled=True)
+    return columns.reshape(batch, columns.shape[1], -1, width).transpose(0, 2, 1, 3)
 
 
 def _to_sequence(array: Array) -> Array:
-    return lax.all_to_all(array, "sp", split_axis=2, concat_axis=1, tiled=True)
+    """The reverse of `_to_heads`."""
+    batch, _, _, width = array.shape
+    columns = array.transpose(0, 2, 1, 3).reshape(batch, array.shape[2], -1)
+    columns = lax.all_to_all(columns, "sp", split_axis=1, concat_axis=2, tiled=True)
+    return columns.reshape(batch, columns.shape[1], -1, width).transpose(0, 2, 1, 3)
 
 
 def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:

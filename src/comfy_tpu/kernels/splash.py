@@ -8,7 +8,10 @@ Layout of scores: tiles are computed as k·qᵀ, [keys, queries]. The maximum an
 sublanes, element by element, instead of across lanes, and the running maximum and sum take 8×block_query floats
 instead of 128×block_query.
 
-The exponent: log2(e)·scale is folded into q beforehand, so that each score costs one exp2 and no multiplication.
+Layout of operands: [batch, tokens, heads × head_dim], as linear layers write and read them. A head of 128 is one
+column of whole lanes there, so that nothing is transposed in memory, and the last tile of a sequence may be cut.
+
+The exponent: log2(e)·scale is folded into q, so that each score costs one exp2 and no multiplication.
 
 The kernel holds two forms of the softmax. The bounded form subtracts a number that is fixed before the first key:
 scores leave the matrix unit, go through exp2 and return to it. The exact form follows the running maximum, for which a
@@ -25,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -62,16 +66,16 @@ def splash_attention(
     blocks: BlockSizes | None,
     interpret: bool,
     partial: bool,
+    smooth_keys: bool = True,
 ) -> tuple[Array, Array | None]:
     """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] -> [B, Hq, Lq, Dv].
 
     With `partial`, the result is float32 with log-sum-exp [B, Hq, Lq], to be merged with attentions over other keys.
     """
-    batch, _, queries, head_dim = query.shape
-    keys, value_dim = value.shape[2:]
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
     tile = block_sizes(chip, queries, keys, max(head_dim, value_dim), blocks)
 
-    query = fold_scale(query, scale)
     lengths = jnp.full((batch,), keys, jnp.int32)
     bias = None
     largest_bias = jnp.zeros((batch,), jnp.float32)
@@ -90,57 +94,77 @@ def splash_attention(
         # instruction. 39 MB a sequence at 75,600 tokens.
         bias = jnp.broadcast_to(added[:, :, None], (*added.shape, LANES))
     offset = jnp.asarray(masking.offset, jnp.int32).reshape(1)
-    if masking.lengths is not None or masking.keys is not None:
-        value = zero_from(value, lengths)
-    longest = longest_key(key, visible_keys(masking, keys))
 
-    # Whole lanes: zeros add nothing to a dot product, and the extra output columns are cut off again.
-    query = pad(query, tile.query, LANES)
-    key = pad(key, tile.key, LANES)
-    value = pad(value, tile.key, LANES)
+    query, key, value = (to_columns(array) for array in (query, key, value))
+    center, longest = measure_keys(key, kv_heads, visible_keys(masking, keys), smooth=smooth_keys)
     out, logsumexp = _call(
         offset,
         lengths,
         longest.reshape(-1),
         largest_bias,
-        query,
-        key,
-        value,
+        _at_least(query, tile.query),
+        _at_least(key, tile.key),
+        _at_least(value, tile.key),
+        center,
         bias,
+        heads=heads,
+        kv_heads=kv_heads,
+        factor=scale * math.log2(math.e),
+        queries=queries,
         tile=tile,
         band=masking.band,
         # Without any of these no score is ever hidden, and the kernel carries no code to hide it.
-        may_hide=masking.lengths is not None or masking.keys is not None or key.shape[2] != keys,
+        may_hide=masking.lengths is not None or masking.keys is not None or keys % tile.key != 0,
         has_float_bias=masking.keys is not None and masking.keys.dtype != jnp.bool_,
         vmem_limit_bytes=vmem_limit(chip),
         interpret=interpret,
         partial=partial,
     )
-    out = out[:, :, :queries, :value_dim]
+    out = out[:, :queries].reshape(batch, queries, heads, -1)[..., :value_dim].transpose(0, 2, 1, 3)
     return out, None if logsumexp is None else logsumexp[:, :, 0, :queries]
 
 
-def fold_scale(query: Array, scale: float) -> Array:
-    """The query times what each score would be multiplied by before its exp2."""
-    return (query.astype(jnp.float32) * (scale * math.log2(math.e))).astype(query.dtype)
+def to_columns(array: Array) -> Array:
+    """[B, H, L, D] -> [B, L, H × D], each head filled with zeros to whole lanes: they add nothing to a product."""
+    array = jnp.pad(array.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, 0), (0, -array.shape[3] % LANES)))
+    return array.reshape(*array.shape[:2], -1)
 
 
-def longest_key(key: Array, visible: Array | None) -> Array:
-    """[B, H, L, D], bool [B, L] -> float32 [B, H]: the largest Euclidean norm of a visible key."""
-    squares = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=3)
+def _at_least(array: Array, rows: int) -> Array:
+    """Rows of zeros after those of a sequence that is shorter than one tile."""
+    return jnp.pad(array, ((0, 0), (0, max(0, rows - array.shape[1])), (0, 0)))
+
+
+def measure_keys(key: Array, heads: int, visible: Array | None, *, smooth: bool) -> tuple[Array, Array]:
+    """[B, L, H × D], bool [B, L] -> a point among the visible keys of each head, the largest distance of one from it.
+
+    The point is [B, 8, H × D], in eight equal rows; the distance is float32 [B, H].
+
+    A softmax does not change when all scores of a row move by the same amount, so the bounds of a score need to count
+    from the middle of the keys only, which may be far from zero ("K-smoothing"). Any point gives true bounds: the mean
+    of about a thousand keys is near enough to that of all, and is not another pass over them. Not `smooth`: zero.
+    """
+    batch, keys, width = key.shape
+    center = jnp.zeros((batch, 1, width), key.dtype)
+    if smooth:
+        stride = max(1, keys // 1024)
+        sample = key[:, ::stride].astype(jnp.float32)
+        shown = jnp.ones((batch, sample.shape[1], 1), bool) if visible is None else visible[:, ::stride, None]
+        count = jnp.maximum(jnp.sum(shown, axis=1, keepdims=True), 1)
+        center = (jnp.sum(jnp.where(shown, sample, 0.0), axis=1, keepdims=True) / count).astype(key.dtype)
+    squares = jnp.square(key.astype(jnp.float32) - center.astype(jnp.float32)).astype(key.dtype)
+    # The sum over each head's columns as a product: heads as a dimension of their own would be another layout.
+    belongs = np.repeat(np.eye(heads, dtype=np.float32), width // heads, axis=0)
+    distances = jnp.einsum(
+        "blc,ch->blh",
+        squares,
+        jnp.asarray(belongs, key.dtype),
+        precision=_precision(key.dtype),
+        preferred_element_type=jnp.float32,
+    )
     if visible is not None:
-        squares = jnp.where(visible[:, None], squares, 0.0)
-    return jnp.sqrt(jnp.max(squares, axis=2))
-
-
-def zero_from(value: Array, lengths: Array) -> Array:
-    """Values with zeros from each length on: a weight of 0 times NaN would be NaN."""
-    return jnp.where(jnp.arange(value.shape[2])[:, None] < lengths[:, None, None, None], value, 0)
-
-
-def pad(array: Array, rows: int, columns: int) -> Array:
-    """[B, H, L, D] padded with zeros to multiples of `rows` and `columns`."""
-    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % rows), (0, -array.shape[3] % columns)))
+        distances = jnp.where(visible[:, :, None], distances, 0.0)
+    return jnp.broadcast_to(center, (batch, _SUBLANES, width)), jnp.sqrt(jnp.max(distances, axis=1))
 
 
 def _call(
@@ -151,8 +175,13 @@ def _call(
     query: Array,
     key: Array,
     value: Array,
+    center: Array,
     bias: Array | None,
     *,
+    heads: int,
+    kv_heads: int,
+    factor: float,
+    queries: int,
     tile: BlockSizes,
     band: Band,
     may_hide: bool,
@@ -161,16 +190,18 @@ def _call(
     interpret: bool,
     partial: bool,
 ) -> tuple[Array, Array | None]:
-    batch, heads, queries, head_dim = query.shape
-    kv_heads, keys, value_dim = value.shape[1:]
+    """`factor`: what each score is multiplied by before its exp2. `queries`: how many of the rows count."""
+    batch, rows, _ = query.shape
+    keys = value.shape[1]
+    head_dim, value_dim = query.shape[2] // heads, value.shape[2] // kv_heads
     group = heads // kv_heads
-    key_blocks = keys // tile.key
+    query_blocks, key_blocks = pl.cdiv(rows, tile.query), pl.cdiv(keys, tile.key)
     # A window meets only this many key blocks, wherever its query block starts: the grid is no wider.
     width = key_blocks
     if band.left is not None and band.right is not None:
         width = min(key_blocks, (tile.query + band.left + band.right - 2) // tile.key + 2)
 
-    scores = batch * heads * queries * width * tile.key
+    scores = batch * heads * rows * width * tile.key
 
     def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array, *_: Array) -> Array:
         first, end = _block_range(i, offset[0], lengths[b], tile, band)
@@ -178,10 +209,13 @@ def _call(
         return jnp.clip(first + j, 0, jnp.maximum(end - 1, 0))
 
     def query_index(b: Array, h: Array, i: Array, j: Array, *_: Array) -> tuple[Array | int, ...]:
-        return b, h, i, 0
+        return b, i, h
 
     def key_index(b: Array, h: Array, i: Array, j: Array, *scalars: Array) -> tuple[Array | int, ...]:
-        return b, lax.div(h, group), key_block(b, i, j, *scalars), 0
+        return b, key_block(b, i, j, *scalars), lax.div(h, group)
+
+    def center_index(b: Array, h: Array, i: Array, j: Array, *_: Array) -> tuple[Array | int, ...]:
+        return b, 0, lax.div(h, group)
 
     def bias_index(b: Array, h: Array, i: Array, j: Array, *scalars: Array) -> tuple[Array | int, ...]:
         return b, key_block(b, i, j, *scalars), 0
@@ -190,22 +224,25 @@ def _call(
         return b, h, 0, i
 
     in_specs = [
-        pl.BlockSpec((None, None, tile.query, head_dim), query_index),
-        pl.BlockSpec((None, None, tile.key, head_dim), key_index),
-        pl.BlockSpec((None, None, tile.key, value_dim), key_index),
+        pl.BlockSpec((None, tile.query, head_dim), query_index),
+        pl.BlockSpec((None, tile.key, head_dim), key_index),
+        pl.BlockSpec((None, tile.key, value_dim), key_index),
+        pl.BlockSpec((None, _SUBLANES, head_dim), center_index),
     ]
-    operands = [query, key, value]
+    operands = [query, key, value, center]
     if bias is not None:
         in_specs.append(pl.BlockSpec((None, tile.key, LANES), bias_index))
         operands.append(bias)
-    out_specs = [pl.BlockSpec((None, None, tile.query, value_dim), query_index)]
-    out_shape = [jax.ShapeDtypeStruct((batch, heads, queries, value_dim), jnp.float32 if partial else query.dtype)]
+    out_specs = [pl.BlockSpec((None, tile.query, value_dim), query_index)]
+    out_shape = [jax.ShapeDtypeStruct((batch, rows, heads * value_dim), jnp.float32 if partial else query.dtype)]
     if partial:
         out_specs.append(pl.BlockSpec((None, None, 1, tile.query), logsumexp_index))
-        out_shape.append(jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32))
+        out_shape.append(jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32))
 
     kernel = functools.partial(
         _kernel,
+        factor=factor,
+        queries=queries,
         tile=tile,
         band=band,
         may_hide=may_hide or not band.is_full,
@@ -219,10 +256,10 @@ def _call(
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(batch, heads, queries // tile.query, width),
+            grid=(batch, heads, query_blocks, width),
             in_specs=in_specs,
             out_specs=out_specs,
-            scratch_shapes=state_shapes(tile.query, value_dim),
+            scratch_shapes=[pltpu.VMEM((tile.query, head_dim), query.dtype), *state_shapes(tile.query, value_dim)],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
@@ -233,7 +270,7 @@ def _call(
             flops=2 * scores * (head_dim + value_dim),
             transcendentals=scores,
             bytes_accessed=query.dtype.itemsize
-            * (2 * query.size + (queries // tile.query) * batch * heads * width * tile.key * (head_dim + value_dim)),
+            * (2 * query.size + query_blocks * batch * heads * width * tile.key * (head_dim + value_dim)),
         ),
         interpret=interpret,
         name="comfy_tpu_splash",
@@ -259,6 +296,8 @@ def _kernel(
     longest_ref: Any,
     largest_bias_ref: Any,
     *refs: Any,
+    factor: float,
+    queries: int,
     tile: BlockSizes,
     band: Band,
     may_hide: bool,
@@ -267,11 +306,11 @@ def _kernel(
     group: int,
     partial: bool,
 ) -> None:
-    query_ref, key_ref, value_ref = refs[:3]
-    bias_ref = refs[3] if has_bias else None
-    out_ref = refs[3 + has_bias]
-    logsumexp_ref = refs[4 + has_bias] if partial else None
-    state = State(*refs[-4:])
+    given_ref, key_ref, value_ref, center_ref = refs[:4]
+    bias_ref = refs[4] if has_bias else None
+    out_ref = refs[4 + has_bias]
+    logsumexp_ref = refs[5 + has_bias] if partial else None
+    query_ref, state = refs[-5], State(*refs[-4:])
 
     b, h, i, j = (pl.program_id(axis) for axis in range(4))
     offset, length = offset_ref[0], lengths_ref[b]
@@ -291,12 +330,23 @@ def _kernel(
                 shown &= distance <= band.right
         return jnp.where(shown, scores, HIDDEN)
 
+    def clear(values: Array, start: int) -> Array:
+        # A weight of 0 times NaN is NaN, and after the end of an array there may be anything.
+        rows = left + start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        return jnp.where(rows < length, values, jnp.zeros_like(values))
+
     @pl.when(j == 0)
     def _start() -> None:
+        scaled = given_ref[...].astype(jnp.float32) * factor
+        if queries % tile.query:  # what stands after the last query must not choose the form
+            rows = i * tile.query + lax.broadcasted_iota(jnp.int32, scaled.shape, 0)
+            scaled = jnp.where(rows < queries, scaled, 0.0)
+        query_ref[...] = scaled.astype(query_ref.dtype)
         kv_head = b * (pl.num_programs(1) // group) + lax.div(h, group)
         start_block(
             query_ref,
             key_ref,
+            center_ref,
             bias_ref,
             state,
             longest=longest_ref[kv_head],
@@ -306,7 +356,8 @@ def _kernel(
         )
 
     def visit(hiding: bool) -> None:
-        visit_block(query_ref, key_ref, value_ref, bias_ref, state, tile=tile, hide=hide if hiding else None)
+        hiders = (hide, clear) if hiding else (None, None)
+        visit_block(query_ref, key_ref, value_ref, bias_ref, state, *hiders, tile=tile)
 
     if may_hide:
         runs = column < end
@@ -350,6 +401,7 @@ def state_shapes(rows: int, value_dim: int) -> list[Any]:
 def start_block(
     query_ref: Any,
     key_ref: Any,
+    center_ref: Any,
     bias_ref: Any,
     state: State,
     *,
@@ -360,22 +412,24 @@ def start_block(
 ) -> None:
     """Sets the state of a block of queries before its first keys, and chooses the form.
 
-    |q|·|k| bounds a score from above and below (Cauchy and Schwarz), so the largest score of a row is in
-    [-|q|·longest, |q|·longest + largest_bias]. It is also no less than the row's scores with the first keys, which
-    narrows the range: a typical row may then have a bound over 100. The bounded form is safe where the range is at
-    most HEADROOM + DEPTH for every row: the anchor is HEADROOM below its upper end, or higher where a score was seen
-    there. A number that is not finite makes the comparison false, and the exact form carries it to the result.
+    With c the center and `longest` the largest |k - c|, a score is within |q|·longest of q·c (Cauchy and Schwarz), so
+    the largest score of a row is in [q·c - |q|·longest, q·c + |q|·longest + largest_bias]. It is also no less than the
+    row's scores with the first keys, which narrows the range: a typical row may then have a bound over 100. The bounded
+    form is safe where the range is at most HEADROOM + DEPTH for every row: the anchor is HEADROOM below its upper end,
+    or higher where a score was seen there. A number that is not finite makes the comparison false, and the exact form
+    carries it to the result.
     """
     state.weight[...] = jnp.zeros_like(state.weight)
     state.total[...] = jnp.zeros_like(state.total)
     squares = jnp.square(query_ref[...].astype(jnp.float32)).astype(query_ref.dtype)
     norm = jnp.sqrt(_dot(jnp.ones((_SUBLANES, squares.shape[1]), squares.dtype), squares, 1, 1))
     reach = norm * (longest * _NORM_MARGIN)
+    middle = _dot(center_ref[...], query_ref[...], 1, 1)
     scores = _scores(query_ref, key_ref, bias_ref, slice(0, _PROBED_KEYS), hide)
     lowest = jnp.max(scores, axis=0, keepdims=True)
     # A row may see none of the first keys. With a float bias, the keys that it sees may have any.
-    lowest = jnp.broadcast_to(lowest, reach.shape) if has_float_bias else jnp.maximum(lowest, -reach)
-    highest = reach + largest_bias
+    lowest = jnp.broadcast_to(lowest, reach.shape) if has_float_bias else jnp.maximum(lowest, middle - reach)
+    highest = middle + reach + largest_bias
     is_safe = jnp.min((highest - lowest <= HEADROOM + DEPTH).astype(jnp.float32)) > 0.0
     state.is_bounded[0] = is_safe.astype(jnp.int32)
     state.maximum[...] = jnp.where(is_safe, jnp.maximum(lowest, highest - HEADROOM), _FIRST_MAXIMUM)
@@ -387,11 +441,15 @@ def visit_block(
     value_ref: Any,
     bias_ref: Any,
     state: State,
+    hide: Callable[[Array, int], Array] | None,
+    clear: Callable[[Array, int], Array] | None,
     *,
     tile: BlockSizes,
-    hide: Callable[[Array, int], Array] | None,
 ) -> None:
-    """Adds a block of keys to the state. `hide`: (scores, first row of the block) -> scores with hidden ones."""
+    """Adds a block of keys to the state.
+
+    `hide`: (scores, first row of the block) -> scores with hidden ones; `clear`: the same for values of no meaning.
+    """
     is_bounded = state.is_bounded[0] == 1
     for form, chosen in ((_add_bounded, is_bounded), (_add_exact, jnp.logical_not(is_bounded))):
 
@@ -399,23 +457,28 @@ def visit_block(
         def _visit(form: Any = form) -> None:
             for step in range(tile.key // tile.key_compute):
                 rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
-                form(_scores(query_ref, key_ref, bias_ref, rows, hide), value_ref.at[rows], state)
+                values = value_ref[rows, :]
+                form(
+                    _scores(query_ref, key_ref, bias_ref, rows, hide),
+                    values if clear is None else clear(values, rows.start),
+                    state,
+                )
 
 
-def _add_bounded(scores: Array, value_ref: Any, state: State) -> None:
+def _add_bounded(scores: Array, values: Array, state: State) -> None:
     weights = jnp.exp2(scores - state.maximum[:1])
     state.weight[...] += jnp.sum(weights, axis=0, keepdims=True)
-    state.total[...] += _dot(value_ref[...], weights.astype(value_ref.dtype), 0, 0)
+    state.total[...] += _dot(values, weights.astype(values.dtype), 0, 0)
 
 
-def _add_exact(scores: Array, value_ref: Any, state: State) -> None:
+def _add_exact(scores: Array, values: Array, state: State) -> None:
     before = state.maximum[...]
     after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
     weights = jnp.exp2(scores - after[:1])
     shrink = jnp.exp2(before - after)
     state.maximum[...] = after
     state.weight[...] = shrink * state.weight[...] + jnp.sum(weights, axis=0, keepdims=True)
-    state.total[...] = shrink[:1] * state.total[...] + _dot(value_ref[...], weights.astype(value_ref.dtype), 0, 0)
+    state.total[...] = shrink[:1] * state.total[...] + _dot(values, weights.astype(values.dtype), 0, 0)
 
 
 def _scores(
@@ -429,15 +492,18 @@ def _scores(
 
 
 def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    # float32 stays float32: the MXU's default would round both sides to bfloat16.
-    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         left,
         right,
         (((left_axis,), (right_axis,)), ((), ())),
-        precision=precision,
+        precision=_precision(left.dtype),
         preferred_element_type=jnp.float32,
     )
+
+
+def _precision(dtype: Any) -> lax.Precision:
+    # float32 stays float32: the MXU's default would round both sides to bfloat16.
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def finish_block(out_ref: Any, logsumexp_ref: Any, state: State) -> None:

@@ -86,20 +86,24 @@ def splash_tiles(
     scale: float,
     chip: str,
     interpret: bool,
+    smooth_keys: bool = True,
 ) -> Array:
     """As `chunked_tiles`, by the splash kernel: a block is a tile, padded to whole lanes. Video tokens only."""
     batch, heads, total, _ = query.shape
-    value_dim = value.shape[3]
+    kv_heads, _, value_dim = value.shape[1:]
     tokens, rows, tiles = schedule.tokens, schedule.rows(LANES), len(schedule.neighbours)
     text_blocks = -(-(total - tokens) // rows)
-    query = splash.fold_scale(query, scale)
-    value = value if lengths is None else splash.zero_from(value, lengths)
+    query = (query.astype(jnp.float32) * (scale * math.log2(math.e))).astype(query.dtype)
+    if lengths is not None:  # a weight of 0 times NaN is NaN
+        value = jnp.where(jnp.arange(total)[:, None] < lengths[:, None, None, None], value, 0)
+    visible = masking.visible_keys(Masking(lengths=lengths), total)
+    center, longest = splash.measure_keys(splash.to_columns(key), kv_heads, visible, smooth=smooth_keys)
 
     def blocks(array: Array, with_text: bool) -> Array:
         made = _to_tiles(array, schedule, rows).reshape(batch, array.shape[1], tiles * rows, -1)
         if with_text and text_blocks:
-            made = jnp.concatenate((made, splash.pad(array[:, :, tokens:], rows, 1)), axis=2)
-        return splash.pad(made, rows, LANES)
+            made = jnp.concatenate((made, _pad(array[:, :, tokens:], rows, 1)), axis=2)
+        return _pad(made, rows, LANES)
 
     ends = jnp.full((batch,), total, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     ids = schedule.padded_tokens(LANES)
@@ -113,10 +117,11 @@ def splash_tiles(
     out = _call(
         jnp.asarray(table.reshape(-1)),
         counts.astype(jnp.int32).reshape(-1),
-        splash.longest_key(key, masking.visible_keys(Masking(lengths=lengths), total)).reshape(-1),
+        longest.reshape(-1),
         blocks(query, False),
         blocks(key, True),
         blocks(value, True),
+        center,
         width=table.shape[1],
         rows=rows,
         may_hide=lengths is not None or bool((schedule.sizes < rows).any()) or bool((total - tokens) % rows),
@@ -125,6 +130,11 @@ def splash_tiles(
     )
     made = out[..., :value_dim].reshape(batch, heads, tiles, rows, value_dim)
     return _from_tiles(made, schedule, LANES)
+
+
+def _pad(array: Array, rows: int, columns: int) -> Array:
+    """[B, H, L, D] padded with zeros to multiples of `rows` and `columns`."""
+    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % rows), (0, -array.shape[3] % columns)))
 
 
 def _to_tiles(array: Array, schedule: TileSchedule, rows: int) -> Array:
@@ -160,6 +170,7 @@ def _call(
     query: Array,
     key: Array,
     value: Array,
+    center: Array,
     *,
     width: int,
     rows: int,
@@ -168,7 +179,7 @@ def _call(
     interpret: bool,
 ) -> Array:
     """`table`: the key blocks of each query block, `width` each; `counts`: keys of each block that are not hidden, by
-    batch and block; `longest`: the norm of the longest key, by batch and head."""
+    batch and block; `center`, `longest`: as of `splash.measure_keys`."""
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     group, key_blocks = heads // kv_heads, keys // rows
@@ -181,10 +192,12 @@ def _call(
     def key_index(b: Array, h: Array, i: Array, j: Array, table: Array, *_: Array) -> tuple[Array | int, ...]:
         return b, lax.div(h, group), table[i * width + j], 0
 
-    def kernel(
-        table_ref: Any, counts_ref: Any, longest_ref: Any, query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any
-    ) -> None:
-        out_ref, state = refs[0], splash.State(*refs[1:])
+    def center_index(b: Array, h: Array, i: Array, j: Array, *_: Array) -> tuple[Array | int, ...]:
+        return b, 0, lax.div(h, group)
+
+    def kernel(table_ref: Any, counts_ref: Any, longest_ref: Any, *refs: Any) -> None:
+        query_ref, key_ref, value_ref, center_ref, out_ref = refs[:5]
+        state = splash.State(*refs[5:])
         b, h, i, j = (pl.program_id(axis) for axis in range(4))
         count = counts_ref[b * key_blocks + table_ref[i * width + j]]
 
@@ -193,13 +206,14 @@ def _call(
             return jnp.where(shown, scores, splash.HIDDEN)
 
         def visit(hide: Any) -> None:
-            splash.visit_block(query_ref, key_ref, value_ref, None, state, tile=tile, hide=hide)
+            splash.visit_block(query_ref, key_ref, value_ref, None, state, hide, None, tile=tile)
 
         @pl.when(j == 0)
         def _start() -> None:
             splash.start_block(
                 query_ref,
                 key_ref,
+                center_ref,
                 None,
                 state,
                 longest=longest_ref[b * kv_heads + lax.div(h, group)],
@@ -225,6 +239,7 @@ def _call(
                 pl.BlockSpec((None, None, rows, head_dim), query_index),
                 pl.BlockSpec((None, None, rows, head_dim), key_index),
                 pl.BlockSpec((None, None, rows, value_dim), key_index),
+                pl.BlockSpec((None, center.shape[1], head_dim), center_index),
             ],
             out_specs=pl.BlockSpec((None, None, rows, value_dim), query_index),
             scratch_shapes=splash.state_shapes(rows, value_dim),
@@ -241,7 +256,7 @@ def _call(
         ),
         interpret=interpret,
         name="comfy_tpu_splash_tiles",
-    )(table, counts, longest, query, key, value)
+    )(table, counts, longest, query, key, value, center)
     return made
 
 
