@@ -149,7 +149,7 @@ ALLOWED = {
     "ComfyUI in the nodes": ("comfy/x.py", "import comfy.utils, comfy_api.latest, folder_paths, nodes, server"),
     "one family in several files": ("families/flux/model.py", "import comfy_tpu.families.flux.card"),
     "a family uses the shared vocabulary": ("families/flux/model.py", "import comfy_tpu.families.model_family"),
-    "a family uses a shared part": ("families/flux/model.py", "import comfy_tpu.families.shared.rope"),
+    "a family uses a shared part": ("families/flux/model.py", "import comfy_tpu.families.shared.patches"),
 }
 
 
@@ -159,7 +159,9 @@ def skeleton(tmp_path):
     package = tmp_path / "comfy_tpu"
     modules = ("__init__", "config", "distribution", "errors", "facade", "json_input", "quiet", "terminal_text")
     files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
-    files += [f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/rope")]
+    files += [
+        f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/patches")
+    ]
     files += [f"families/{family}/{name}.py" for family in ("flux", "wan") for name in ("__init__", "card", "model")]
     drivers = ("driver", "folder", "ledger", "outcome", "request", "sources", "worker_thread")
     rays = ("ray_actor", "ray_cluster", "ray_slices", "ray_workers")

@@ -7,6 +7,7 @@ from comfy_tpu.bridge.joint import joint_attention, video_attention
 from comfy_tpu.bridge.layers import BlockCall, map_layers, run_layer, run_layers, tensor_content
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
+from comfy_tpu.bridge.rotary import rotary_attention, rotate_pairs
 from comfy_tpu.bridge.scope import TraceContext, current_trace, token_grid_scope, trace_scope
 from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_shapes
 
@@ -22,6 +23,8 @@ __all__ = [
     "joint_attention",
     "map_layers",
     "operator",
+    "rotary_attention",
+    "rotate_pairs",
     "run_layer",
     "run_layers",
     "scan",

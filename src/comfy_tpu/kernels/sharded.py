@@ -132,18 +132,21 @@ def _to_heads(array: Array) -> Array:
     Heads are columns of [B, tokens, heads × D] meanwhile, as linear layers and the splash kernel have them: XLA then
     drops the transpositions here against theirs. In the order of the arguments, each would be a pass over memory.
     """
-    batch, _, _, width = array.shape
-    columns = array.transpose(0, 2, 1, 3).reshape(batch, array.shape[2], -1)
-    columns = lax.all_to_all(columns, "sp", split_axis=2, concat_axis=1, tiled=True)
-    return columns.reshape(batch, columns.shape[1], -1, width).transpose(0, 2, 1, 3)
+    sp = lax.axis_size("sp")
+    batch, heads, tokens, width = array.shape
+    columns = array.transpose(0, 2, 1, 3).reshape(batch, tokens, sp, -1)
+    # What each device gets comes first, and what each has sent: the exchange itself then moves whole arrays.
+    columns = lax.all_to_all(columns.transpose(2, 0, 1, 3), "sp", split_axis=0, concat_axis=0, tiled=True)
+    return columns.transpose(1, 0, 2, 3).reshape(batch, sp * tokens, heads // sp, width).transpose(0, 2, 1, 3)
 
 
 def _to_sequence(array: Array) -> Array:
     """The reverse of `_to_heads`."""
-    batch, _, _, width = array.shape
-    columns = array.transpose(0, 2, 1, 3).reshape(batch, array.shape[2], -1)
-    columns = lax.all_to_all(columns, "sp", split_axis=1, concat_axis=2, tiled=True)
-    return columns.reshape(batch, columns.shape[1], -1, width).transpose(0, 2, 1, 3)
+    sp = lax.axis_size("sp")
+    batch, heads, tokens, width = array.shape
+    columns = array.transpose(0, 2, 1, 3).reshape(batch, sp, tokens // sp, -1)
+    columns = lax.all_to_all(columns.transpose(1, 0, 2, 3), "sp", split_axis=0, concat_axis=0, tiled=True)
+    return columns.transpose(1, 2, 0, 3).reshape(batch, tokens // sp, heads * sp, width).transpose(0, 2, 1, 3)
 
 
 def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import constrain
+from comfy_tpu.bridge import constrain, rotate_pairs
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features, unpack_features
 from comfy_tpu.compiler.stacking import LayerStack
@@ -18,7 +18,6 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2.card import TRANSFORMER_DEV
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
-from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import constrain, joint_attention
+from comfy_tpu.bridge import constrain, joint_attention, rotate_pairs
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
@@ -18,7 +18,6 @@ from comfy_tpu.families.hunyuan_video.text import GLYPH_TOKENS
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import PatchEmbedding
-from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import constrain, video_attention
+from comfy_tpu.bridge import constrain, rotate_pairs, video_attention
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
@@ -18,7 +18,6 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import replace_first_frame
-from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 

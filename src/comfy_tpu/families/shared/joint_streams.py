@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import current_trace
+from comfy_tpu.bridge import current_trace, rotate_pairs
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.families.shared.rope import rotate_pairs
 
 
 class JointProcessor:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from comfy_tpu.bridge import video_attention
+from comfy_tpu.bridge import rotary_attention
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.patches import PatchEmbedding
-from comfy_tpu.families.shared.rope import rotate_pairs
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 
@@ -34,35 +33,35 @@ class WanProcessor:
         attention_mask: torch.Tensor | None = None,
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        if encoder_hidden_states is not None and attn.prompt_key is not None:
-            key, value = attn.prompt_key, attn.prompt_value
-        else:
-            key, value = keys_and_values(
-                attn, hidden_states if encoder_hidden_states is None else encoder_hidden_states
-            )
-        if rotary_emb is not None:
-            query, key = apply_rope(query, *rotary_emb), apply_rope(key, *rotary_emb)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if encoder_hidden_states is None:
-            out = video_attention(query, key, value)
+            assert rotary_emb is not None
+            cosine, sine = rotary_emb  # they hold every value twice
+            projections = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+            out = rotary_attention(
+                projections, (attn.norm_q, attn.norm_k), (cosine[..., 0::2], sine[..., 1::2]), heads=attn.heads
+            )
         else:
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
-        if encoder_hidden_states is not None and attn.image_key is not None:  # what the model sees of a given image
+            out = self._attend_to_prompt(attn, hidden_states, encoder_hidden_states, attention_mask)
+        return attn.to_out[1](attn.to_out[0](out.type_as(hidden_states)))
+
+    def _attend_to_prompt(
+        self, attn: Any, hidden_states: torch.Tensor, prompt: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        given = (attn.prompt_key, attn.prompt_value)
+        key, value = keys_and_values(attn, prompt) if attn.prompt_key is None else given
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        if attn.image_key is not None:  # what the model sees of a given image
             seen = (x.transpose(1, 2) for x in (attn.image_key, attn.image_value))
             out = out + F.scaled_dot_product_attention(query, *seen)
-        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3).type_as(hidden_states)))
+        return out.transpose(1, 2).flatten(2, 3)
 
 
 def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[batch, tokens, heads, head_dim] each."""
     key = attn.norm_k(attn.to_k(context)).unflatten(2, (attn.heads, -1))
     return key, attn.to_v(context).unflatten(2, (attn.heads, -1))
-
-
-def apply_rope(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """RoPE on neighbouring pairs of [batch, tokens, heads, head_dim]; both tables hold every value twice."""
-    return rotate_pairs(x, cosine[..., 0::2], sine[..., 1::2])
 
 
 def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
