@@ -356,6 +356,8 @@ LTX_VAE_CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_inject_noise": (False, False, False, False),
         "spatio_temporal_scaling": (True, True, True, True),
         "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+        "spatial_compression_ratio": 32,
+        "temporal_compression_ratio": 8,
     },
 }
 """The VAEs that were published, as diffusers' conversion script has them."""

@@ -130,6 +130,29 @@ def test_all_parts_have_the_tensors_of_the_directory(case: str) -> None:
     assert model.defaults == expected.defaults
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if "," not in name])
+def test_the_files_of_a_directory_are_read_under_their_own_names(case: str) -> None:
+    path = CASES[case][1]()
+    expected = ModelFiles.open(path)
+
+    def files(*parts: ComponentSpec) -> tuple[Path, ...]:
+        return tuple(found for part in parts for found in (path / part.name).glob("*.safetensors"))
+
+    family = expected.family
+    image = family.image.encoder if family.image is not None else None
+    given = SingleFiles(
+        files(*family.denoiser.transformers),
+        files(*(encoder.component for encoder in family.text.encoders)),
+        *files(family.vae.component),
+        *(files(image) if image is not None else ()),
+        base=str(bare(path)),
+    )
+    model = open_model(given)
+    for spec in family.components:
+        found, wanted = module_tensors(model, spec), module_tensors(expected, spec)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), spec.name
+
+
 @pytest.mark.slow
 def test_a_flux2_image_is_that_of_the_directory_bit_for_bit() -> None:
     expected = video(small_flux2.directory("klein"))
