@@ -6,14 +6,18 @@ the same. So a name that is taken for another one, or a half that is not swapped
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.families.registry import load_family
+from comfy_tpu.pipeline import single_files
 from tests.native.architectures import ARCHITECTURES, Architecture, noise
 from tests.native.vaes import VAES, SmallVae
 
@@ -176,3 +180,42 @@ def test_ltx_video_vae(comfyui, version):
         theirs = VideoVAE(version).state_dict()
         ours = AutoencoderKLLTXVideo(**list(LTX_VAE_CONFIGS.values())[version])
         load(ours, "LTX-Video", "vae", theirs)
+
+
+ENCODERS = (
+    ("Flux.2 dev", "text_encoder", "comfy.text_encoders.llama.Mistral3Small24B", None),
+    ("Flux.2 klein", "text_encoder", "comfy.text_encoders.llama.Qwen3_4B", None),
+    ("HunyuanVideo-1.5", "text_encoder", "comfy.text_encoders.llama.Qwen25_7BVLI", None),
+    ("HunyuanVideo-1.5", "text_encoder_2", "comfy.text_encoders.t5.T5", "text_encoders/byt5_config_small_glyph.json"),
+    (
+        "HunyuanVideo-1.5 image-to-video",
+        "image_encoder",
+        "comfy.clip_model.CLIPVisionModelProjection",
+        "clip_vision_siglip_384.json",
+    ),
+    ("LTX-Video", "text_encoder", "comfy.text_encoders.t5.T5", "text_encoders/t5_config_xxl.json"),
+)
+
+
+@pytest.mark.parametrize(("family", "part", "home", "described"), ENCODERS)
+def test_encoders(comfyui, family, part, home, described, tmp_path):
+    """ComfyUI's modules of the published sizes, without weights, and our published configurations."""
+    import comfy
+    from comfy.ops import disable_weight_init
+
+    path, _, name = home.rpartition(".")
+    config = json.loads((Path(comfy.__path__[0]) / described).read_text()) if described else {}
+    theirs = getattr(importlib.import_module(path), name)(config, torch.bfloat16, "meta", disable_weight_init)
+    model = load_family(family)
+    (spec,) = (each for each in model.components if each.name == part)
+    published = single_files._config(spec, model, tmp_path, next(iter(model.card.published)))
+    found = model.single_files[part].open(StateDict(theirs.state_dict()), published, part).tensors
+    shapes = {spec.rename(name) if spec.rename else name: info.shape for name, info in found.items()}
+    ours = build_skeleton(lambda: spec.build(published))
+    expected = {name: tuple(tensor.shape) for name, tensor in weight_shapes(ours).items()}
+    expected.pop("encoder.embed_tokens.weight", None)
+    assert {name: shapes.get(name) for name in expected} == expected
+    if described is None:
+        numbers = theirs.model.config
+        assert ours.config.rope_parameters["rope_theta"] == numbers.rope_theta
+        assert ours.config.rms_norm_eps == numbers.rms_norm_eps

@@ -248,6 +248,10 @@ def test_a_published_part_has_its_configuration_without_a_directory(tmp_path: Pa
         configs = {spec.name: single_files._config(spec, family, tmp_path, hub_id) for spec in family.components}
         mean, deviation = family.vae.latent_statistics(configs["vae"])
         assert len(mean) == len(deviation) == family.vae.latent_channels(configs["vae"])
+        if model != "LTX-Video":  # as published: transformers' own defaults are others
+            text = configs["text_encoder"].get("text_config", configs["text_encoder"])
+            numbers = text["rope_parameters"]["rope_theta"], text["rms_norm_eps"]
+            assert numbers == ((1e9, 1e-5) if model == "Flux.2 dev" else (1e6, 1e-6))
 
 
 @pytest.mark.parametrize(
