@@ -115,5 +115,4 @@ if __name__ == "__main__":
     fake_comfyui.install(models)
     paths = sys.modules["folder_paths"]
     paths.get_full_path = lambda folder, name: str(models / name) if (models / name).is_file() else None
-    paths.get_full_path_or_raise = paths.get_full_path
     sys.stdout.write(json.dumps(run(models)) + "\n")

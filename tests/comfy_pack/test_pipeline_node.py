@@ -33,7 +33,7 @@ def test_the_node_gives_files_or_a_whole_model(outcomes):
         "gguf": "transformer=t.gguf is a GGUF file, which is not read here; use the model's safetensors file",
         "pickle": "text_encoder_2=e.ckpt is not a safetensors file, and may run code when it is opened; use that "
         "version of it",
-        "absent": "vae=other.safetensors is not in ComfyUI's models/vae; choose one of its files",
+        "absent": "vae=other.safetensors is not in ComfyUI's models/vae or models/checkpoints; choose one of its files",
     }
 
 

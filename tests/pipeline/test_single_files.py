@@ -9,40 +9,23 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.config import RuntimeConfig, SingleFiles
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.families.registry import load_family
 from comfy_tpu.families.wan.single_files import SINGLE_FILES as WAN_FILES
 from comfy_tpu.pipeline import single_files
-from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux
 from tests.parity import small_models
 from tests.pipeline import original_names, small_pipeline
-
-SIZES = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 32}
-
-
-def weights(directory: Path, part: str) -> dict[str, torch.Tensor]:
-    (path,) = (directory / part).glob("*.safetensors")
-    return load_file(path)
-
-
-@functools.cache
-def bare(directory: Path) -> Path:
-    """The model directory without its weights: configurations and tokenizers."""
-    path = small_models.temporary_directory()
-    shutil.copytree(directory, path, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    return path
+from tests.pipeline.single_file_models import SIZES, bare, changed_file, header, tensors, video, weights
 
 
 @functools.cache
@@ -84,12 +67,6 @@ def flux() -> SingleFiles:
     )
 
 
-def video(model: str | Path | SingleFiles, **settings: Any) -> torch.Tensor:
-    pipeline = VideoPipeline.open(model, RuntimeConfig(mesh="single", dtype="float32"))
-    chosen = pipeline.settings(**SIZES, **settings)
-    return torch.cat(list(pipeline.generate("a red circle", chosen)), dim=1)
-
-
 def test_a_wan_video_is_that_of_the_directory_bit_for_bit() -> None:
     expected = video(small_pipeline.directory(), num_frames=5)
     assert expected.std() > 0
@@ -100,12 +77,6 @@ def test_a_flux_image_is_that_of_the_directory_bit_for_bit() -> None:
     expected = video(small_flux.directory("dev"))
     assert expected.std() > 0
     assert torch.equal(video(flux()), expected)
-
-
-def tensors(model: ModelFiles, part: str) -> dict[str, torch.Tensor]:
-    (spec,) = (spec for spec in model.family.components if spec.name == part)
-    source = model.checkpoint(spec)
-    return {name: source.read(name).clone() for name in source.tensors}
 
 
 def test_the_original_names_of_umt5_are_read(tmp_path: Path) -> None:
@@ -169,17 +140,6 @@ def test_two_transformers_are_for_high_and_for_low_noise(tmp_path: Path) -> None
 ORIGINAL = {"Wan": original_names.wan_transformer, "Flux": original_names.flux_transformer}
 
 
-def published_file(model: str, hub_id: str) -> Any:
-    """The header of a published transformer under its authors' names; its weights are not needed."""
-    skeleton = {
-        name: torch.empty(shape, device="meta") for name, shape in single_files._published_shapes(model, hub_id).items()
-    }
-    named = ORIGINAL[model.partition(" ")[0].partition(".")[0]](skeleton)
-    path = Path(f"{model}.safetensors")
-    infos = {name: TensorInfo(name, tuple(each.shape), torch.bfloat16, path) for name, each in named.items()}
-    return SimpleNamespace(path=path, tensors=infos)
-
-
 @pytest.mark.parametrize(
     ("model", "hub_id"),
     [
@@ -196,7 +156,8 @@ def published_file(model: str, hub_id: str) -> Any:
 )
 def test_the_shapes_tell_which_published_model_a_file_is(model: str, hub_id: str) -> None:
     count = load_family(model).card.transformer_count
-    assert [single_files._detect([published_file(model, hub_id)] * count)[0]] == [hub_id]
+    file = header(model, hub_id, ORIGINAL[re.split(r"[ .]", model)[0]])
+    assert single_files._detect([file] * count)[0] == hub_id
 
 
 def test_a_published_part_has_its_configuration_without_a_directory(tmp_path: Path) -> None:
@@ -228,12 +189,6 @@ def test_the_names_of_the_5b_vae() -> None:
     }
     converted = WAN_FILES["vae"].convert({name: torch.empty(1) for name in expected}, {})
     assert list(converted) == list(expected.values())
-
-
-def changed_file(path: Path, source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    content = load_file(source)
-    change(content)
-    return original_names.save(path, content)
 
 
 def test_missing_and_foreign_tensors_are_found_before_weights_are_loaded(tmp_path: Path) -> None:

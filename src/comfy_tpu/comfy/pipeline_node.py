@@ -15,14 +15,14 @@ from comfy_tpu.errors import InvalidValueError
 
 AUTO, NONE = "auto", "none"
 _FOLDERS = {
-    "transformer": "diffusion_models",
-    "text_encoder": "text_encoders",
-    "vae": "vae",
-    "transformer_2": "diffusion_models",
-    "text_encoder_2": "text_encoders",
-    "image_encoder": "clip_vision",
+    "transformer": ("diffusion_models", "checkpoints"),
+    "text_encoder": ("text_encoders",),
+    "vae": ("vae", "checkpoints"),
+    "transformer_2": ("diffusion_models",),
+    "text_encoder_2": ("text_encoders",),
+    "image_encoder": ("clip_vision",),
 }
-"""ComfyUI's model folder of each input."""
+"""ComfyUI's model folders of each input. A file in checkpoints holds transformer and VAE."""
 _SUFFIXES = (".safetensors", ".sft")
 _TOOLTIPS = {
     "transformer": "The diffusion model, under its authors' or diffusers' names: one safetensors file; none for a "
@@ -31,7 +31,7 @@ _TOOLTIPS = {
     "vae": "The VAE of the model.",
     "transformer_2": "The file for low noise of a model with two transformers; the one for high noise is transformer.",
     "text_encoder_2": "The second text encoder of a model that has two, in either order.",
-    "image_encoder": "The CLIP vision file, for models that read their first frame with one.",
+    "image_encoder": "The CLIP or SigLIP vision file, for models that read their first frame with one.",
 }
 
 
@@ -85,17 +85,13 @@ class TPULoadPipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **chosen: Any) -> str:
         """Sizes and times of the files: one may be replaced under the same name."""
-        paths = [folder_paths.get_full_path(folder, chosen.get(name) or "") for name, folder in _FOLDERS.items()]
+        paths = [_find_file(name, chosen.get(name) or "") for name in _FOLDERS]
         states = [Path(path).stat() for path in paths if path is not None]
         return " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
 
     @classmethod
     def execute(cls, base_model: str, **chosen: Any) -> io.NodeOutput:
-        files = {
-            name: Path(folder_paths.get_full_path_or_raise(folder, chosen[name]))
-            for name, folder in _FOLDERS.items()
-            if chosen.get(name, NONE) != NONE
-        }
+        files = {name: _find_file_or_raise(name, chosen[name]) for name in _FOLDERS if chosen.get(name, NONE) != NONE}
         if not files:
             if base_model == AUTO:
                 raise InvalidValueError(
@@ -117,13 +113,35 @@ class TPULoadPipeline(io.ComfyNode):
 
 
 def _file_input(name: str, *, optional: bool = False) -> io.Input:
+    files = dict.fromkeys(file for folder in _FOLDERS[name] for file in folder_paths.get_filename_list(folder))
     return io.Combo.Input(
         name,
-        options=[NONE, *folder_paths.get_filename_list(_FOLDERS[name])],
+        options=[NONE, *files],
         default=NONE,
         optional=optional,
-        tooltip=f"{_TOOLTIPS[name]} In ComfyUI's models/{_FOLDERS[name]}.",
+        tooltip=f"{_TOOLTIPS[name]} In ComfyUI's {_folder_names(name)}.",
     )
+
+
+def _folder_names(name: str) -> str:
+    return " or ".join(f"models/{folder}" for folder in _FOLDERS[name])
+
+
+def _find_file(name: str, chosen: str) -> str | None:
+    """The path of an input's file, in the first of its folders that holds it."""
+    found = (folder_paths.get_full_path(folder, chosen) for folder in _FOLDERS[name])
+    return next((path for path in found if path is not None), None)
+
+
+def _find_file_or_raise(name: str, chosen: str) -> Path:
+    path = _find_file(name, chosen)
+    if path is None:
+        raise InvalidValueError(_absence(name, chosen), field=name)
+    return Path(path)
+
+
+def _absence(name: str, chosen: str) -> str:
+    return f"{name}={chosen} is not in ComfyUI's {_folder_names(name)}; choose one of its files"
 
 
 def _file_problem(name: str, chosen: str | None) -> str | None:
@@ -134,6 +152,6 @@ def _file_problem(name: str, chosen: str | None) -> str | None:
         return f"{name}={chosen} is a GGUF file, which is not read here; use the model's safetensors file"
     if not chosen.endswith(_SUFFIXES):
         return f"{name}={chosen} is not a safetensors file, and may run code when it is opened; use that version of it"
-    if folder_paths.get_full_path(_FOLDERS[name], chosen) is None:
-        return f"{name}={chosen} is not in ComfyUI's models/{_FOLDERS[name]}; choose one of its files"
+    if _find_file(name, chosen) is None:
+        return _absence(name, chosen)
     return None

@@ -37,6 +37,17 @@ class PartFile:
     """Prefixes of all tensors of the part. Where a file has one, its other tensors belong to other parts."""
     ignored: tuple[str, ...] = ()
     """Globs of tensors that a file may hold and the part does not need."""
+    required: tuple[str, ...] = ()
+    """Tensors that each file holds under either names, where `own` and `original` are also names of other parts."""
+    foreign: tuple[str, ...] = ()
+    """Tensors of other parts that `own` and `original` are also names of, and that no file of this part holds."""
+
+    @property
+    def expected(self) -> str:
+        """The tensors by which a file is recognised, for errors."""
+        required = f" with {' and '.join(self.required)}" if self.required else ""
+        foreign = f" without {' and '.join(self.foreign)}" if self.foreign else ""
+        return " or ".join(name for name in (self.own, self.original) if name) + required + foreign
 
     def matches(self, source: WeightSource) -> bool:
         return self._prefix(source) is not None
@@ -63,15 +74,18 @@ class PartFile:
         return RecordedSource(source, tensors)
 
     def mismatch(self, source: WeightSource, what: str) -> str:
-        wanted = " or ".join(name for name in (self.original, self.own) if name)
         return (
-            f"{source.path} holds no {what}: it has {join_names(list(source.tensors), 3)}, expected {wanted}; choose "
-            f"the file of the {what}"
+            f"{source.path} holds no {what}: it has {join_names(list(source.tensors), 3)}, expected {self.expected}; "
+            f"choose the file of the {what}"
         )
 
     def _prefix(self, source: WeightSource) -> str | None:
         for prefix in (*self.prefixes, ""):
-            if any(name and prefix + name in source.tensors for name in (self.own, self.original)):
+            if (
+                any(name and prefix + name in source.tensors for name in (self.own, self.original))
+                and all(prefix + name in source.tensors for name in self.required)
+                and not any(prefix + name in source.tensors for name in self.foreign)
+            ):
                 return prefix
         return None
 

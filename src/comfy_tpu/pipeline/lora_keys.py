@@ -17,7 +17,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,8 +65,14 @@ _UNSUPPORTED_KINDS = {
     "lokr_w": "a LoKr",
     "oft_": "an OFT",
 }
+_FACTOR_SUFFIXES = tuple(f".{suffix}" for suffix, part in _PARTS.items() if part in ("down", "up"))
 _METADATA = "lora_adapter_metadata"
 """The metadata key under which diffusers stores PEFT's configuration, which includes alpha."""
+
+
+def holds_factors(names: Iterable[str]) -> bool:
+    """Whether the names of a file's tensors are those of a LoRA."""
+    return any(name.endswith(_FACTOR_SUFFIXES) for name in names)
 
 
 @dataclasses.dataclass(frozen=True)

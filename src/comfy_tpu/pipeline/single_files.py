@@ -28,6 +28,7 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import load_references
 from comfy_tpu.families.registry import find_family_card, find_model_card, find_published, load_family, model_cards
 from comfy_tpu.json_input import read_json
+from comfy_tpu.pipeline.lora_keys import holds_factors
 from comfy_tpu.pipeline.model_files import (
     ModelFiles,
     digest_tensors,
@@ -65,8 +66,11 @@ class SingleFileModel(ModelFiles):
                 f"{name}:{path.stat().st_size};{json.dumps(dict(self.configs[name]), sort_keys=True)}".encode()
             )
             digest_tensors(path, digest)
-        for encoder in self.family.text.encoders:
-            for path in sorted(self.path(encoder.tokenizer).glob("*.json")):
+        folders = [encoder.tokenizer for encoder in self.family.text.encoders]
+        if self.family.scheduling.own_schedulers(self._read_optional_json):
+            folders.append("scheduler")
+        for folder in folders:
+            for path in sorted(self.path(folder).glob("*.json")):
                 digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -78,6 +82,11 @@ def open_model(model: str | Path | SingleFiles, *, name: str | None = None) -> M
 
 def _open(given: SingleFiles, name: str | None) -> SingleFileModel:
     opened = {path: open_single_file(path) for path in given.paths}
+    for path, checkpoint in opened.items():
+        if holds_factors(checkpoint.tensors):
+            raise CheckpointError(
+                f"{path} is a LoRA, not a part of a model; give it as a LoRA, and here the model's file"
+            )
     transformers = [opened[path] for path in given.transformers]
     if not 1 <= len(transformers) <= 2:
         raise InvalidValueError(
@@ -129,7 +138,7 @@ def _assign(given: SingleFiles, opened: Mapping[Path, Checkpoint], family: Model
         if not fitting:
             others = f"; {join_names([path.name for path in left])} is none" if left else ""
             raise InvalidValueError(
-                f"{family.name} needs a text encoder file with {part.own}{others}; give one for each of its "
+                f"{family.name} needs a text encoder file with {part.expected}{others}; give one for each of its "
                 f"{len(family.text.encoders)} text encoders",
                 field="text_encoder",
             )
@@ -251,7 +260,8 @@ def _detect(transformers: Sequence[WeightSource]) -> tuple[str, ModelCard]:
         return cards[name], fitting[cards[name]]
     if cards:
         raise InvalidValueError(
-            f"{source.path.name} may be a {' or a '.join(cards)}; say which: {' or '.join(cards.values())}",
+            f"{source.path.name} may be a {' or a '.join(sorted(cards))}, which have the same shapes; say which: "
+            f"{' or '.join(fitting)}",
             field="model",
         )
     if found:

@@ -79,17 +79,19 @@ def _convert_vae(tensors: Tensors, config: Config) -> Tensors:
 
 SINGLE_FILES = {
     "transformer": PartFile(
-        own="transformer_blocks.0.attn.to_q.weight",
-        original="double_blocks.0.img_attn.qkv.weight",
+        # Both in Flux.1 alone: the names of its attentions are also those of Flux.2 and HunyuanVideo-1.5.
+        own="single_transformer_blocks.0.norm.linear.weight",
+        original="single_blocks.0.modulation.lin.weight",
         convert=_convert_transformer,
         prefixes=("model.diffusion_model.",),
     ),
     "text_encoder": CLIP,
     "text_encoder_2": T5,
     "vae": PartFile(
-        own="decoder.mid_block.attentions.0.to_q.weight",
-        original="decoder.mid.attn_1.q.weight",
+        own="decoder.mid_block.attentions.0.group_norm.weight",
+        original="decoder.mid.attn_1.norm.weight",
         convert=_convert_vae,
         prefixes=("vae.", "first_stage_model."),
+        foreign=("bn.running_mean",),  # of Flux.2's VAE
     ),
 }

@@ -63,6 +63,7 @@ FLUX2_DEV = ModelCard(
     published={"black-forest-labs/FLUX.2-dev": TRANSFORMER_DEV},
     guidance="embedded",
     image=ImageInput("reference", max_images=4),
+    reads_single_files=True,
 )
 
 FLUX2_KLEIN = dataclasses.replace(

@@ -7,6 +7,7 @@ import dataclasses
 from comfy_tpu.families.flux2 import card, schedulers, text, transformer, vae
 from comfy_tpu.families.flux2.image import REFERENCES
 from comfy_tpu.families.flux2.lora import lora_names
+from comfy_tpu.families.flux2.single_files import DEV_FILES, KLEIN_FILES
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding, Vae
 
 _DENOISER = Denoiser(
@@ -28,9 +29,13 @@ FLUX2_DEV = ModelFamily(
     ),
     Scheduling(schedulers.SCHEDULERS),
     REFERENCES,
+    DEV_FILES,
 )
 FLUX2_KLEIN = dataclasses.replace(
-    FLUX2_DEV, card=card.FLUX2_KLEIN, text=TextEncoding((text.KLEIN_TEXT,), transformer.embedding_shapes)
+    FLUX2_DEV,
+    card=card.FLUX2_KLEIN,
+    text=TextEncoding((text.KLEIN_TEXT,), transformer.embedding_shapes),
+    single_files=KLEIN_FILES,
 )
 FLUX2_KLEIN_BASE = dataclasses.replace(FLUX2_KLEIN, card=card.FLUX2_KLEIN_BASE)
 

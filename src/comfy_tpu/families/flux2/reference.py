@@ -23,6 +23,7 @@ _MISTRAL: Config = {
         "num_hidden_layers": 40,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
         "sliding_window": None,
     },
 }
@@ -33,6 +34,8 @@ _QWEN_4B: Config = {
     "intermediate_size": 9728,
     "num_hidden_layers": 36,
     "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "tie_word_embeddings": True,
 }
 _QWEN_8B: Config = {**_QWEN_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}

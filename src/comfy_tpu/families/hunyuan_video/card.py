@@ -57,6 +57,7 @@ HUNYUAN15 = ModelCard(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": _TRANSFORMER_720P,
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": _TRANSFORMER_480P,
     },
+    reads_single_files=True,
 )
 
 HUNYUAN15_IMAGE = dataclasses.replace(

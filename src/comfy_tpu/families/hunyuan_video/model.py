@@ -8,6 +8,7 @@ from typing import Any
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.hunyuan_video import card, image, text, transformer, vae
 from comfy_tpu.families.hunyuan_video.lora import lora_names
+from comfy_tpu.families.hunyuan_video.single_files import SINGLE_FILES
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, ReadJson, Scheduling, TextEncoding, Vae
 from comfy_tpu.families.shared.schedulers import dpm, euler_from_one, own_shift, unipc
 
@@ -45,6 +46,7 @@ HUNYUAN15 = ModelFamily(
         first_cache=vae.first_cache,
     ),
     Scheduling({"euler": euler_from_one, "unipc": unipc, "dpm++": dpm}, own_settings=own_settings),
+    single_files=SINGLE_FILES,
 )
 HUNYUAN15_IMAGE = dataclasses.replace(
     HUNYUAN15,

@@ -20,6 +20,7 @@ _QWEN: Config = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
 }
 _BYT5: Config = {

@@ -52,6 +52,7 @@ LTX_VIDEO = ModelCard(
     published={"Lightricks/LTX-Video": TRANSFORMER},
     image=ImageInput("first_frame"),
     reads_fps=True,
+    reads_single_files=True,
 )
 
 CARD = FamilyCard(

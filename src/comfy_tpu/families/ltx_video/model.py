@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_tpu.families.ltx_video import card, schedulers, text, transformer, vae
 from comfy_tpu.families.ltx_video.lora import lora_names
+from comfy_tpu.families.ltx_video.single_files import SINGLE_FILES
 from comfy_tpu.families.model_family import Denoiser, ImageEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
 from comfy_tpu.families.shared import first_frame
 
@@ -35,6 +36,7 @@ LTX_VIDEO = ModelFamily(
         first_frame_only=True,
         finish=first_frame.finish,
     ),
+    SINGLE_FILES,
 )
 
 MODELS = {LTX_VIDEO.name: LTX_VIDEO}
