@@ -435,26 +435,27 @@ def _kernel(
 
     gap_start, gap_end = gap(left)
 
+    def shown(shape: tuple[int, ...], start: int) -> Array:
+        rows = left + start + lax.broadcasted_iota(jnp.int32, shape, 0)
+        inside = rows < length
+        return inside if shares is None else inside & ((rows < gap_start) | (rows >= gap_end))
+
     def hide(scores: Array, start: int) -> Array:
-        keys = left + start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-        shown = keys < length
-        if shares is not None:
-            shown &= (keys < gap_start) | (keys >= gap_end)
         if not band.is_full:
+            keys = left + start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
             distance = keys - (top + lax.broadcasted_iota(jnp.int32, scores.shape, 1))
-            if band.left is not None:
-                shown &= distance >= -band.left
-            if band.right is not None:
-                shown &= distance <= band.right
-        return jnp.where(shown, scores, HIDDEN)
+            near = distance >= -band.left if band.left is not None else distance <= band.right
+            if band.left is not None and band.right is not None:
+                near &= distance <= band.right
+            scores = jnp.where(near, scores, HIDDEN)
+        # One number for a row of scores, and one addition for each: 7,336 bundles a tile with a comparison for each.
+        penalty = jnp.where(shown((scores.shape[0], LANES), start), 0.0, HIDDEN)
+        return scores + jnp.tile(penalty, (1, scores.shape[1] // LANES))
 
     def clear(values: Array, start: int) -> Array:
-        # A weight of 0 times NaN is NaN, and after the end of an array and of a share there may be anything.
-        rows = left + start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
-        shown = rows < length
-        if shares is not None:
-            shown &= (rows < gap_start) | (rows >= gap_end)
-        return jnp.where(shown, values, jnp.zeros_like(values))
+        return jnp.where(shown(values.shape, start), values, jnp.zeros_like(values))
+
+    hiding = Hiding(hide, clear)
 
     @pl.when(j == 0)
     def _start() -> None:
@@ -474,29 +475,36 @@ def _kernel(
             longest=longest_ref[kv_head],
             largest_bias=largest_bias_ref[b],
             has_float_bias=has_float_bias,
-            hide=hide if may_hide else None,
+            hiding=hiding if may_hide else None,
         )
 
-    def visit(hiding: bool) -> None:
-        hiders = (hide, clear) if hiding else (None, None)
-        visit_block(query_ref, key_ref, value_ref, bias_ref, state, *hiders, tile=tile)
+    def visit(hiding: Hiding | None) -> None:
+        visit_block(query_ref, key_ref, value_ref, bias_ref, state, tile=tile, hiding=hiding)
 
     if may_hide:
         runs = column < end
         # Only blocks that the length or the band cuts through pay for comparing positions.
-        cut = left + tile.key > length
-        if shares is not None:
-            cut |= left + tile.key > gap_start
+        clean_end = length if shares is None else jnp.minimum(length, gap_start)
+        cut = left + tile.key > clean_end
         if band.left is not None:
             cut |= left < top + tile.query - 1 - band.left
         if band.right is not None:
             cut |= left + tile.key - 1 > top + band.right
-        pl.when(runs & cut)(functools.partial(visit, hiding=True))
-        pl.when(runs & ~cut)(functools.partial(visit, hiding=False))
+        pl.when(runs & cut)(functools.partial(visit, hiding))
+        pl.when(runs & ~cut)(functools.partial(visit, None))
     else:
-        visit(hiding=False)
+        visit(None)
 
     pl.when(j == pl.num_programs(3) - 1)(lambda: finish_block(out_ref, logsumexp_ref, state))
+
+
+class Hiding(NamedTuple):
+    """What a block does about keys that are not seen; both are given the first row of theirs in the block."""
+
+    hide: Callable[[Array, int], Array]
+    """Scores [keys, queries] with hidden ones."""
+    clear: Callable[[Array, int], Array] | None
+    """Keys or values with zeros where there may be anything: NaN plus a number, or times a weight of 0, is NaN."""
 
 
 class State(NamedTuple):
@@ -532,7 +540,7 @@ def start_block(
     longest: Array,
     largest_bias: Array | float,
     has_float_bias: bool,
-    hide: Callable[[Array, int], Array] | None,
+    hiding: Hiding | None,
 ) -> None:
     """Sets the state of a block of queries before its first keys, and chooses the form.
 
@@ -549,7 +557,7 @@ def start_block(
     norm = jnp.sqrt(_dot(jnp.ones((_SUBLANES, squares.shape[1]), squares.dtype), squares, 1, 1))
     reach = norm * (longest * _NORM_MARGIN)
     middle = _dot(center_ref[...], query_ref[...], 1, 1)
-    scores = _scores(query_ref, key_ref, bias_ref, slice(0, _PROBED_KEYS), hide)
+    scores = _scores(query_ref, key_ref, bias_ref, slice(0, _PROBED_KEYS), hiding)
     lowest = jnp.max(scores, axis=0, keepdims=True)
     # A row may see none of the first keys. With a float bias, the keys that it sees may have any.
     lowest = jnp.broadcast_to(lowest, reach.shape) if has_float_bias else jnp.maximum(lowest, middle - reach)
@@ -565,15 +573,11 @@ def visit_block(
     value_ref: Any,
     bias_ref: Any,
     state: State,
-    hide: Callable[[Array, int], Array] | None,
-    clear: Callable[[Array, int], Array] | None,
     *,
     tile: BlockSizes,
+    hiding: Hiding | None,
 ) -> None:
-    """Adds a block of keys to the state.
-
-    `hide`: (scores, first row of the block) -> scores with hidden ones; `clear`: the same for values of no meaning.
-    """
+    """Adds a block of keys to the state."""
     is_bounded = state.is_bounded[0] == 1
     for form, chosen in ((_add_bounded, is_bounded), (_add_exact, jnp.logical_not(is_bounded))):
 
@@ -581,12 +585,8 @@ def visit_block(
         def _visit(form: Any = form) -> None:
             for step in range(tile.key // tile.key_compute):
                 rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
-                values = value_ref[rows, :]
-                form(
-                    _scores(query_ref, key_ref, bias_ref, rows, hide),
-                    values if clear is None else clear(values, rows.start),
-                    state,
-                )
+                scores = _scores(query_ref, key_ref, bias_ref, rows, hiding)
+                form(scores, _read_rows(value_ref, rows, hiding), state)
 
 
 def _add_bounded(scores: Array, values: Array, state: State) -> None:
@@ -605,14 +605,17 @@ def _add_exact(scores: Array, values: Array, state: State) -> None:
     state.total[...] = shrink[:1] * state.total[...] + _dot(values, weights.astype(values.dtype), 0, 0)
 
 
-def _scores(
-    query_ref: Any, key_ref: Any, bias_ref: Any, rows: slice, hide: Callable[[Array, int], Array] | None
-) -> Array:
+def _scores(query_ref: Any, key_ref: Any, bias_ref: Any, rows: slice, hiding: Hiding | None) -> Array:
     """Scores of all queries with some keys of the block, [keys, queries]."""
-    scores = _dot(key_ref[rows, :], query_ref[...], 1, 1)
+    scores = _dot(_read_rows(key_ref, rows, hiding), query_ref[...], 1, 1)
     if bias_ref is not None:
         scores += jnp.tile(bias_ref[rows, :], (1, scores.shape[1] // LANES))
-    return scores if hide is None else hide(scores, rows.start)
+    return scores if hiding is None else hiding.hide(scores, rows.start)
+
+
+def _read_rows(ref: Any, rows: slice, hiding: Hiding | None) -> Array:
+    values = ref[rows, :]
+    return values if hiding is None or hiding.clear is None else hiding.clear(values, rows.start)
 
 
 def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:

@@ -205,8 +205,10 @@ def _call(
             shown = start + lax.broadcasted_iota(jnp.int32, scores.shape, 0) < limit
             return jnp.where(shown, scores, splash.HIDDEN)
 
-        def visit(hide: Any) -> None:
-            splash.visit_block(query_ref, key_ref, value_ref, None, state, hide, None, tile=tile)
+        hiding = splash.Hiding(functools.partial(hide, count), None)
+
+        def visit(hiding: splash.Hiding | None) -> None:
+            splash.visit_block(query_ref, key_ref, value_ref, None, state, tile=tile, hiding=hiding)
 
         @pl.when(j == 0)
         def _start() -> None:
@@ -219,11 +221,11 @@ def _call(
                 longest=longest_ref[b * kv_heads + lax.div(h, group)],
                 largest_bias=0.0,
                 has_float_bias=False,
-                hide=functools.partial(hide, count) if may_hide else None,
+                hiding=hiding if may_hide else None,
             )
 
         if may_hide:
-            pl.when((count > 0) & (count < rows))(functools.partial(visit, functools.partial(hide, count)))
+            pl.when((count > 0) & (count < rows))(functools.partial(visit, hiding))
             pl.when(count == rows)(functools.partial(visit, None))
         else:
             visit(None)
