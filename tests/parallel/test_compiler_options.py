@@ -10,6 +10,7 @@ from comfy_tpu.parallel.chips import CHIPS
 from comfy_tpu.parallel.compiler_options import choose_compiler_options, compile_lowered
 
 GATHERS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+PRELOADED = "xla_tpu_sparse_core_maximum_preloaded_async_calls"
 EXCHANGES = "xla_tpu_enable_async_all_to_all"
 
 
@@ -36,6 +37,11 @@ def test_collectives_of_sequence_parallelism_run_beside_other_work(chip):
 )
 def test_other_programs_have_none(platform, chip, sizes):
     assert choose_compiler_options(platform, chip, sizes) == {}
+
+
+def test_programs_for_v7x_can_be_printed():
+    assert list(choose_compiler_options("tpu", "v7x", MeshSizes(tp=8))) == [PRELOADED]
+    assert choose_compiler_options("tpu", "v7x", MeshSizes(sp=8))[PRELOADED] == "0"
 
 
 def test_what_libtpu_is_told_in_the_environment_stays(monkeypatch):

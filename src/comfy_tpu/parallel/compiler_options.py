@@ -34,9 +34,11 @@ _OVERLAP: Mapping[str, Options] = {
     "v5e": _ASYNC_EXCHANGES,
     "v5p": _ASYNC_EXCHANGES,
     "v6e": {**_SPARSE_CORE_GATHERS, **_PRINTABLE, **_ASYNC_EXCHANGES},
-    "v7x": {**_PRINTABLE, **_ASYNC_EXCHANGES},
+    "v7x": _ASYNC_EXCHANGES,
 }
 """By TPU generation: what lets the compiler put the collectives of sequence parallelism beside other work."""
+_ANY_MESH: Mapping[str, Options] = {"v7x": _PRINTABLE}
+"""By TPU generation; the compiler for v7x uses SparseCores on one device, too, for changes of layout."""
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
@@ -48,10 +50,13 @@ def choose_compiler_options(platform: str, chip: str = "", sizes: MeshSizes | No
     """
     if platform == "gpu":
         return dict(_GPU)
-    if platform != "tpu" or sizes is None or sizes.sp == 1:
+    if platform != "tpu":
         return {}
     given = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
-    return {name: value for name, value in _OVERLAP.get(chip, {}).items() if name not in given}
+    wanted = dict(_ANY_MESH.get(chip, {}))
+    if sizes is not None and sizes.sp > 1:
+        wanted |= _OVERLAP.get(chip, {})
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
