@@ -66,6 +66,8 @@ def summarize(compiled: dict[str, Any] | None) -> dict[str, Any]:
     return {
         **{key: step[key] for key in (*kept, "branches", "unscheduled", "uncounted_loops")},
         "compile_seconds": compiled["seconds"],
+        "peak_bytes": compiled["peak_bytes"],
+        "allocated_bytes": compiled["memory"],
         "operations": longest,
     }
 

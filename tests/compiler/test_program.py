@@ -103,6 +103,26 @@ def test_compiled_ahead_on_a_mesh() -> None:
     torch.testing.assert_close(to_host(out), reference(torch.ones(6, 4))["y"])
 
 
+def test_compiled_with_the_options_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, given = [], []
+
+    def choose(*devices: Any) -> dict[str, str | bool]:
+        asked.append(devices)
+        return {"xla_cpu_enable_fast_math": False}
+
+    def compile_(lowered: Any, options: Any) -> Any:
+        given.append(options)
+        return lowered.compile(compiler_options=options)
+
+    monkeypatch.setattr("comfy_tpu.compiler.program.choose_compiler_options", choose)
+    monkeypatch.setattr("comfy_tpu.compiler.program.compile_lowered", compile_)
+    placement = make_placement("dp=2,sp=4")
+    program(context=TraceContext(placement=placement)).compile(jax.device_put(weights, placement.sharding()), x=x)
+    program().compile(weights, x=x)
+    assert asked == [("cpu", placement.chip, placement.sizes), ("cpu",)]
+    assert given == [{"xla_cpu_enable_fast_math": False}] * 2
+
+
 def test_donated_inputs_are_gone_and_others_are_not() -> None:
     array, extra = to_device(x), {"shift": [to_device(torch.ones(4))]}
     program(donate=("x",))(weights, x=array, extra=extra)

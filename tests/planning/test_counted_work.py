@@ -4,6 +4,7 @@ hand_counted.json is what those lists gave for the published models at their def
 the best layouts on v6e-8, with bytes and operations of one device.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from comfy_tpu.parallel.layouts import rank_layouts
 from comfy_tpu.planning.models import find_model
 
 HAND_COUNTED: dict[str, Any] = json.loads((Path(__file__).parent / "hand_counted.json").read_text())
+V6E_8 = parse_slice("v6e-8")
+SEQUENTIAL = dataclasses.replace(V6E_8.chip, overlaps_gathers=False)
+"""The lists are from before weights were gathered beside products, which takes more memory."""
 ONE_PER_FAMILY = {next(name for name in card.published) for card in model_cards()}
 
 
@@ -27,7 +31,7 @@ def test_counted_work_is_the_hand_counted_one(name: str) -> None:
     work = model.workload(model.defaults)
     for field in ("batch", "tokens", "text_tokens", "heads", "head_dim", "latent_bytes", "models"):
         assert getattr(work, field) == expected[field], field
-    ranking = rank_layouts(work, parse_slice("v6e-8"))
+    ranking = rank_layouts(work, dataclasses.replace(V6E_8, chip=SEQUENTIAL))
     assert str(ranking[0].sizes) == next(iter(expected["layouts"])), "the layout that is chosen"
     estimates = {str(estimate.sizes): estimate for estimate in ranking}
     for sizes, figures in expected["layouts"].items():

@@ -1,15 +1,23 @@
 """Schedules as libtpu writes them, and the time of a step that follows. schedule_sample is one small program of Wan."""
 
 import dataclasses
+import json
 from pathlib import Path
 
+import jax
+import jax.export
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from comfy_tpu.cli import schedule_report
 from comfy_tpu.cli.plan_report import _table
 from comfy_tpu.cli.schedule_image import draw_schedule
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import CHIPS, parse_slice
+from comfy_tpu.parallel.constraints import constrain
+from comfy_tpu.parallel.mesh import abstract_placement
+from comfy_tpu.planning import compilation
 from comfy_tpu.planning.compilation import explain_refusal, has_tpu_compiler
 from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.hlo_bytes import array_bytes, count_bytes
@@ -130,6 +138,41 @@ def test_a_collective_costs_what_nothing_hides(step):
     assert ring.hidden_seconds == pytest.approx(others)
 
 
+GATHER_START = """  %start = ((bf16[1024,4096]{1,0}), bf16[4096,4096]{1,0}, (s32[8192]{0}, s32[0]{0:S(2)})) \
+custom-call-start(%x), custom_call_target="TODO(b/522284627)", called_computations={%gathered}"""
+EXCHANGE_START = """  %start = ((bf16[4096,4096]{1,0}), bf16[4096,4096]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) \
+all-to-all-start(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}, metadata={op_name="ring"}"""
+GATHERED = """
+%gathered (x.3: bf16[1024,4096]) -> bf16[4096,4096] {
+  %x.3 = bf16[1024,4096]{1,0} parameter(0)
+  ROOT %own = bf16[4096,4096]{1,0} all-gather(%x.3), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, \
+metadata={op_name="ring"}
+}, execution_thread="sparsecore"
+
+ENTRY"""
+
+
+@pytest.mark.parametrize(
+    ("start", "done"),
+    [(GATHER_START, "custom-call-done"), (EXCHANGE_START, "all-to-all-done")],
+    ids=["gather", "a2a"],
+)
+def test_a_transfer_is_hidden_only_by_what_stands_between_start_and_done(start, done):
+    lines = [start if line.startswith("  %start = ") else line for line in PROGRAM.splitlines()]
+    text = "\n".join(lines).replace("collective-permute-done", done).replace("\nENTRY", GATHERED)
+    (ring,) = read_step(SAMPLE, text, V6E, SIZES, "").collectives
+    assert (ring.source, set(ring.beside)) == ("ring", {"pad.1", "pad.2"})
+    assert 0 < ring.hidden_seconds == pytest.approx(ring.transfer_seconds - ring.seconds)
+    at_once = text.splitlines()
+    awaited = next(line for line in at_once if line.startswith("  %done = "))
+    at_once.remove(awaited)
+    at_once.insert(at_once.index(start.splitlines()[-1]) + 1, awaited)
+    (ring,) = read_step(SAMPLE, "\n".join(at_once), V6E, SIZES, "").collectives
+    assert ring.beside == ()
+    assert ring.hidden_seconds == 0
+    assert ring.seconds == pytest.approx(ring.transfer_seconds)
+
+
 def test_the_expected_branch_is_counted_and_the_other_told(step):
     (branch,) = step.branches
     assert (branch.counted, branch.reason) == ("short", "expected")
@@ -178,3 +221,33 @@ def test_the_tpu_compiler_writes_schedules(capsys):
 
     assert cli.main(["plan", "demo", "--tpu", "v6e-4", "--mesh", "dp=2,sp=2", "--schedule"]) == 0
     assert "One step by schedule: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_tpu_compiler(), reason="needs the TPU's compiler, for x86_64 only: pip install libtpu")
+def test_the_tpu_compiler_puts_gathers_beside_products(tmp_path):
+    sizes = MeshSizes(dp=2, sp=4)
+    placement = abstract_placement(sizes, platform="tpu", chip="v6e")
+
+    def step(x, first, second):
+        def layer(x, weights):
+            own, gathered = weights
+            return jnp.tanh(x @ own) @ constrain(gathered, placement, PartitionSpec()), None
+
+        return jax.lax.scan(layer, x, (first, second))[0]
+
+    def array(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placement.sharding(*axes))
+
+    shape = (4, 4096, 4096)
+    arguments = array((65_536, 4096), ("dp", "sp")), array(shape), array(shape, None, "sp")
+    (tmp_path / "program").write_bytes(jax.export.export(jax.jit(step), platforms=["tpu"])(*arguments).serialize())
+    request = compilation._request(V6E, sizes, "compile", tmp_path, schedule=True)
+    (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    compilation._run_process(tmp_path, "compile")
+    text = (tmp_path / "program.hlo").read_text(encoding="utf-8")
+    (gather,) = read_step(Path(request["schedule"]), text, V6E, sizes, "").collectives
+    assert gather.times == 4
+    assert gather.hidden_seconds == pytest.approx(gather.times * gather.transfer_seconds)
+    assert gather.beside

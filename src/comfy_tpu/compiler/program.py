@@ -27,16 +27,13 @@ from comfy_tpu.compiler.cache import count_compilations, enable_cache, on_cache_
 from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
+from comfy_tpu.parallel.compiler_options import choose_compiler_options, compile_lowered
 from comfy_tpu.parallel.constraints import Axes, constrain, even_batch_spec, even_spec
 from comfy_tpu.parallel.global_arrays import move_global
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
-
-COMPILER_OPTIONS: Mapping[str, Mapping[str, bool]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
-"""By platform. Large products are cuBLAS's in any case, and XLA takes long to find that out. Wan 14B at 480p on an H200
-compiles in 5.2 s instead of 7.8 s and runs in 2.53 s instead of 2.55 s; in fp8, in 5.6 s instead of minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,11 +272,6 @@ class DeviceProgram(abc.ABC):
                 self._on_event(ready)  # last, so that the program is kept if the callback raises
             return self._executables[key]
 
-    @property
-    def _platform(self) -> str:
-        placement = self._placement
-        return placement.platform if placement is not None else jax.default_backend()
-
     def _build(
         self, static: dict[str, Hashable], *arguments: dict[str, Any]
     ) -> tuple[jax.stages.Compiled, ProgramEvent]:
@@ -301,7 +293,12 @@ class DeviceProgram(abc.ABC):
         with quiet(), _lowering_errors(self.name), jax.profiler.TraceAnnotation(f"lower {self.name}"):
             lowered = traced.lower()
         enter("compiling")
-        options = dict(COMPILER_OPTIONS.get(self._platform, {})) or None
+        placement = self._placement
+        options = (
+            choose_compiler_options(placement.platform, placement.chip, placement.sizes)
+            if placement is not None
+            else choose_compiler_options(jax.default_backend())
+        )
         with (
             count_compilations() as count,
             on_cache_miss(lambda: self._on_event(ProgramEvent(self.name, "cache_miss", time.perf_counter() - clock))),
@@ -309,7 +306,7 @@ class DeviceProgram(abc.ABC):
             device_errors(self.name),
             jax.profiler.TraceAnnotation(f"compile {self.name}"),
         ):
-            compiled = lowered.compile(compiler_options=options)
+            compiled = compile_lowered(lowered, options)
         stages = ProgramStages(traced, lowered, compiled)
         return compiled, ProgramEvent(self.name, "ready", time.perf_counter() - clock, count.compiled == 0, stages)
 

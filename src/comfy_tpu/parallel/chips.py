@@ -46,6 +46,8 @@ class Chip:
     """The compiler's name of the chip, where it differs from `name`."""
     one_host_chips: int = 4
     """Chips of the largest slice on one host. A host of a larger slice has HOST_CHIPS."""
+    overlaps_gathers: bool = False
+    """Whether weights are gathered beside what the chip computes, by its SparseCores (compiler_options.py)."""
     temporaries: float = 1.0
     """Factor on the temporaries of layouts.py, which are fitted on v6e: the most that the chip's compiler allocated for
     Wan 14B (docs/plan.md)."""
@@ -93,7 +95,20 @@ CHIPS = {
             dimensions=3,
             temporaries=1.7,
         ),
-        Chip("v6e", 918e12, 32_000_000_000, 1638e9, 100e9, 0.77, 0.63, 12.5e9, 1.751e9, 8, one_host_chips=8),
+        Chip(
+            "v6e",
+            918e12,
+            32_000_000_000,
+            1638e9,
+            100e9,
+            0.77,
+            0.63,
+            12.5e9,
+            1.751e9,
+            8,
+            one_host_chips=8,
+            overlaps_gathers=True,
+        ),
         Chip(
             "v7x",
             1153.5e12,
@@ -109,7 +124,8 @@ CHIPS = {
             cores_per_chip=2,
             dimensions=3,
             compiler_name="tpu7x",
-            temporaries=4.9,
+            overlaps_gathers=True,
+            temporaries=4.0,
         ),
     )
 }

@@ -23,11 +23,13 @@ Bound = Literal["compute", "HBM", "interconnect", "network"]
 
 # Live at the worst moment of a block, in arrays of [tokens, hidden] and of [tokens, ffn]: fitted to the TPU compiler's
 # figures for Wan 14B at 720p on v6e-8 (4.73 GB for dp2×tp4, 2.67 for dp2×sp2×tp2, 1.61 for dp2×sp4; 0.98 for sp8
-# without guidance).
+# without guidance), compiled so that nothing ran beside a collective.
 _LIVE_HIDDEN = 5.3
 _LIVE_FFN = 1.2
 # The embedded patches, and a copy.
 _LIVE_EMBEDDING = 2.0
+# More of them where exchanges and gathers run beside products: 2.00 GB for dp2×sp4, 1.11 for sp8 without guidance.
+_LIVE_EXCHANGE = 1.4
 # A ring holds its own keys and values, those that come, and float32 results of two parts.
 _LIVE_RING = 8.0
 # Passes over [tokens, hidden] and [tokens, ffn] in a block: norms, modulation, RoPE, residuals, changes of layout.
@@ -92,7 +94,8 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        # Memory is read beside the products; the compiler leaves the large collectives in sequence with both.
+        # Memory is read beside the products. Collectives are counted in full, though compilers put most of them beside
+        # products where there are long ones (compiler_options.py): only Wan's schedules were looked at.
         return max(self.compute_seconds, self.memory_seconds) + self.interconnect_seconds + self.network_seconds
 
     @property
@@ -142,7 +145,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         weights=_weight_bytes(work, sizes),
         prompt=_prompt_bytes(share),
         latents=2 * work.history * work.latent_bytes,
-        temporaries=round(chip.temporaries * _temporaries(share)),
+        temporaries=round(chip.temporaries * _temporaries(share, chip)),
     )
     matmul = 2.0 * sum(
         stack.layers * share.matrix_rows(matrix) * _products(matrix, sizes)
@@ -271,23 +274,28 @@ def _weight_bytes(work: Workload, sizes: MeshSizes) -> int:
     return total * work.models
 
 
-def _temporaries(share: _Share) -> float:
+def _temporaries(share: _Share, chip: Chip) -> float:
     work = share.work
     embedding = _LIVE_EMBEDDING * share.hidden_bytes
     block = _LIVE_HIDDEN * share.hidden_bytes + _LIVE_FFN * share.ffn_bytes
     if share.attention == "ring":
         block += _LIVE_RING * share.head_bytes
+    if share.attention == "ulysses" and chip.overlaps_gathers:
+        block += _LIVE_EXCHANGE * share.head_bytes
     stacked = tuple(matrix for stack in work.stacks for matrix in stack.matrices)
-    return max(embedding + _largest_gathered(work.outer, share), block + _largest_gathered(stacked, share))
+    # While one weight of a block is multiplied, the next one arrives.
+    gathered = _largest_gathered(stacked, share, 2 if chip.overlaps_gathers else 1)
+    return max(embedding + _largest_gathered(work.outer, share, 1), block + gathered)
 
 
-def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share) -> int:
-    found = [0]
+def _largest_gathered(matrices: tuple[Matrix, ...], share: _Share, count: int) -> int:
+    """Bytes of the `count` largest weights that are gathered."""
+    found: list[int] = []
     for matrix in matrices:
         rest, compute = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, share.sizes)
         if matrix.used and _ways(rest, share.sizes) > _ways(compute, share.sizes):
-            found.append(matrix.nbytes // _ways(compute, share.sizes))
-    return max(found)
+            found += matrix.count * [matrix.nbytes // _ways(compute, share.sizes)]
+    return sum(sorted(found, reverse=True)[:count])
 
 
 def _memory_bytes(share: _Share) -> float:

@@ -137,6 +137,7 @@ def _request(slice_: Slice, sizes: MeshSizes, mode: Mode, directory: Path, *, sc
         "devices": sizes.device_count,
         "topology": f"{slice_.chip.compiler_name or slice_.chip.name}:{slice_.topology}",
         "accelerator": slice_.name,
+        "chip": slice_.chip.name,
         "host_bounds": _host_bounds(slice_),
     }
 

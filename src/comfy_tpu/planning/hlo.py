@@ -21,9 +21,11 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(r"^(\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 _CALLS = re.compile(
-    r"\b(?:calls|to_apply|body|condition|(?:branch|true|false)_computations?)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)"
+    r"\b(?:calls|to_apply|body|condition|(?:branch|true|false|called)_computations?)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
+# What may hold a collective: one that the SparseCores run is a call of a computation of theirs.
+_CALLERS = ("async-start", "custom-call-start", "fusion")
 _ITEM_BITS = {"pred": 8, "bf16": 16}
 
 
@@ -170,7 +172,7 @@ class Module:
         """The collective that an instruction is, or that the computation that it calls holds; else None."""
         if _is_collective(instruction):
             return instruction, self._as_collective(instruction)
-        if instruction.operation not in ("async-start", "fusion"):
+        if instruction.operation not in _CALLERS:
             return None
         for called in self.called_computations(instruction):
             for inner in self.computation(called):
@@ -278,7 +280,7 @@ def _is_collective(instruction: Instruction) -> bool:
 def _collective_shapes(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
     """Dtypes and shapes of the result. An asynchronous start returns operands and results, then counters."""
     shapes = _shapes(instruction.result)
-    if instruction.operation in ("all-gather-start", "collective-permute-start"):
+    if instruction.operation in ("all-gather-start", "all-to-all-start", "collective-permute-start"):
         arrays = [shape for shape in shapes if shape[1]]
         return arrays[len(arrays) // 2 :]
     if instruction.operation == "reduce-scatter":

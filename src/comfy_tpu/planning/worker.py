@@ -55,7 +55,11 @@ def main(request_path: str) -> None:
     begin = time.perf_counter()
     report: dict[str, Any] = {}
     if request["mode"] == "compile":
-        compiled = lowered.compile()
+        from comfy_tpu.config import MeshSizes
+        from comfy_tpu.parallel.compiler_options import choose_compiler_options, compile_lowered
+
+        options = choose_compiler_options("tpu", request["chip"], MeshSizes(**request["sizes"]))
+        compiled: Any = compile_lowered(lowered, options)
         memory = compiled.memory_analysis()
         report["memory"] = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
         report["cost"] = {name: value for name, value in compiled.cost_analysis().items() if "{" not in name}
