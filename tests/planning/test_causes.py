@@ -21,7 +21,6 @@ EXPLAINED = [
     (item("collective-permute", "sp", "while/body/ppermute"), "keys and values around the ring"),
     (item("all-reduce", "tp", "while/body/linear/...a,ba->...b/dot_general"), "sum over columns (tp)"),
     (item("all-reduce", "tp", "rms_norm/reduce_sum"), "norm over columns (tp)"),
-    (item("all-reduce", "sp", "scaled_dot_product_attention/reduce_sum"), "mean key"),
     (item("all-gather", "sp", "squeeze", shape=(1, 2560, 5120)), "weight gather"),
     (item("all-gather", "sp tp", "constraint", shape=(5120, 16, 1, 2, 2), in_loop=False, times=1), "weight gather"),
     (item("all-gather", "sp tp", "x/sharding_constraint", shape=(32, 160, 64), in_loop=False), "weight gather"),
@@ -66,7 +65,7 @@ def test_a_resharding_is_not_explained_away(name):
 
 def test_the_same_is_added_up_and_the_largest_is_first():
     gather = item("all-gather", "sp", "squeeze", shape=(2560, 5120))
-    small = dataclasses.replace(EXPLAINED[4][0], nbytes=4)
+    small = dataclasses.replace(EXPLAINED[3][0], nbytes=4)
     traffic = explain_traffic([small, gather, gather], SIZES, WEIGHTS)
-    assert [(t.cause, t.count) for t in traffic] == [("weight gather", 80), ("mean key", 40)]
+    assert [(t.cause, t.count) for t in traffic] == [("weight gather", 80), ("norm over columns (tp)", 40)]
     assert traffic[0].nbytes == 80 * 2 * 100 * 64 // 2

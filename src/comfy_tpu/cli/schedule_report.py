@@ -39,7 +39,7 @@ def schedule_lines(step: StepSchedule, table: Table) -> Iterable[str]:
     yield _collective_line(step)
     for branch in step.branches:
         others = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in branch.seconds.items())
-        yield f"{branch.name}: the {branch.reason} branch {branch.counted} is counted; {others}."
+        yield f"{branch.name}: the cheapest branch {branch.counted} is counted; {others}."
     if step.uncounted_loops:
         yield f"{step.uncounted_loops} loops whose trips only the running program knows are counted once."
 
@@ -113,7 +113,6 @@ def schedule_document(step: StepSchedule) -> dict[str, Any]:
                 "name": branch.name,
                 "times": branch.times,
                 "counted": branch.counted,
-                "reason": branch.reason,
                 "seconds": dict(branch.seconds),
             }
             for branch in step.branches

@@ -83,7 +83,8 @@ def rotary_attention(
     specs |= {"query_weight": P("tp"), "key_weight": P("tp")}
     if sizes.tp > 1:  # the columns of a row are on several devices
         for name in ("query", "key"):
-            mean = jnp.mean(jnp.square(arrays[name].astype(jnp.float32)), axis=2, keepdims=True)
+            with jax.named_scope("rms_norm"):  # by which `plan` knows the sum over tp
+                mean = jnp.mean(jnp.square(arrays[name].astype(jnp.float32)), axis=2, keepdims=True)
             arrays[f"{name}_inverse_rms"] = lax.rsqrt(mean + rotary.epsilon)
             specs[f"{name}_inverse_rms"] = P("dp", "sp")
 

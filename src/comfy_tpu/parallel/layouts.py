@@ -40,6 +40,7 @@ _TILE = 2048
 _QUERY_STEP = 128
 _KEY_STEP = 256
 _LANES = 128
+_REGISTER_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +251,19 @@ class _Share:
         """Bytes of the queries, keys or values outside of attention: [tokens, own heads]."""
         return self.hidden_bytes // self.sizes.tp
 
+    @property
+    def exchange_bytes(self) -> int:
+        """`head_bytes` as Ulysses sends them: in whole registers of rows, where one kernel norms and rotates all heads
+        (kernels/rotary_attention.py)."""
+        work = self.work
+        if (
+            not any(stack.norms for stack in work.stacks)
+            or work.head_dim % _LANES
+            or work.sequence <= work.dense_max_tokens
+        ):
+            return self.head_bytes
+        return self.head_bytes // self.sequence * (-(-self.sequence // _REGISTER_ROWS) * _REGISTER_ROWS)
+
 
 def _ways(axes: tuple[str, ...], sizes: MeshSizes) -> int:
     return math.prod(getattr(sizes, axis) for axis in axes)
@@ -320,13 +334,10 @@ def _traffic(share: _Share) -> list[Traffic]:
         found.append(Traffic(cause, kind, axes, group, count, count * sent_bytes(kind, group, nbytes)))
 
     if share.attention == "ulysses":
-        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.head_bytes)
+        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.exchange_bytes)
     if share.attention == "ring":
         count = 2 * (sizes.sp - 1) * work.layers
         add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
-    if work.sequence > work.dense_max_tokens:
-        means = share.batch * share.heads * work.head_dim * 4
-        add("mean key", "all-reduce", ("sp",), work.layers, means)
     for stack in work.stacks:
         add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, share.rows * 4)
     for times, matrix in work.matrices:

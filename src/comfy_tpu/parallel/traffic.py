@@ -16,7 +16,6 @@ Cause = Literal[
     "keys and values around the ring",
     "sum over columns (tp)",
     "norm over columns (tp)",
-    "mean key",
     "weight gather",
     "modulation gather",
     "text gather",

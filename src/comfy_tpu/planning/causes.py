@@ -38,7 +38,6 @@ _TABLE = (
     _line("keys and values around the ring", ("collective-permute",), "sp", True, r"ppermute$"),
     _line("sum over columns (tp)", ("all-reduce",), "tp", True, r"linear/.*dot_general"),
     _line("norm over columns (tp)", ("all-reduce",), "tp", True, r"rms_norm/"),
-    _line("mean key", ("all-reduce",), "sp", True, r"scaled_dot_product_attention/reduce_sum"),
     _line("weight gather", ("all-gather",), "sp tp", True, r"", weights_only=True),
     _line("weight gather", ("all-gather",), "sp tp", False, r"", weights_only=True),
     # One row a sample, computed in pieces.

@@ -27,8 +27,6 @@ PARTS: tuple[Part, ...] = get_args(Part)
 HBM, LINKS = "HBM", "interconnect"
 """What bounds an instruction, beside the units of a core."""
 
-# Of the branches of a conditional: the attention kernel that takes a bound for the maximum is expected to run.
-_EXPECTED_KERNEL = re.compile(r"bounded")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _MOVES = {
     *("copy", "transpose", "reshape", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "broadcast"),
@@ -76,13 +74,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A conditional: one of its branches is counted."""
+    """A conditional: the cheapest of its branches is counted."""
 
     name: str
     times: int
     counted: str
     """The computation that is counted."""
-    reason: Literal["expected", "cheapest"]
     seconds: Mapping[str, float]
     """Of one execution, by computation."""
 
@@ -239,12 +236,7 @@ class _Walk:
             del self.operations[begin[3] :], self.branches[begin[4] :]
         if not results:
             return
-        expected = [
-            name
-            for name, (_, operations, _) in results.items()
-            if any(_EXPECTED_KERNEL.search(f"{item.name} {item.source}") for item in operations)
-        ]
-        counted = min(expected or results, key=lambda name: results[name][0])
+        counted = min(results, key=lambda name: results[name][0])
         seconds, operations, branches = results[counted]
         self._now = begin[0] + seconds
         self.operations += operations
@@ -254,7 +246,6 @@ class _Walk:
                 name=instruction.name,
                 times=times,
                 counted=counted,
-                reason="expected" if expected else "cheapest",
                 seconds={name: result[0] for name, result in results.items()},
             )
         )
