@@ -35,7 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "clip": True,
         "config": {**_READS_PICTURES, "pos_embed_seq_len": 2 * IMAGE_TOKENS},
     },
-    "2.1 with heads of whole lanes": {"config": {"num_attention_heads": 4, "attention_head_dim": 128}},
+    "2.2 with heads of whole lanes": {
+        "transformers": 2,
+        "config": {"num_attention_heads": 4, "attention_head_dim": 128},
+    },
     "5B": {"expand": True},
     "5B image": {"expand": True, "picture": True},
 }

@@ -20,7 +20,7 @@ def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
         assert program["sequences in one array"] <= 1, "no scores of all tokens by all tokens"
 
     step = programs["denoise_step"]
-    assert step["kernels"] == 2, "splash for self- and cross-attention, once each: forty blocks are one scanned block"
+    assert step["kernels"] == 4, "queries, keys, self- and cross-attention: forty blocks are one scanned block"
     assert step["loops"] == 1
     assert step["all to all"] == 4
     assert step["outputs"] == [latent] * 6

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from comfy_tpu.bridge import rotary
 from comfy_tpu.config import ATTENTION_WINDOWS, AttentionConfig, RuntimeConfig, TileWindow, TokenWindow
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import load_families
-from comfy_tpu.families.wan import transformer
 from comfy_tpu.kernels.windows import make_schedule, parse_blocks, parse_window
 from comfy_tpu.pipeline.checks import check_window
 from comfy_tpu.pipeline.text import PromptEmbeddings
@@ -45,7 +45,7 @@ def test_a_window_is_a_dense_mask_of_the_same_pattern(monkeypatch) -> None:
     windowed = latents("1x2x4:1x2x1")
     mask = torch.from_numpy(dense_mask(TileWindow((1, 2, 4), (1, 2, 1)), GRID, 0))
     masked = functools.partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=mask)
-    monkeypatch.setattr(transformer, "video_attention", masked)
+    monkeypatch.setattr(rotary, "video_attention", masked)
     assert relative_error(windowed, latents.__wrapped__("full")) <= 1e-5
 
 

@@ -60,7 +60,7 @@ def test_every_collective_has_a_cause(wan_plan):
 
 def test_splash_is_inside_and_no_scores_of_tokens_by_tokens(wan_plan):
     for layout in counted(wan_plan):
-        assert layout.facts.kernels == layout.partitioned.kernels == 4, "one scanned block: queries, keys, self- and cross-attention"
+        assert layout.facts.kernels == layout.partitioned.kernels == 4, "queries, keys, self-, cross-attention"
         assert layout.facts.square_arrays == layout.partitioned.square_arrays == ()
 
 
