@@ -25,7 +25,7 @@ KERNEL = AttentionConfig(
 MODELS: dict[str, tuple[Callable[[], Path], dict[str, Any], tuple[str, ...]]] = {
     "Wan 2.1": (functools.partial(wan_pipelines.directory, "2.2"), VIDEO, ("dp=2,sp=4", "sp=8")),
     "Wan with heads of whole lanes": (
-        functools.partial(wan_pipelines.directory, "2.2 with heads of whole lanes"),
+        functools.partial(wan_pipelines.directory, wan_pipelines.WHOLE_LANES),
         LARGE,
         ("dp=2,sp=4",),
     ),
