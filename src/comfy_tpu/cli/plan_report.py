@@ -245,7 +245,7 @@ def _traffic_rows(layout: LayoutPlan, counts: ProgramCounts) -> Iterable[Sequenc
 
 
 def _attention_line(layout: LayoutPlan, counts: ProgramCounts) -> str:
-    kernels = f"{counts.kernels} splash kernels in the program" if counts.kernels else "dense attention"
+    kernels = f"{counts.kernels} Pallas kernels in the program" if counts.kernels else "dense attention"
     squares = (*counts.square_arrays, *(layout.facts.square_arrays if layout.facts else ()))
     return f"Attention: {kernels}; " + (
         f"arrays of tokens × tokens: {', '.join(squares)}." if squares else "no array of tokens × tokens."
