@@ -111,7 +111,7 @@ class ShiftedKeys(Adversarial):
 
     def inputs(self, seed: int = 0) -> dict[str, Any]:
         arrays = super().inputs(seed)
-        return {**arrays, "key": arrays["key"] + 60.0}
+        return {**arrays, "key": arrays["key"] + 300.0}
 
 
 @pytest.mark.parametrize("smooth_keys", [True, False])
@@ -119,7 +119,8 @@ def test_bounds_count_from_the_mean_key(smooth_keys: bool, monkeypatch: pytest.M
     config = dataclasses.replace(CONFIG, smooth_keys=smooth_keys)
     case = ShiftedKeys(lengths=(270,))
     assert exact_heads(case, monkeypatch, config) == [not smooth_keys] * 2
-    assert relative_error(*run(case, config)) <= 1e-4  # float32 rounds scores of 10⁴ to 10⁻³
+    error = relative_error(*run(case, config))
+    assert error <= 1e-5 if smooth_keys else 1e-5 < error <= 1e-3, "float32 rounds scores of 10⁴ to 10⁻³"
 
 
 class NanPadding(Adversarial):

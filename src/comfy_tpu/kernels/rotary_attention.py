@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from comfy_tpu.config import AttentionConfig, MeshSizes
 from comfy_tpu.kernels.choice import Call, choose_implementation, choose_strategy
 from comfy_tpu.kernels.rotary import rotate_heads
-from comfy_tpu.kernels.splash import Shares, fits_shares, splash_columns
+from comfy_tpu.kernels.splash import Shares, share_tile, splash_columns
 from comfy_tpu.kernels.tuning import LANES
 from comfy_tpu.parallel.placement import Placement
 
@@ -58,7 +58,7 @@ def has_rotary_attention(
         return False
     if sharded not in (None, "ulysses"):
         return False
-    return fits_shares(_shares(tokens, sizes), sizes.sp, head_dim, placement.chip, config.block_sizes)
+    return share_tile(_shares(tokens, sizes), sizes.sp, head_dim, placement.chip, config.block_sizes) is not None
 
 
 def rotary_attention(

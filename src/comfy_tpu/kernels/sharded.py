@@ -134,7 +134,7 @@ def _to_heads(array: Array) -> Array:
     """
     sp = lax.axis_size("sp")
     batch, heads, tokens, width = array.shape
-    columns = array.transpose(0, 2, 1, 3).reshape(batch, tokens, sp, -1)
+    columns = array.transpose(0, 2, 1, 3).reshape(batch, tokens, sp, heads // sp * width)
     # What each device gets comes first, and what each has sent: the exchange itself then moves whole arrays.
     columns = lax.all_to_all(columns.transpose(2, 0, 1, 3), "sp", split_axis=0, concat_axis=0, tiled=True)
     return columns.transpose(1, 0, 2, 3).reshape(batch, sp * tokens, heads // sp, width).transpose(0, 2, 1, 3)
@@ -144,7 +144,7 @@ def _to_sequence(array: Array) -> Array:
     """The reverse of `_to_heads`."""
     sp = lax.axis_size("sp")
     batch, heads, tokens, width = array.shape
-    columns = array.transpose(0, 2, 1, 3).reshape(batch, sp, tokens // sp, -1)
+    columns = array.transpose(0, 2, 1, 3).reshape(batch, sp, tokens // sp, heads * width)
     columns = lax.all_to_all(columns.transpose(1, 0, 2, 3), "sp", split_axis=0, concat_axis=0, tiled=True)
     return columns.transpose(1, 2, 0, 3).reshape(batch, tokens // sp, heads * sp, width).transpose(0, 2, 1, 3)
 

@@ -147,10 +147,11 @@ def splash_columns(
 ) -> Array:
     """Full attention of [B, L, H × D] arrays whose heads are whole lanes, among the rows that hold tokens.
 
-    A tile must be no longer than a share's tokens (`fits_shares`).
+    A share must have the tokens of the smallest tile (`share_tile`).
     """
     batch, rows, width = query.shape
-    tile = block_sizes(chip, rows, rows, width // heads, blocks)
+    tile = share_tile(shares, rows // shares.rows, width // heads, chip, blocks)
+    assert tile is not None
     visible = None
     if shares.rows != shares.tokens:
         visible = jnp.broadcast_to(np.arange(rows) % shares.rows < shares.tokens, (batch, rows))
@@ -179,11 +180,18 @@ def splash_columns(
     return out
 
 
-def fits_shares(shares: Shares, count: int, head_dim: int, chip: str, blocks: BlockSizes | None) -> bool:
-    """Whether a tile meets the empty rows of at most one share, for which the kernel looks."""
+def share_tile(shares: Shares, count: int, head_dim: int, chip: str, blocks: BlockSizes | None) -> BlockSizes | None:
+    """The tile for a sequence of shares: no longer than one, so that it meets the empty rows of one at most.
+
+    None where a share is shorter than the smallest tile.
+    """
     rows = count * shares.rows
     tile = block_sizes(chip, rows, rows, head_dim, blocks)
-    return max(tile.query, tile.key) <= shares.tokens
+    longest = shares.tokens // LANES * LANES
+    if max(tile.query, tile.key) <= longest or not longest:
+        return tile if longest else None
+    step = min(tile.key_compute, longest)
+    return BlockSizes(query=min(tile.query, longest), key=min(tile.key, longest) // step * step, key_compute=step)
 
 
 def _attend(
@@ -206,14 +214,19 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     queries, keys = query.shape[1], key.shape[1]
     center, longest = measure_keys(key, kv_heads, visible, smooth=smooth_keys)
+    moved = None
+    if key.dtype == jnp.float32 and smooth_keys:
+        # Scores of keys that are far from zero would lose the digits in which they differ. In bfloat16 the keys have
+        # lost them already, and the pass is saved.
+        key, center, moved = key - center[:, :1], jnp.zeros_like(center), center[:, 0]
     out, logsumexp = _call(
         offset,
         lengths,
         longest.reshape(-1),
         largest_bias,
-        _at_least(query, tile.query),
-        _at_least(key, tile.key),
-        _at_least(value, tile.key),
+        _pad_rows(query, tile.query),
+        _pad_rows(key, tile.key),
+        _pad_rows(value, tile.key),
         center,
         bias,
         heads=heads,
@@ -225,7 +238,14 @@ def _attend(
         may_hide=may_hide or keys % tile.key != 0,
         **options,
     )
-    return out[:, :queries], None if logsumexp is None else logsumexp[:, :, 0, :queries]
+    if logsumexp is None:
+        return out[:, :queries], None
+    logsumexp = logsumexp[:, :, 0, :queries]
+    if moved is not None:
+        by_head = query.reshape(*query.shape[:2], kv_heads, heads // kv_heads, -1)
+        shift = jnp.einsum("blkgd,bkd->bkgl", by_head, moved.reshape(moved.shape[0], kv_heads, -1), precision="highest")
+        logsumexp += scale * shift.reshape(logsumexp.shape)
+    return out[:, :queries], logsumexp
 
 
 def to_columns(array: Array) -> Array:
@@ -234,8 +254,8 @@ def to_columns(array: Array) -> Array:
     return array.reshape(*array.shape[:2], -1)
 
 
-def _at_least(array: Array, rows: int) -> Array:
-    """Rows of zeros after those of a sequence that is shorter than one tile."""
+def _pad_rows(array: Array, rows: int) -> Array:
+    """Adds rows of zeros to a sequence that is shorter than one tile."""
     return jnp.pad(array, ((0, 0), (0, max(0, rows - array.shape[1])), (0, 0)))
 
 

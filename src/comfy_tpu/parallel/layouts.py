@@ -258,6 +258,7 @@ class _Share:
         work = self.work
         if (
             not any(stack.norms for stack in work.stacks)
+            or self.sequence < _LANES
             or work.head_dim % _LANES
             or work.sequence <= work.dense_max_tokens
         ):

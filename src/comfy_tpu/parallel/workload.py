@@ -68,7 +68,7 @@ class Workload:
     models: int = 1
     """Transformers of this size that stay on the devices; a step runs one of them."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
-    """Sequences up to this length take dense attention, which smooths no keys."""
+    """Sequences up to this length take dense attention."""
 
     @property
     def hidden(self) -> int:

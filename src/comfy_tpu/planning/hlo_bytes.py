@@ -81,15 +81,17 @@ def _find_parameter(number: int, body: list[Instruction]) -> Instruction | None:
 def _slices_of(module: Module, name: str, body: list[Instruction]) -> list[int] | None:
     """Bytes of the slices that a fusion takes of a parameter; None where something else reads it."""
     found: list[int] = []
+    is_used = False
     for item in body:
         operands = item.operand_names
         if name not in operands:
             continue
+        is_used = True
         if item.operation in _SLICES and operands[0] == name:
             found.append(array_bytes(item.result))
             continue
         if item.operation == "dynamic-update-slice" and operands[0] == name:
-            continue
+            continue  # in place: nothing of it is read
         inner = None
         if item.operation in _RENAMES:
             inner = _slices_of(module, item.name, body)
@@ -98,7 +100,7 @@ def _slices_of(module: Module, name: str, body: list[Instruction]) -> list[int] 
         if inner is None:
             return None
         found += inner
-    return found or None
+    return found if is_used else None
 
 
 def _slices_in_fusion(module: Module, name: str, fusion: Instruction) -> list[int] | None:
@@ -113,4 +115,4 @@ def _slices_in_fusion(module: Module, name: str, fusion: Instruction) -> list[in
                 if slices is None:
                     return None
                 found += slices
-    return found or None
+    return found

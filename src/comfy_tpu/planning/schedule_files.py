@@ -30,7 +30,7 @@ _ADDITION = re.compile(r"%(s\w+) = sadd\.s32 (\d+), %(s\w+)")
 _STAGE = re.compile(r"stage = (\d+)")
 _DIMENSION = re.compile(r"iter bound = (\d+)")
 _WRAP = re.compile(r"smov\.u32 \(%(p\w+), %\w+\), 0 /\*[^*]*?iter bound = (\d+)")
-_INDEX = re.compile(r"%(s\w+) = (?:sphi|sld|smov\.u32) [^/;]*/\*([^*]*)\*/")
+_INDEX = re.compile(r"%(s\w+) = (?:sphi|sld|smov\.u32) [^/;\n]*/\*([^*]*)\*/")
 # A branch takes effect after four more bundles: where one skips a region, the region begins behind them.
 _DELAY = 4
 # Smaller ones are transfers that are started or awaited, in nearly every iteration.
