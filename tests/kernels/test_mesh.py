@@ -169,6 +169,14 @@ def test_two_sequences_are_joined_behind_the_exchange() -> None:
         assert collective not in text
 
 
+def test_an_empty_second_sequence() -> None:
+    placement, config = cpu_placement(sp=4), AttentionConfig(implementation="chunked")
+    first = [jnp.asarray(np.random.default_rng(n).standard_normal((1, 4, 20, 16), np.float32)) for n in range(3)]
+    out, empty = joint_attention(first, [jnp.zeros((1, 4, 0, 16))] * 3, placement=placement, config=config)
+    assert empty.shape == (1, 4, 0, 16)
+    np.testing.assert_allclose(out, attention(*first, placement=None, config=config), atol=1e-5)
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     query = jnp.zeros((1, 40, 8, 8))
     with pytest.raises(

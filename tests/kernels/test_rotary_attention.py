@@ -12,6 +12,7 @@ import torch
 from comfy_tpu.bridge import rotate_pairs
 from comfy_tpu.config import AttentionConfig, BlockSizes, TokenWindow
 from comfy_tpu.kernels.rotary_attention import Rotary, has_rotary_attention, rotary_attention
+from comfy_tpu.kernels.splash import Shares, share_tile
 from tests.kernels.attention_reference import cpu_placement, relative_error
 
 CONFIG = AttentionConfig(
@@ -89,6 +90,22 @@ def test_all_layouts_match_torch(name: str) -> None:
 def test_bfloat16() -> None:
     arrays = draw(300, jnp.bfloat16)
     assert relative_error(in_kernels(arrays, {"sp": 2}, jnp.bfloat16), in_torch(arrays)) <= 2e-2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sides"),
+    [
+        (18_900, (2048, 2048, 1024)),
+        (8190, (2048, 2048, 1024)),
+        (700, (640, 640, 640)),
+        (1500, (1408, 1024, 1024)),
+        (100, None),
+    ],
+)
+def test_a_tile_is_no_longer_than_a_share(tokens: int, sides: tuple[int, ...] | None) -> None:
+    shares = Shares(tokens, -(-tokens // 16) * 16)
+    tile = share_tile(shares, 4, HEAD_DIM, "v6e", None)
+    assert tile == (None if sides is None else BlockSizes(*sides))
 
 
 @pytest.mark.parametrize(

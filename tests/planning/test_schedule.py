@@ -81,6 +81,39 @@ def test_a_region_behind_a_grid_index_runs_once_a_row():
     assert program.spill_share == pytest.approx(0.5)
 
 
+def test_an_index_is_not_read_from_the_line_before_it():
+    body = guarded("%p5_p5 = scmp.ne.s32.totalorder %s7, 3", "p5_p5", 5)
+    loads = (
+        "   : > { %s6 = sld [smem:[#a]] }",
+        "   : > { %s7 = sld [smem:[#b]] /* iteration index, iter bound = 1 */ }",
+    )
+    program, count = looped(*loads, *body)
+    assert program.cycles == 12 * (count - 100) + 12 * 100 / 4
+
+
+IN_PLACE = """
+%body (given: bf16[4096,1024], part: bf16[256,1024], at: s32[]) -> bf16[4096,1024] {
+  %given = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %part = bf16[256,1024]{1,0:T(8,128)(2,1)} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %set = bf16[4096,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%given, %part, %at, %at)
+}
+
+ENTRY %main (a: bf16[4096,1024], b: bf16[256,1024], c: s32[]) -> bf16[4096,1024] {
+  %a = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[256,1024]{1,0:T(8,128)(2,1)} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %fused = bf16[4096,1024]{1,0:T(8,128)(2,1)} fusion(%a, %b, %c), kind=kLoop, calls=%body
+}
+"""
+
+
+def test_an_array_that_is_updated_in_place_is_not_read():
+    module = Module(IN_PLACE)
+    fusion = next(item for item in module.computation("main") if item.name == "fused")
+    assert count_bytes(module, fusion) <= 2 * 256 * 1024 * 2 + 4
+
+
 def test_of_regions_that_exclude_each_other_the_smaller_is_counted():
     program, count = looped(
         *guarded("%p5_p5 = scmp.gt.s32.totalorder %s3, %s4", "p5_p5", 5, length=150),
