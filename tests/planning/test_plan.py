@@ -12,10 +12,11 @@ from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.planning import plan as planning
-from comfy_tpu.planning.compilation import count_program, has_tpu_compiler
+from comfy_tpu.planning.compilation import count_program
 from comfy_tpu.planning.models import find_model
 from comfy_tpu.planning.plan import make_plan, parse_size
 from comfy_tpu.planning.program import lower_step, square_arrays
+from tests.planning.tpu_compiler import needs_tpu_compiler
 
 WAN_14B = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 V6E_8 = parse_slice("v6e-8")
@@ -111,9 +112,7 @@ def test_formulas_for_other_slices(tpu, sizes, size):
 
 @pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.skipif(
-    not has_tpu_compiler(), reason="libtpu, the TPU's compiler, is not installed: pip install '.[tpu]', x86_64 only"
-)
+@needs_tpu_compiler
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=4), MeshSizes(dp=2, tp=4), MeshSizes(sp=8)], ids=str)
 def test_the_tpu_compiler_agrees(sizes):
     model = find_model(WAN_14B)

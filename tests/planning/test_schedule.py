@@ -18,13 +18,14 @@ from comfy_tpu.parallel.chips import CHIPS, parse_slice
 from comfy_tpu.parallel.constraints import constrain
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.planning import compilation
-from comfy_tpu.planning.compilation import explain_refusal, has_tpu_compiler
+from comfy_tpu.planning.compilation import explain_refusal
 from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.hlo_bytes import array_bytes, count_bytes
 from comfy_tpu.planning.schedule import kernel_cycles, read_step
 from comfy_tpu.planning.schedule_files import ScheduleError, parse_schedule, parse_utilization, read_schedules
 from comfy_tpu.planning.twins import find_twins
 from comfy_tpu.planning.worker import make_environment
+from tests.planning.tpu_compiler import needs_tpu_compiler
 
 SAMPLE = Path(__file__).with_name("schedule_sample")
 V6E = parse_slice("v6e-8")
@@ -245,7 +246,7 @@ def test_flags_are_added_to_those_that_are_set(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.skipif(not has_tpu_compiler(), reason="needs the TPU's compiler, for x86_64 only: pip install libtpu")
+@needs_tpu_compiler
 def test_the_tpu_compiler_writes_schedules(capsys):
     from comfy_tpu.cli import main as cli
 
@@ -255,7 +256,7 @@ def test_the_tpu_compiler_writes_schedules(capsys):
 
 @pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.skipif(not has_tpu_compiler(), reason="needs the TPU's compiler, for x86_64 only: pip install libtpu")
+@needs_tpu_compiler
 def test_the_tpu_compiler_puts_gathers_beside_products(tmp_path):
     sizes = MeshSizes(dp=2, sp=4)
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
