@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from comfy_tpu.compiler.recorded_tensors import Tensors
 from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.families.card import Config
+from comfy_tpu.families.shared.double_stream_files import unpack_tensors
 from comfy_tpu.families.shared.encoder_files import CLIP, T5, rename_tensors
 
 _NAMES = {
@@ -49,21 +52,13 @@ _PACKED = {
 
 def _convert_transformer(tensors: Tensors, config: Config) -> Tensors:
     """As diffusers' converter, which knows the width of the published models only."""
-    converted: Tensors = {}
-    for name, tensor in rename_tensors(tensors, _NAMES).items():
-        packed = next((part for part in _PACKED if part in name), None)
-        if packed is not None:
-            width = tensor.shape[0] // 3 if packed.endswith(".qkv.") else config["num_attention_heads"] * _head(config)
-            rest = tensor.shape[0] - 3 * width
-            pieces = tensor.split((width,) * 3 + ((rest,) if rest else ()))
-            for part, piece in zip(_PACKED[packed], pieces, strict=True):
-                converted[name.replace(packed, part)] = piece
-        elif name.startswith("norm_out.linear."):
-            shift, scale = tensor.chunk(2)
-            converted[name] = torch.cat((scale, shift))
-        else:
-            converted[name] = tensor
-    return converted
+
+    def split(part: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        width = tensor.shape[0] // 3 if part.endswith(".qkv.") else config["num_attention_heads"] * _head(config)
+        rest = tensor.shape[0] - 3 * width
+        return tensor.split((width,) * 3 + ((rest,) if rest else ()))
+
+    return unpack_tensors(rename_tensors(tensors, _NAMES), _PACKED, split)
 
 
 def _head(config: Config) -> int:

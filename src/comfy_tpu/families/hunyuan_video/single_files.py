@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from comfy_tpu.compiler.recorded_tensors import Tensors
 from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
+from comfy_tpu.families.shared.double_stream_files import unpack_tensors
 from comfy_tpu.families.shared.encoder_files import T5, rename_tensors
 
 # Where two names are given, the first is the authors', the second ComfyUI's.
@@ -75,18 +74,7 @@ def _convert_transformer(tensors: Tensors, config: Config) -> Tensors:
         raise UnsupportedError(
             "the transformer was distilled with MeanFlow (time_r_in), which wants two timesteps; use a model without"
         )
-    converted: Tensors = {}
-    for name, tensor in rename_tensors(tensors, _NAMES).items():
-        packed = next((part for part in _PACKED if part in name), None)
-        if packed is not None:
-            for part, piece in zip(_PACKED[packed], tensor.chunk(3), strict=True):
-                converted[name.replace(packed, part)] = piece
-        elif name.startswith("norm_out.linear."):
-            shift, scale = tensor.chunk(2)
-            converted[name] = torch.cat((scale, shift))
-        else:
-            converted[name] = tensor
-    return converted
+    return unpack_tensors(rename_tensors(tensors, _NAMES), _PACKED, lambda part, tensor: tensor.chunk(3))
 
 
 def _convert_vae(tensors: Tensors, config: Config) -> Tensors:
