@@ -185,6 +185,7 @@ def test_devices_when_jax_hangs(fake_jax):
     assert facts.devices(timeout_s=0.5).error == "JAX was still starting after 0 s"
 
 
+@pytest.mark.slow  # by default: the installed package in tests/test_packaging.py
 def test_devices_opens_the_demo_models_and_leaves_no_trace_in_this_process():
     before = dict(os.environ)
     found = facts.devices(timeout_s=900)

@@ -353,6 +353,7 @@ def pixels(path: str) -> np.ndarray:
         return np.array(opened_file)
 
 
+@pytest.mark.slow  # by default: tests/cli/test_demo.py
 def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     model = ("--model", str(small_flux.directory("dev")), "--mesh", "single")

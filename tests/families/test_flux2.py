@@ -194,8 +194,8 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
     assert relative_error(to_host(velocity), wanted) <= (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-# fp8 by default in test_flux.py
-@pytest.mark.parametrize(("quantize", "least"), [pytest.param("fp8", 69, marks=pytest.mark.slow), ("int8", 79)])
+@pytest.mark.slow  # by default: test_flux.py
+@pytest.mark.parametrize(("quantize", "least"), [("fp8", 69), ("int8", 79)])
 def test_quantized_products(quantize: Any, least: float) -> None:
     """72 and 82 dB are found, and 75 where the prompt is another: a seed and a guidance must be seen."""
     pipeline = VideoPipeline.open(small_flux2.directory("dev"), RuntimeConfig(mesh="dp=2,tp=4", quantize=quantize))

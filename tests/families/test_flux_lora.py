@@ -128,7 +128,8 @@ def test_every_module_is_known_by_its_original_name() -> None:
     assert all(targets.find(f"lora_unet_{name.replace('.', '_')}") for name in names)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=4", pytest.param("dp=2,sp=4", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default: tests/pipeline/test_lora.py
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=2,sp=4"])
 def test_nothing_is_compiled_for_another_lora_and_the_base_is_exact_again(mesh: str, tmp_path: Path) -> None:
     """Merged on the host with tp, on the devices without."""
     heard: list[Progress] = []

@@ -23,7 +23,7 @@ WAN = {
 }
 
 
-@pytest.mark.parametrize("tpu", ["v6e-8", "v5p-8"])
+@pytest.mark.parametrize("tpu", ["v6e-8", pytest.param("v5p-8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_fits_on_eight(name: str, tpu: str) -> None:
     model = find_model(name)
@@ -40,7 +40,9 @@ def test_a_pair_is_counted_twice() -> None:
     assert weights[1] == 2 * weights[0]
 
 
-@pytest.mark.parametrize("name", WAN)
+@pytest.mark.parametrize(
+    "name", [name if "I2V-14B" in name or "5B" in name else pytest.param(name, marks=pytest.mark.slow) for name in WAN]
+)
 def test_wan_lowers_for_tpu_at_its_full_size(name: str) -> None:
     model, slice_ = find_model(name), parse_slice("v6e-8")
     settings = parse_size(WAN[name], model)

@@ -221,7 +221,7 @@ os._exit(1) if len(sys.argv) == 1 else time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("arguments", "status"), [((), 1), (("stay",), -6)])
+@pytest.mark.parametrize(("arguments", "status"), [((), 1), pytest.param(("stay",), -6, marks=pytest.mark.slow)])
 def test_a_sentence_before_an_abort(arguments, status, tmp_path):
     """By os._exit in time, else after six seconds by the abort."""
     assert wait_all([start("-c", ABORT, *arguments, cwd=tmp_path)]) == [(status, "", "a sentence")]

@@ -22,6 +22,8 @@ from tests.jobs.ray_processes import (
     HERE,
     SOURCE,
     BatchProcess,
+    command_line,
+    find_processes,
     kill,
     read_attempts,
     read_results,
@@ -327,25 +329,26 @@ def test_another_version_of_ray(cluster, monkeypatch):
         Cluster(cluster.address)
 
 
-SLICE = {"ray.io/tpu-slice-name": "slice-a", "ray.io/tpu-pod-type": "v6e-16", "ray.io/tpu-topology": "4x4"}
-
-
-def add_slice(cluster, records):
-    nodes = []
-    for number in (2, 0, 3, 1):  # nodes join in any order
-        resources = {"TPU": 4, **({"TPU-v6e-16-head": 1} if number == 0 else {})}
-        environment = {
+def add_slice(cluster, name, topology, numbers, **environment):
+    """Hosts of four chips, by their numbers in the slice, in the order in which they join."""
+    for number in numbers:
+        resources = {"TPU": 4, **({f"TPU-{name}-head": 1} if number == 0 else {})}
+        variables = {
             "TPU_NAME": "slice-a",
             "TPU_WORKER_ID": str(number),
-            "TPU_ACCELERATOR_TYPE": "v6e-16",
-            "TPU_TOPOLOGY": "4x4",
+            "TPU_ACCELERATOR_TYPE": name,
+            "TPU_TOPOLOGY": topology,
             "MEGASCALE_NUM_SLICES": "2",
             "TPU_PROCESS_BOUNDS": "1,1,1",
-            "STAND_IN_RECORDS": str(records),
+            **environment,
         }
-        labels = {**SLICE, "ray.io/tpu-worker-id": str(number)}
-        nodes.append(cluster.add_node(num_cpus=2, resources=resources, labels=labels, env_vars=environment))
-    return nodes
+        labels = {
+            "ray.io/tpu-slice-name": "slice-a",
+            "ray.io/tpu-pod-type": name,
+            "ray.io/tpu-topology": topology,
+            "ray.io/tpu-worker-id": str(number),
+        }
+        cluster.add_node(num_cpus=2, resources=resources, labels=labels, env_vars=variables)
 
 
 def read_records(records):
@@ -354,7 +357,7 @@ def read_records(records):
 
 @pytest.mark.slow
 def test_a_slice_is_one_worker(cluster, tmp_path):
-    add_slice(cluster, tmp_path)
+    add_slice(cluster, "v6e-16", "4x4", (2, 0, 3, 1), STAND_IN_RECORDS=str(tmp_path))
     with pytest.raises(InvalidValueError, match=r"slices of several hosts \(v6e-16\).*; give --slice v6e-16"):
         open_workers(cluster, tmp_path / "out")
     workers, _ = open_workers(cluster, tmp_path / "out", slice_name="v6e-16")
@@ -374,3 +377,32 @@ def test_a_slice_is_one_worker(cluster, tmp_path):
         assert len(read_records(tmp_path)) == 8
     finally:
         workers.close()
+
+
+@pytest.mark.slow
+def test_a_slice_makes_the_videos_of_one_process(cluster, start, tmp_path):
+    """Two hosts of two CPU devices each, taken for a v5p-16, with the demo model; one of them dies on the way."""
+    flags = ("--mesh", "dp=2,sp=2", "--batch-size", "1")
+    values = {"num_inference_steps": 2, "num_frames": 5}
+    jobs = tmp_path / "jobs.jsonl"
+    lines = [{"prompt": f"job {n}", "seed": n, "output": f"{n}.npy", **values} for n in range(6)]
+    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alone, output = tmp_path / "alone", tmp_path / "out"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    status, _, errors = start(jobs, alone, *flags, script=None, **environment).finish()
+    assert status == 0, errors
+
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    mark = "COMFY_TPU_TEST_MARK=slice"
+    add_slice(cluster, "v5p-16", "2x2x2", (1, 0), **dict([mark.split("=")]), **environment)
+    batch = start(jobs, output, *flags, "--ray", cluster.address, "--slice", "v5p-16", script=None)
+    wait_for(lambda: len(list(output.glob("*.npy"))) >= 2 or batch.process.poll() is not None, 900, "two videos")
+    actors = [each for each in find_processes(mark) if command_line(each).startswith(b"ray::JobActor")]
+    assert len(actors) == 2, batch.finish()
+    assert kill(actors[-1])
+    status, _, errors = batch.finish()
+    assert status == 0, errors
+    assert read_states(output) == {"done": 6}
+    for line in lines:
+        assert (output / line["output"]).read_bytes() == (alone / line["output"]).read_bytes()
+    wait_for(lambda: not find_processes(batch.mark), 120, "the end of the driver")

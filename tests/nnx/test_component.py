@@ -64,6 +64,7 @@ def test_decodes_in_the_place_of_the_torch_module(mesh: str) -> None:
     assert compiled == {"flax": 2, "torch": 2}
 
 
+@pytest.mark.slow  # by default: tests/nnx/test_parity.py
 def test_encodes_in_the_place_of_the_torch_module() -> None:
     video = random(1, 3, 9, 12, 20).clamp(-1, 1)
     parts = [video[:, :, :1], video[:, :, 1:5], video[:, :, 5:]]

@@ -65,6 +65,7 @@ def test_a_mesh_gives_the_same_video() -> None:
     assert psnr(shared, alone) >= SAME, "133 are found"
 
 
+@pytest.mark.slow  # by default: the demo model in test_demo.py, images in tests/families
 def test_diffusers_gives_the_same_video() -> None:
     reference = load_image_model(DEMO_DIRECTORIES[MODEL])
     expected = evaluate_image.generate(reference, tasks()[:1], steps=4, guidance=3.0, seed=2025)

@@ -73,6 +73,7 @@ def test_a_wan_video_is_that_of_the_directory_bit_for_bit() -> None:
     assert torch.equal(video(wan(), num_frames=5), expected)
 
 
+@pytest.mark.slow  # by default: a video of Wan above, the tensors of Flux in test_single_file_families.py
 def test_a_flux_image_is_that_of_the_directory_bit_for_bit() -> None:
     expected = video(small_flux.directory("dev"))
     assert expected.std() > 0

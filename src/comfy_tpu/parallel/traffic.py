@@ -25,8 +25,9 @@ Cause = Literal[
 ]
 UNEXPLAINED = "unexplained"
 
-# Of the nominal speed of the links; an assumption. A collective also costs this much before its first byte.
-_LINK_FRACTION = 0.8
+# Of the nominal speed of the links: what gathers around a ring reached on v5e (docs/plan.md). A collective also costs
+# this much before its first byte: an assumption.
+_LINK_FRACTION = 0.855
 _LATENCY = 5e-6
 # The same over the data centre's network: assumptions, too.
 _NETWORK_FRACTION = 0.8
