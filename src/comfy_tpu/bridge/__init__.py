@@ -8,6 +8,7 @@ from comfy_tpu.bridge.layers import BlockCall, map_layers, run_layer, run_layers
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.rotary import rotary_attention, rotate_pairs
+from comfy_tpu.bridge.rounding import round_to
 from comfy_tpu.bridge.scope import TraceContext, current_trace, token_grid_scope, trace_scope
 from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_shapes
 
@@ -25,6 +26,7 @@ __all__ = [
     "operator",
     "rotary_attention",
     "rotate_pairs",
+    "round_to",
     "run_layer",
     "run_layers",
     "scan",

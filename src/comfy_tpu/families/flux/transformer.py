@@ -16,6 +16,7 @@ from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
+from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 _FFN = 4
@@ -138,9 +139,10 @@ def predict(
     dtype = module.x_embedder.weight.dtype
     hidden = module.x_embedder(as_tokens(latents).to(dtype))
     embed = module.time_text_embed
-    condition = embed.timestep_embedder(embed.time_proj(timestep.expand(batch)))
+    condition = embed.timestep_embedder(embed.time_proj(round_timestep(timestep, dtype).expand(batch)))
     if module.config.guidance_embeds:
-        condition = condition + embed.guidance_embedder(embed.time_proj(1000 * guidance_scale.expand(batch)))
+        guidance = round_guidance(guidance_scale, dtype).expand(batch)
+        condition = condition + embed.guidance_embedder(embed.time_proj(guidance))
     condition = (condition + pooled).to(dtype)
     text_tokens = text.shape[1]
     rotary = rope_tables(module.pos_embed, text_tokens, height // 2, width // 2, latents.device)

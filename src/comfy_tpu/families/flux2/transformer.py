@@ -18,6 +18,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2.card import TRANSFORMER_DEV
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
+from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 
@@ -160,9 +161,10 @@ def predict(
     noise_tokens = module.x_embedder(latents.squeeze(2).flatten(2).transpose(1, 2).to(dtype))
     hidden = torch.cat((noise_tokens, *(reference.flatten(1, 2) for reference in reference_tokens)), dim=1)
     embed = module.time_guidance_embed
-    condition = embed.timestep_embedder(embed.time_proj(timestep.expand(batch)))
+    condition = embed.timestep_embedder(embed.time_proj(round_timestep(timestep, dtype).expand(batch)))
     if embed.guidance_embedder is not None:
-        condition = condition + embed.guidance_embedder(embed.time_proj(1000 * guidance_scale.expand(batch)))
+        guidance = round_guidance(guidance_scale, dtype).expand(batch)
+        condition = condition + embed.guidance_embedder(embed.time_proj(guidance))
     condition = condition.to(dtype)
     text_tokens = text.shape[1]
     sizes = [(height, width), *((reference.shape[1], reference.shape[2]) for reference in reference_tokens)]
