@@ -69,6 +69,21 @@ def test_a_script_asks_no_other_server_and_makes_no_html_of_data(script: Path) -
         assert served or (script.parent / imported).is_file(), imported
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(WEB).as_posix())
+def test_what_a_script_imports_is_exported_there(script: Path) -> None:
+    """A browser drops a script whose import fails, and says so in its console only."""
+    text = script.read_text(encoding="utf-8")
+    for names, place in re.findall(r'^import {([^}]*)} from "(\.{1,2}/[^"]+)"', text, re.MULTILINE):
+        file = script.parent / place
+        if file.is_relative_to(WEB) and not place.startswith("../../../scripts/"):
+            exported = re.findall(
+                r"^export (?:async )?(?:function\*?|class|const|let) (\w+)",
+                file.read_text(encoding="utf-8"),
+                re.MULTILINE,
+            )
+            assert {name.split(" as ")[0].strip() for name in names.split(",") if name.strip()} <= {*exported}, place
+
+
 def test_the_styles_ask_no_other_server() -> None:
     for sheet in (WEB / "css").glob("*.css"):
         assert "url(" not in sheet.read_text(encoding="utf-8")

@@ -10,13 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from comfy_tpu.bench.models import find_bench_model
 from comfy_tpu.cli.main import main
+from comfy_tpu.families import registry
 from comfy_tpu.families.card import FamilyCard, ImageInput, NodeSet
 from comfy_tpu.families.card_checks import CardError, check_card
 from comfy_tpu.families.ltx_video.card import CARD, LTX_VIDEO
@@ -173,11 +176,99 @@ def changed(**facts: Any) -> FamilyCard:
         ({"published": {}}, "names no published model in node set Other"),
         ({"image": ImageInput("first_frame", max_images=2)}, "it takes 2 images, which only a model with reference"),
         ({"image": ImageInput("reference", last_image="optional")}, "it takes a last image and no first frame"),
+        ({"image": ImageInput("first")}, "its image role is 'first', expected first_frame or reference or initial"),
+        ({"guidance": "cfg"}, "its guidance is 'cfg', expected classifier_free or embedded or none"),
+        ({"published": ("o/Other",)}, "its published models are no configurations by hub id"),
+        ({"vae_backends": ()}, "it has no vae_backends"),
+        ({"spatial_scale": 0}, "a latent has 0 pixels and 8 frames, expected 1 or more"),
+        ({"transformer_count": 2}, "it has two transformers, and its defaults no boundary between them"),
     ],
 )
 def test_contradictory_facts_are_named(facts: dict[str, Any], message: str) -> None:
     with pytest.raises(CardError, match=rf"the card of other .*{message}.*; correct its card\.py"):
         check_card(changed(**facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"key": "a b"}, "has the key 'a b', of which no node id can be made, in node set a b"),
+        ({"latent_format": ""}, "lacks the latent_format in node set Other"),
+        ({"size_max": 512}, "has size_max=512, and the default is 704, in node set Other"),
+        ({"frames_max": 121}, "has frames_max=121, and the default is 161, in node set Other"),
+    ],
+)
+def test_contradictory_facts_of_nodes_are_named(facts: dict[str, Any], message: str) -> None:
+    card = changed()
+    nodes = dataclasses.replace(card.node_sets[0], **facts)
+    with pytest.raises(CardError, match=rf"the card of other {message}; correct its card\.py"):
+        check_card(dataclasses.replace(card, node_sets=(nodes,)))
+
+
+def test_a_name_that_a_card_has_twice_is_named() -> None:
+    card = changed()
+    with pytest.raises(CardError, match=r"the card of other names the model Other twice"):
+        check_card(dataclasses.replace(card, node_sets=card.node_sets * 2))
+
+
+CODELESS = """
+import dataclasses
+from comfy_tpu.families.card import FamilyCard
+from comfy_tpu.families.ltx_video.card import CARD as LTX, LTX_VIDEO
+MODEL = dataclasses.replace(LTX_VIDEO, name="Codeless", published={"c/Codeless": {}}, pipeline_classes=("Codeless",))
+CARD = FamilyCard(PACKAGE, "Codeless", (dataclasses.replace(LTX.node_sets[0], key="Codeless", models=(MODEL,)),))
+"""
+
+
+@pytest.fixture
+def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a package with this card, and no code that works, a family of this process until the test ends."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_REGISTERED", [])
+
+    def register(package: str, claimed: str | None = None) -> None:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        card = CODELESS.replace("PACKAGE", repr(claimed or package))
+        (tmp_path / package / "card.py").write_text(card, encoding="utf-8")
+        (tmp_path / package / "model.py").write_text("import a_package_that_is_not_there", encoding="utf-8")
+        registry.register_family(package)
+
+    yield register
+    registry.family_cards.cache_clear()
+
+
+def test_a_family_whose_code_fails_is_named_and_the_others_work(register: Any, caplog: Any) -> None:
+    register("codeless_family")
+    found = {family.card.name for family in registry.load_families()}
+    assert found == {model.name for model in registry.model_cards()} - {"Codeless"}
+    said = (
+        "family codeless_family (package codeless_family) is left out: its model.py cannot be used (No module named "
+        "'a_package_that_is_not_there'); update that package, or uninstall it"
+    )
+    registry.load_families()
+    assert [record.getMessage() for record in caplog.records] == [said]
+    with pytest.raises(CardError, match=re.escape(said)):
+        load_family("Codeless")
+
+
+def test_bench_knows_its_models(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it measures is in a slow test above, its pages in tests/test_pages.py."""
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(registry, "_REGISTERED", [])
+    try:
+        registry.register_family("outside_family")
+        for name in ("small:outside_family", "outside/Outside-Video"):
+            assert find_bench_model(name).family.card.name == "Outside-Video"
+    finally:
+        registry.family_cards.cache_clear()
+
+
+def test_the_package_of_a_card_is_its_own(register: Any) -> None:
+    with pytest.raises(
+        CardError, match="the card of lent_family says package='other'; write package=__package__ there"
+    ):
+        register("lent_family", claimed="other")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import { api } from "../../../scripts/api.js"
 import { app } from "../../../scripts/app.js"
-import { Strings } from "./panel/strings.js"
+import { sharedStrings } from "./panel/strings.js"
 
 const EVENT = "comfy_tpu.status"
 const ROUTE = "/comfy_tpu/status"
@@ -90,7 +90,7 @@ app.registerExtension({
 
   async setup() {
     if (!window.LGraphBadge) return // an older frontend: the panel has the reasons as well
-    const strings = new Strings(app, api)
+    const strings = sharedStrings(app, api)
     await strings.load()
     badges = new Badges(strings)
     strings.onChange(() => badges.draw())

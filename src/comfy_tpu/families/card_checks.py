@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import FamilyCard, ModelCard, NodeSet
+from comfy_tpu.families.card import FamilyCard, Guidance, ImageRole, ModelCard, NodeSet
 from comfy_tpu.families.settings import check_settings
 
 
@@ -33,6 +34,13 @@ def check_card(card: FamilyCard, others: Iterable[FamilyCard] = ()) -> None:
 def _problems(card: FamilyCard) -> Iterator[str]:
     if not card.package or not card.title or not card.node_sets:
         yield "lacks its package, title or node_sets"
+    for kind, names in (
+        ("model", [model.name for model in card.models]),
+        ("hub id", [hub_id.lower() for model in card.models for hub_id in model.published]),
+        ("node key", [nodes.key for nodes in card.node_sets]),
+    ):
+        if twice := [name for name in names if names.count(name) > 1]:
+            yield f"names the {kind} {twice[0]} twice"
     for nodes in card.node_sets:
         yield from (f"{problem} in node set {nodes.key}" for problem in _node_problems(nodes))
     for model in card.models:
@@ -43,6 +51,18 @@ def _node_problems(nodes: NodeSet) -> Iterator[str]:
     if not nodes.models:
         yield "has no models"
         return
+    if not nodes.key.isidentifier():
+        yield f"has the key {nodes.key!r}, of which no node id can be made,"
+    for fact in ("name", "category", "latent_format"):
+        if not getattr(nodes, fact):
+            yield f"lacks the {fact}"
+    for fact, default, most in (
+        ("size_max", max(nodes.defaults.height, nodes.defaults.width), nodes.size_max),
+        ("frames_max", nodes.defaults.num_frames, nodes.frames_max),
+        ("shift_max", nodes.defaults.flow_shift or 0, nodes.shift_max),
+    ):
+        if default > most:
+            yield f"has {fact}={most}, and the default is {default},"
     if not nodes.hub_models:
         yield "names no published model"
     if len({image.role for image in nodes.image_inputs}) > 1:
@@ -57,12 +77,27 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
     limits, image = model.limits, model.image
     if not model.pipeline_classes:
         yield "it has no pipeline_classes"
+    for fact, value, known in (
+        ("guidance", model.guidance, get_args(Guidance)),
+        ("image role", image.role if image is not None else None, (None, *get_args(ImageRole))),
+    ):
+        if value not in known:
+            yield f"its {fact} is {value!r}, expected {' or '.join(map(str, filter(None, known)))}"
+    if not isinstance(model.published, Mapping):
+        yield "its published models are no configurations by hub id"
+    if not model.vae_backends:
+        yield "it has no vae_backends"
+    if model.spatial_scale < 1 or model.temporal_scale < 1:
+        yield f"a latent has {model.spatial_scale} pixels and {model.temporal_scale} frames, expected 1 or more"
+        return
     if limits.size_multiple % model.spatial_scale:
         yield f"sizes are multiples of {limits.size_multiple}, and a latent has {model.spatial_scale} pixels"
     if not model.makes_images and limits.frames_multiple % model.temporal_scale:
         yield f"frames are {limits.frames_multiple}n+1, and a latent has {model.temporal_scale}"
     if model.transformer_count not in (1, 2):
         yield f"it has {model.transformer_count} transformers, expected 1 or 2"
+    if model.transformer_count == 2 and not model.defaults.boundary:
+        yield "it has two transformers, and its defaults no boundary between them"
     if image is not None and image.role != "reference" and image.max_images > 1:
         yield f"it takes {image.max_images} images, which only a model with reference images does"
     if image is not None and image.role != "first_frame" and image.last_image != "no":

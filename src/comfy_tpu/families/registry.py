@@ -47,8 +47,7 @@ def family_cards() -> tuple[FamilyCard, ...]:
         try:
             cards.append(_read_card(package, cards))
         except Exception as error:  # noqa: BLE001 - code of others, which must not take ours along
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            logger.warning("family %s (package %s) is left out: %s", name, package, reason)
+            logger.warning("family %s (package %s) is left out: %s", name, package, _reason(error))
     return tuple(cards)
 
 
@@ -87,7 +86,7 @@ def load_family(name: str) -> ModelFamily:
     """The code of the model card of this name. Imports torch and jax."""
     card = next(card for card in model_cards() if card.name == name)
     owner = find_family_card(card)
-    models: dict[str, ModelFamily] = importlib.import_module(f"{owner.package}.model").MODELS
+    models = _import_models(owner)
     if name not in models:
         raise CardError(f"{owner.package}.model has no {name} in MODELS; its card.py names that model")
     check_code(card, models[name], owner.package)
@@ -124,7 +123,34 @@ def find_published(model: str) -> tuple[str, ModelCard] | None:
 
 
 def load_families() -> tuple[ModelFamily, ...]:
-    return tuple(load_family(card.name) for card in model_cards())
+    """The code of all models. An installed family whose code fails is named in the log and left out."""
+    found = []
+    for card in model_cards():
+        try:
+            found.append(load_family(card.name))
+        except CardError as error:
+            if find_family_card(card).package in BUILT_IN:
+                raise
+            _warn_of_code(str(error))
+    return tuple(found)
+
+
+@functools.cache  # once for a family
+def _warn_of_code(reason: str) -> None:
+    logger.warning("%s", reason)
+
+
+def _import_models(owner: FamilyCard) -> dict[str, ModelFamily]:
+    try:
+        models: dict[str, ModelFamily] = importlib.import_module(f"{owner.package}.model").MODELS
+    except Exception as error:
+        if owner.package in BUILT_IN:
+            raise
+        raise CardError(
+            f"family {owner.name} (package {owner.package}) is left out: its model.py cannot be used "
+            f"({_reason(error)}); update that package, or uninstall it"
+        ) from error
+    return models
 
 
 def find_family_card(model: ModelCard) -> FamilyCard:
@@ -137,9 +163,17 @@ def _installed() -> Iterator[tuple[str, str]]:
         yield point.name, point.value
 
 
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def _read_card(package: str, others: Iterable[FamilyCard]) -> FamilyCard:
     card = importlib.import_module(f"{package}.card").CARD
     if not isinstance(card, FamilyCard):
         raise CardError(f"CARD of {package}.card is a {type(card).__name__}, expected a FamilyCard")
+    if card.package != package:
+        raise CardError(
+            f"the card of {package} says package={card.package!r}; write package=__package__ there"
+        )
     check_card(card, others)
     return card
