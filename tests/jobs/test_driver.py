@@ -14,9 +14,10 @@ import pytest
 from comfy_tpu.cli.batch import parse_values
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.driver import Batch, Refusal
-from comfy_tpu.jobs.folder import RESULTS, Folder
+from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Counts, Ledger
 from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.output_names import RESULTS
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.sources import InvalidLine, Line
 from tests.jobs.stand_in import StandInWorkers, content, find_model
@@ -158,6 +159,29 @@ def test_lines_that_are_left_out(tmp_path: Path) -> None:
         next(each for each in observer.refusals if each.line == 4).reason
         == "output=same.png is also that of line 3; give another name"
     )
+
+
+def test_files_beside_an_output_are_nobody_elses(tmp_path: Path) -> None:
+    _, observer, counts = run(
+        tmp_path,
+        {"prompt": "two", "output": "x.mp4", "num_videos": 2},
+        {"prompt": "one", "output": "x-1.mp4"},
+        {"prompt": "sheet", "output": "a.mp4", "contact_sheet": "s.png"},
+        {"prompt": "sheet", "output": "b.mp4", "contact_sheet": "s.png"},
+        {"prompt": "image", "output": "s.png"},
+        {"prompt": "frames", "output": "f/frame_%04d.png"},
+        {"prompt": "frames", "output": "f/"},
+        {"prompt": "frames", "output": "f/other-%04d.png"},
+        {"prompt": "sheet", "output": "c.mp4", "contact_sheet": "../s.png"},
+    )
+    assert {refusal.line: refusal.reason for refusal in observer.refusals} == {
+        2: "output=x-1.mp4 is also that of line 1; give another name",
+        4: "output=b.mp4 would write s.png, as line 3 does; give another name",
+        5: "output=s.png is also that of line 3; give another name",
+        7: "output=f/ would write f/frame_%04d.png, as line 6 does; give another name",
+        9: "contact_sheet=../s.png is outside the batch's directory; give a name inside it",
+    }
+    assert counts.total == 4
 
 
 def test_a_full_disk_ends_the_batch_and_it_goes_on(tmp_path: Path) -> None:

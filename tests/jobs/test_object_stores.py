@@ -10,8 +10,9 @@ import pytest
 
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.jobs import folder as folders
-from comfy_tpu.jobs.folder import RESULTS, Folder, fetch
+from comfy_tpu.jobs.folder import Folder, fetch
 from comfy_tpu.jobs.ledger import Counts
+from comfy_tpu.jobs.output_names import RESULTS
 from tests.jobs.stand_in import content
 from tests.jobs.test_driver import files, results, run
 

@@ -46,6 +46,24 @@ def test_csv() -> None:
     ]
 
 
+def test_quotes_in_csv() -> None:
+    """Inside of a cell a quote is a letter; one that begins a cell has to end."""
+    assert read('prompt,seed\nfive 5" nails,1\na cat,2\na 3" screw,3\n', "csv") == [
+        Line(2, {"prompt": 'five 5" nails', "seed": "1"}),
+        Line(3, {"prompt": "a cat", "seed": "2"}),
+        Line(4, {"prompt": 'a 3" screw', "seed": "3"}),
+    ]
+    assert read('prompt,seed\na dog,1\n"a cat,2\na bird,3\n', "csv") == [
+        Line(2, {"prompt": "a dog", "seed": "1"}),
+        InvalidLine(3, "has a quote that does not end, or ends in line 4"),
+    ]
+    assert read(b'prompt\n"a\n\xff\nb"\nlast\n', "csv") == [
+        InvalidLine(3, "is not UTF-8 text (invalid start byte)"),
+        InvalidLine(2, "has a quote that does not end, or ends in line 4"),
+        Line(5, {"prompt": "last"}),
+    ]
+
+
 def test_csv_without_a_prompt() -> None:
     with pytest.raises(InvalidValueError, match="columns seed, size, and no prompt"):
         read("seed,size\n7,480P", "csv")

@@ -172,8 +172,6 @@ def _read_card(package: str, others: Iterable[FamilyCard]) -> FamilyCard:
     if not isinstance(card, FamilyCard):
         raise CardError(f"CARD of {package}.card is a {type(card).__name__}, expected a FamilyCard")
     if card.package != package:
-        raise CardError(
-            f"the card of {package} says package={card.package!r}; write package=__package__ there"
-        )
+        raise CardError(f"the card of {package} says package={card.package!r}; write package=__package__ there")
     check_card(card, others)
     return card

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.jobs.folder import Folder, check_output_name, file_fingerprint
-from comfy_tpu.jobs.ledger import LEASE_SECONDS, Counts, Job, Ledger, NewJob, OutputFile
+from comfy_tpu.jobs.folder import Folder, file_fingerprint
+from comfy_tpu.jobs.ledger import LEASE_SECONDS, Conflict, Counts, Job, Ledger, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import Event, Outcome, outcome_of_error
+from comfy_tpu.jobs.output_names import check_output_name, list_other_names
 from comfy_tpu.jobs.request import Request, default_output
 from comfy_tpu.jobs.sources import InvalidLine, Line
 from comfy_tpu.json_input import parse_json
@@ -111,8 +112,7 @@ class Batch:
         while jobs := list(itertools.islice(numbered, _SUBMIT_AT_ONCE)):
             for job, submission in zip(jobs, self.ledger.submit(jobs, existing), strict=True):
                 if submission.conflict is not None:
-                    reason = f"output={job.output} is also that of line {submission.conflict}; give another name"
-                    self._refuse(Refusal(job.line, reason))
+                    self._refuse(Refusal(job.line, _describe_conflict(job, submission.conflict)))
         self._observer.submitted(self._recount(at_once=True))
 
     def restore(self) -> None:
@@ -146,7 +146,8 @@ class Batch:
         identity = request.identity(facts.fingerprint, file_fingerprint)
         output = request.output
         name = default_output(request, identity, facts.suffix) if output is None else check_output_name(output)
-        return NewJob(_job_id(identity, name), line.number, request, name)
+        others = list_other_names(name, request.values)
+        return NewJob(_job_id(identity, name), line.number, request, name, others)
 
     def _refuse(self, refusal: Refusal) -> None:
         self.refusals += 1
@@ -236,6 +237,12 @@ class Batch:
     def write_results(self) -> None:
         self._results_at = time.monotonic()
         self.folder.write_results(self.ledger.results())
+
+
+def _describe_conflict(job: NewJob, conflict: Conflict) -> str:
+    if conflict.name == job.output:
+        return f"output={job.output} is also that of line {conflict.line}; give another name"
+    return f"output={job.output} would write {conflict.name}, as line {conflict.line} does; give another name"
 
 
 def _job_id(identity: str, output: str) -> str:

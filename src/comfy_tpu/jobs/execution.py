@@ -28,6 +28,7 @@ from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
+from comfy_tpu.pipeline.frame_names import frame_name_pattern
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
@@ -324,5 +325,5 @@ def _list_files(directory: Path, name: str) -> list[str]:
     """The files of an output: one, or the frames of a sequence."""
     if "%" not in name:
         return [name]
-    place = directory / Path(name).parent
-    return sorted(path.relative_to(directory).as_posix() for path in place.glob("*.png"))
+    place, pattern = directory / Path(name).parent, frame_name_pattern(Path(name).name)
+    return sorted(path.relative_to(directory).as_posix() for path in place.iterdir() if pattern.fullmatch(path.name))

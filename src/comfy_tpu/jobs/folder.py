@@ -24,12 +24,9 @@ import platformdirs
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.ledger import OutputFile
+from comfy_tpu.jobs.output_names import OWN_DIRECTORY, RESULTS, check_output_name
 
 logger = logging.getLogger(__name__)
-
-RESULTS = "results.jsonl"
-OWN_DIRECTORY = ".comfy-tpu"
-"""Inside the batch's directory, for the ledger."""
 
 _WHOLE_UPLOADS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
 """Protocols whose files appear when they are complete."""
@@ -190,20 +187,6 @@ class Folder:
 
     def _place(self, name: str) -> str:
         return f"{self._root()}/{name}"
-
-
-def check_output_name(name: Any) -> str:
-    """The name, if it is that of a file inside a directory; raises InvalidValueError for any other."""
-    if not isinstance(name, str) or not name.strip() or "\0" in name:
-        raise InvalidValueError(f"output={name!r} is no name of a file", field="output")
-    path = PurePosixPath(name)
-    if path.is_absolute() or "://" in name or ".." in path.parts:
-        raise InvalidValueError(
-            f"output={name} is outside the batch's directory; give a name inside it", field="output"
-        )
-    if path.parts[0] == OWN_DIRECTORY or name == RESULTS:
-        raise InvalidValueError(f"output={name} is the batch's own; choose another name", field="output")
-    return path.as_posix() + ("/" if name.endswith("/") else "")
 
 
 def fetch(address: str, directory: Path) -> Path:

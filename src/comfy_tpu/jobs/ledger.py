@@ -58,6 +58,8 @@ CREATE INDEX jobs_by_output ON jobs (output);
 CREATE INDEX jobs_by_driver ON jobs (driver);
 CREATE TABLE drivers (token TEXT PRIMARY KEY, run INTEGER NOT NULL, host TEXT NOT NULL, seen_at REAL NOT NULL);
 """
+_NAMES = "CREATE TABLE IF NOT EXISTS names (name TEXT, id TEXT, PRIMARY KEY (name, id)) WITHOUT ROWID"
+"""Of files beside a job's output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ class NewJob:
     line: int
     request: Request
     output: str
+    other_names: tuple[str, ...] = ()
+    """Of its files, where `output` is not the only one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +115,22 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Conflict:
+    """A file that another wanted job writes, too."""
+
+    name: str
+    line: int
+    """That of the other job."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Submission:
     """What became of a submitted job."""
 
     outcome: Literal["new", "known", "done", "again"]
     """again: it had failed, or its output is gone."""
-    conflict: int | None = None
-    """The line of another wanted job with the same output; the job was not submitted."""
+    conflict: Conflict | None = None
+    """The job was not submitted."""
 
 
 class Ledger:
@@ -156,6 +169,8 @@ class Ledger:
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 self._database.execute(statement)
             self._database.execute(f"PRAGMA user_version = {VERSION}")
+        # In ledgers of before, too, which versions without it can still read.
+        self._database.execute(_NAMES)
 
     def _join(self) -> int:
         """The number of this run: that of another driver that is at work, else a new one."""
@@ -186,16 +201,11 @@ class Ledger:
 
     def _submit(self, job: NewJob, existing: set[str] | None) -> Submission:
         execute = self._database.execute
-        other = execute(
-            "SELECT line FROM jobs WHERE output = ? AND id != ? AND run = ? AND state != 'cancelled'",
-            (job.output, job.id, self.run),
-        ).fetchone()
-        if other is not None:
-            return Submission("known", conflict=int(other[0]))
-        execute(
-            "UPDATE jobs SET state = 'cancelled', error = ? WHERE output = ? AND id != ? AND state != 'cancelled'",
-            ("another request has its output's name now", job.output, job.id),
-        )
+        for name in (job.output, *job.other_names):
+            if (line := self._claim(name, job.id)) is not None:
+                return Submission("known", conflict=Conflict(name, line))
+        for name in job.other_names:
+            execute("INSERT OR IGNORE INTO names (name, id) VALUES (?, ?)", (name, job.id))
         row = execute("SELECT state, run, outputs FROM jobs WHERE id = ?", (job.id,)).fetchone()
         if row is None:
             execute(
@@ -223,6 +233,17 @@ class Ledger:
             )
             return Submission("again")
         return Submission("known")
+
+    def _claim(self, name: str, id_: str) -> int | None:
+        """The line of another job of this run that writes a file of this name. Those of earlier runs are cancelled."""
+        execute = self._database.execute
+        where = "(output = ? OR id IN (SELECT id FROM names WHERE name = ?)) AND id != ? AND state != 'cancelled'"
+        other = execute(f"SELECT line FROM jobs WHERE {where} AND run = ?", (name, name, id_, self.run)).fetchone()
+        if other is not None:
+            return int(other[0])
+        reason = "another request has its output's name now"
+        execute(f"UPDATE jobs SET state = 'cancelled', error = ? WHERE {where}", (reason, name, name, id_))
+        return None
 
     def restore_done(self, job: NewJob, outputs: Sequence[OutputFile], seconds: Mapping[str, float]) -> None:
         """Records a job that was done with a ledger that is lost."""

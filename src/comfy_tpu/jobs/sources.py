@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import io
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
@@ -105,24 +104,36 @@ def _parse_json(line: _Numbered | InvalidLine) -> Line | InvalidLine | None:
 def _read_csv(lines: Iterable[_Numbered | InvalidLine]) -> Iterator[Line | InvalidLine]:
     """A quoted cell may hold line breaks; a job's number is that of its first line."""
     header: list[str] | None = None
-    rows = iter(lines)
-    for line in rows:
-        if isinstance(line, InvalidLine):
-            yield line
-            continue
-        number, text = line
-        while text.count('"') % 2:  # a quoted cell goes on
-            following = next(rows, None)
-            if following is None:
-                break
-            if isinstance(following, InvalidLine) or len(text) > LINE_MAX:
-                yield InvalidLine(number, "has a quote that does not end")
-                break
-            text = f"{text}\n{following[1]}"
+    numbers: list[int] = []
+    invalid: list[InvalidLine] = []
+
+    def texts() -> Iterator[str]:
+        for line in lines:
+            if isinstance(line, InvalidLine):
+                invalid.append(line)
+                numbers.append(line.number)
+                yield "\n"
+            else:
+                numbers.append(line[0])
+                yield f"{line[1]}\n"
+
+    rows = csv.reader(texts(), strict=True)
+    while True:
+        numbers.clear()
+        invalid.clear()
+        problem = ""
         try:
-            cells = next(csv.reader(io.StringIO(text), strict=True), [])
+            cells = next(rows)
+        except StopIteration:
+            return
         except csv.Error as error:
-            yield InvalidLine(number, f"is not CSV ({error})")
+            problem = f"is not CSV ({error})"
+        if len(numbers) > 1 and (invalid or problem):
+            problem = f"has a quote that does not end, or ends in line {numbers[-1]}"
+        number = numbers[0]
+        yield from invalid
+        if problem:
+            yield InvalidLine(number, problem)
             continue
         if not cells or not any(cell.strip() for cell in cells):
             continue

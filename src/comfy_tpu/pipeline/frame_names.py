@@ -1,4 +1,5 @@
-"""Names of the frames of a PNG sequence: frames/f-%04d.png stands for frames/f-0000.png and so on."""
+"""Names of several videos, and of the frames of a PNG sequence: frames/f-%04d.png stands for frames/f-0000.png and so
+on."""
 
 from __future__ import annotations
 
@@ -7,6 +8,19 @@ from pathlib import Path
 
 NUMBER = re.compile(r"%0?(?P<digits>\d*)d")
 """The place of a frame's number in a name. Any other % is an ordinary character."""
+
+
+FRAME_NAME = "frame_%04d.png"
+"""The frames of a sequence for which only a directory is given."""
+
+
+def number_videos(path: Path, count: int) -> tuple[Path, ...]:
+    """The path of each of `count` videos."""
+    if count == 1:
+        return (path,)
+    if is_sequence(path):
+        return tuple(path.parent / f"video-{index}" / path.name for index in range(count))
+    return tuple(path.with_stem(f"{path.stem}-{index}") for index in range(count))
 
 
 def is_sequence(path: Path) -> bool:

@@ -32,7 +32,14 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
-from comfy_tpu.pipeline.frame_names import NUMBER, frame_name_pattern, insert_number, is_sequence
+from comfy_tpu.pipeline.frame_names import (
+    FRAME_NAME,
+    NUMBER,
+    frame_name_pattern,
+    insert_number,
+    is_sequence,
+    number_videos,
+)
 from comfy_tpu.pipeline.video_formats import (
     Encoder,
     Frame,
@@ -47,17 +54,11 @@ from comfy_tpu.pipeline.video_formats import (
 
 _FORMATS: Mapping[str, type[Encoder]] = {".mp4": Mp4, ".gif": Gif, ".npy": Npy, ".png": Png}
 _CHOICES = "video.mp4, video.gif, video.npy, frames/ or frames/%04d.png"
-_FRAME_NAME = "frame_%04d.png"
 
 
 def output_paths(output: str | Path, num_videos: int = 1) -> tuple[Path, ...]:
     """The path of each video. The path of a sequence of frames has %d for the frame's number."""
-    path = _full_path(output)
-    if num_videos == 1:
-        return (path,)
-    if is_sequence(path):
-        return tuple(path.parent / f"video-{index}" / path.name for index in range(num_videos))
-    return tuple(path.with_stem(f"{path.stem}-{index}") for index in range(num_videos))
+    return number_videos(_full_path(output), num_videos)
 
 
 def free_output(output: str | Path, num_videos: int) -> Path:
@@ -233,7 +234,7 @@ def _full_path(output: str | Path) -> Path:
     path = Path(output)
     atomic.check_name(path)
     if str(output).endswith(os.sep) or (path.is_dir() and path.suffix not in _FORMATS):
-        return path / _FRAME_NAME
+        return path / FRAME_NAME
     if path.suffix not in _FORMATS:
         raise InvalidValueError(f"output={output} names no format; write {_CHOICES}", field="output")
     if path.suffix == ".png" and len(NUMBER.findall(path.name)) > 1:
