@@ -162,6 +162,7 @@ def test_lines_that_are_left_out(tmp_path: Path) -> None:
 
 
 def test_files_beside_an_output_are_nobody_elses(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
     _, observer, counts = run(
         tmp_path,
         {"prompt": "two", "output": "x.mp4", "num_videos": 2},

@@ -75,6 +75,7 @@ def _node_problems(nodes: NodeSet) -> Iterator[str]:
 
 def _model_problems(model: ModelCard) -> Iterator[str]:
     limits, image = model.limits, model.image
+    published: object = model.published
     if not model.pipeline_classes:
         yield "it has no pipeline_classes"
     for fact, value, known in (
@@ -83,7 +84,7 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
     ):
         if value not in known:
             yield f"its {fact} is {value!r}, expected {' or '.join(map(str, filter(None, known)))}"
-    if not isinstance(model.published, Mapping):
+    if not isinstance(published, Mapping):
         yield "its published models are no configurations by hub id"
     if not model.vae_backends:
         yield "it has no vae_backends"
