@@ -14,6 +14,9 @@ import pytest
 
 from comfy_tpu.cli.main import _parser
 from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.layouts import rank_layouts
+from comfy_tpu.planning.models import find_model
+from comfy_tpu.planning.plan import parse_size
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers, and is no dependency of our own")
 
@@ -30,6 +33,21 @@ KINDS = {
     "ServiceAccount": "v1",
     "PersistentVolumeClaim": "v1",
 }
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_costs_are_those_of_plan(page):
+    """A thousand videos of 50 steps: seconds a step, seconds a video, hours of a slice, and chip-hours."""
+    model = find_model("Wan-AI/Wan2.1-T2V-14B-Diffusers")
+    rows = re.findall(r"^\| (v\w+-\d+) \| (\d+P) \| (\S+) \|(.*)\|$", (DEPLOY / page).read_text("utf-8"), re.MULTILINE)
+    assert {tpu for tpu, *_ in rows} == set(SLICES)
+    for tpu, size, mesh, cells in rows:
+        best = rank_layouts(model.workload(parse_size(size, model)), parse_slice(tpu))[0]
+        assert mesh == str(best.sizes).replace(",tp=1", "")
+        step = best.step_seconds
+        hours = 1000 * 50 * step / 3600
+        expected = (step, 50 * step, hours, hours * parse_slice(tpu).chips)
+        assert [float(cell) for cell in cells.split("|")] == pytest.approx(expected, rel=0.02)
 
 
 def load(path):
