@@ -120,7 +120,12 @@ def test_skip_layer_guidance_runs_on_the_devices(client: ComfyClient, base: Path
     unguided, host, tpu = (read_kept(base, name)["samples"] for name in ("unguided", "host", "tpu"))
     assert (unguided - host).abs().max() > 1e-2 * host.abs().max()
     assert (tpu - host).abs().max() < 1e-4 * host.abs().max()
-    assert client.status()["fallbacks"] == []
+    assert wan_fallbacks(client.status()) == []
+
+
+def wan_fallbacks(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The others are those of other tests, whose nodes did not run again since."""
+    return [entry for entry in status["fallbacks"] if entry["what"] == "WanModel"]
 
 
 def test_a_fallback_is_in_the_status_until_the_node_runs_on_the_devices_again(client: ComfyClient, base: Path) -> None:
@@ -130,10 +135,10 @@ def test_a_fallback_is_in_the_status_until_the_node_runs_on_the_devices_again(cl
     client.succeed(keep(patched(stock(steps=2), reads_sigmas=True), host=["ksampler", 0]))
     client.succeed(keep(patched(compiled(steps=2), reads_sigmas=True), tpu=["ksampler", 0]))
     assert (read_kept(base, "host")["samples"] == read_kept(base, "tpu")["samples"]).all()
-    (entry,) = client.status()["fallbacks"]
+    (entry,) = wan_fallbacks(client.status())
     assert (entry["node"], entry["compile_node"], entry["what"]) == ("ksampler", "tpu model", "WanModel")
     assert "reads sigmas among transformer_options" in entry["reason"]
     events = [message.data for message in client.messages if message.kind == "comfy_tpu.status"]
-    assert events[-1]["fallbacks"] == [entry]
+    assert wan_fallbacks(events[-1]) == [entry]
     client.succeed(keep(patched(compiled(steps=2), reads_sigmas=False), tpu=["ksampler", 0]))
-    assert client.status()["fallbacks"] == []
+    assert wan_fallbacks(client.status()) == []
