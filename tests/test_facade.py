@@ -15,7 +15,7 @@ from PIL import Image
 
 import comfy_tpu
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import ResidencyConfig
+from comfy_tpu.config import AttentionConfig, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.facade import Settings, Video
 from comfy_tpu.pipeline import media
@@ -166,3 +166,37 @@ def test_images_of_every_kind(tmp_path: Path) -> None:
     for lora in (7, [7]):
         with pytest.raises(InvalidValueError, match=r"lora is 7, expected a path or \(path, strength\)"):
             pipe("a red circle", lora=lora, **chosen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "field"),
+    [
+        ({"mesh": "single"}, "runtime"),
+        (RuntimeConfig(dtype="fp16"), "dtype"),
+        (RuntimeConfig(quantize="fp4"), "quantize"),  # type: ignore[arg-type]
+        (RuntimeConfig(attention="splash"), "attention"),  # type: ignore[arg-type]
+        (RuntimeConfig(attention=AttentionConfig(sequence_parallel="rings")), "sequence_parallel"),  # type: ignore
+        (RuntimeConfig(memory=ResidencyConfig(weights_fraction=5)), "weights_fraction"),
+        (RuntimeConfig(memory=ResidencyConfig(budget_bytes=-1)), "budget_bytes"),
+    ],
+)
+def test_a_runtime_is_refused_before_a_model_is_looked_for(runtime: Any, field: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{field}[= ]") as error:
+        comfy_tpu.open("nowhere/nothing", runtime)
+    assert error.value.field == field
+
+
+def test_errors_name_the_parameters_of_this_interface(tmp_path: Path) -> None:
+    pipe: Any = comfy_tpu.open("demo", RuntimeConfig(mesh="single"))
+    for chosen, field in (
+        ({"images": str(tmp_path / "nope.png")}, "images"),
+        ({"images": np.zeros((8, 8, 3), np.uint8)}, "images"),
+        ({"hieght": 64}, "hieght"),
+    ):
+        with pytest.raises(InvalidValueError, match=f"^{field}[= ]") as error:
+            pipe("a star", **chosen)
+        assert error.value.field == field
+    video = Video(np.zeros((1, 8, 8, 3), np.uint8), "x", pipe.settings(), {})
+    with pytest.raises(InvalidValueError, match=r"^path=.*x\.xyz names no format") as error:
+        video.save(tmp_path / "x.xyz")
+    assert error.value.field == "path"

@@ -33,7 +33,7 @@ def state():
 before = state()
 changes = {}
 for module in pkgutil.walk_packages(comfy_tpu.__path__, "comfy_tpu."):
-    if module.name.startswith("comfy_tpu.comfy") or module.name.endswith("__main__"):
+    if module.name.startswith("comfy_tpu.comfy.") or module.name.endswith("__main__"):
         continue
     importlib.import_module(module.name)
     after = state()

@@ -17,6 +17,8 @@ Platform = Literal["tpu", "gpu", "cpu"]
 Quantization = Literal["none", "fp8", "int8"]
 """The precision of a transformer's large matrix products. Anything but none changes the result slightly."""
 
+SequenceParallel = Literal["auto", "ulysses", "ring"]
+
 VaeBackend = Literal["torchax", "nnx"]
 """The implementation of a VAE: diffusers' module through torchax, or the Wan 2.1 VAE in Flax NNX."""
 VAE_BACKENDS: tuple[VaeBackend, ...] = ("torchax", "nnx")
@@ -114,7 +116,7 @@ ATTENTION_WINDOWS: dict[str, TokenWindow | TileWindow | None] = {
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     implementation: AttentionImplementation = "auto"
-    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
+    sequence_parallel: SequenceParallel = "auto"
     smooth_keys: bool = True
     """Whether the splash kernel's bounds on scores count from the mean key, which a softmax does not depend on, instead
     of from zero: they are narrower then, and more blocks take the faster form."""

@@ -10,8 +10,9 @@ video.save("x.mp4")
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypedDict, Unpack, overload
@@ -68,7 +69,8 @@ class Video:
 
     def save(self, path: str | Path) -> Path:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
-        (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
+        with _own_names(output="path"):
+            (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
         part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
         media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata])
         return target
@@ -214,7 +216,8 @@ class Pipeline:
     ) -> _Request:
         chosen = self.settings(**settings)
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
-        return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
+        with _own_names(image="images"):
+            return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
         """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded."""
@@ -236,7 +239,8 @@ class Pipeline:
                     "that starts from one",
                     field="strength",
                 )
-            embeddings = stages.encode(request.prompt, settings, images)
+            with _own_names(image="images"):
+                embeddings = stages.encode(request.prompt, settings, images)
             yield from stages.decode(stages.denoise(embeddings, settings, init_image), settings)
         finally:
             stages.on_progress = before
@@ -268,6 +272,18 @@ def open(
     Weights are loaded and programs compiled at the first call.
     """
     return Pipeline(VideoPipeline.open(model, runtime, on_progress=on_progress))
+
+
+@contextlib.contextmanager
+def _own_names(**names: str) -> Iterator[None]:
+    """Errors that name a parameter of this interface, where the stages call it otherwise."""
+    try:
+        yield
+    except InvalidValueError as error:
+        name = names.get(error.field or "")
+        if name is None:
+            raise
+        raise type(error)(f"{name}{str(error).removeprefix(error.field or '')}", field=name) from error
 
 
 def _as_prompts(given: Any) -> list[str]:

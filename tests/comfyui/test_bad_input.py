@@ -1,5 +1,6 @@
 """Bad input is refused with one sentence that names it, before anything is loaded for it, and leaves no file."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

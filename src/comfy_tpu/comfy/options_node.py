@@ -59,7 +59,7 @@ def make_options(
     """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field."""
     from comfy_tpu.kernels.windows import parse_blocks, parse_window
     from comfy_tpu.parallel.mesh import check_mesh_text
-    from comfy_tpu.pipeline.checks import check_attention
+    from comfy_tpu.pipeline.runtime_checks import check_attention
 
     check_mesh_text(mesh)
     check_integers(num_videos=num_videos, dense_max_tokens=dense_max_tokens)

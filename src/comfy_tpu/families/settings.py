@@ -17,7 +17,9 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
     """The model's defaults, replaced by the chosen values (None: not chosen), checked."""
     known = {field.name for field in dataclasses.fields(GenerationSettings)}
     if unknown := sorted(set(chosen) - known):
-        raise InvalidValueError(f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}")
+        raise InvalidValueError(
+            f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}", field=unknown[0]
+        )
     settings = dataclasses.replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
     check_settings(settings, limits)
     return settings

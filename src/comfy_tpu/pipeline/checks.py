@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import get_args
 
 import torch
 
 from comfy_tpu.bridge.dtypes import is_finite
-from comfy_tpu.config import AttentionConfig, AttentionImplementation, GenerationSettings, TileWindow
+from comfy_tpu.config import AttentionConfig, GenerationSettings, TileWindow
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.kernels import windows
-from comfy_tpu.kernels.tuning import check_blocks
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.pipeline.text import Embeddings, PromptEmbeddings
@@ -84,22 +82,6 @@ def _check_images(
                 f"the image was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "
                 f"{expected}; encode it for {size_text(settings)}"
             )
-
-
-def check_attention(config: AttentionConfig) -> None:
-    """Raises InvalidValueError for a choice that no model could run with."""
-    known = get_args(AttentionImplementation)
-    if config.implementation not in known:
-        raise InvalidValueError(
-            f"attention={config.implementation!r} is unknown; choose from {', '.join(known)}", field="attention"
-        )
-    if config.window is not None:
-        windows.parse_window(str(config.window))  # one of Python's may hold any numbers
-    if config.block_sizes is not None:
-        check_blocks(config.block_sizes)
-    most = config.dense_max_tokens
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise InvalidValueError(f"dense_max_tokens={most!r} is not a whole number from 1", field="dense_max_tokens")
 
 
 def check_window(config: AttentionConfig, files: ModelFiles, settings: GenerationSettings | None = None) -> None:

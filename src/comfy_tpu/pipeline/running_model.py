@@ -16,7 +16,7 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import Lora, RuntimeConfig
-from comfy_tpu.errors import CheckpointError, InvalidValueError, trace_errors
+from comfy_tpu.errors import CheckpointError, trace_errors
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
@@ -34,11 +34,6 @@ def choose_dtype(name: str, platform: str) -> torch.dtype:
     if name == "auto":
         return DTYPES["float32" if platform == "cpu" else "bfloat16"]
     return DTYPES[name]
-
-
-def check_dtype(name: str) -> None:
-    if name not in ("auto", *DTYPES):
-        raise InvalidValueError(f"dtype={name!r} is unknown; choose from auto, {', '.join(DTYPES)}", field="dtype")
 
 
 class WeightsKey(NamedTuple):

@@ -21,7 +21,6 @@ from comfy_tpu.families.settings import check_images, check_prompt, check_settin
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.checks import (
-    check_attention,
     check_boundary,
     check_embeddings,
     check_finite,
@@ -41,7 +40,8 @@ from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
-from comfy_tpu.pipeline.running_model import RunningModel, check_dtype
+from comfy_tpu.pipeline.running_model import RunningModel
+from comfy_tpu.pipeline.runtime_checks import check_runtime
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
@@ -79,8 +79,7 @@ class VideoPipeline:
         `name` replaces `model` in labels and messages. `residency` replaces the registry of `runtime.memory`. `check`
         is called after the model is found and before devices are started, so that its errors come first.
         """
-        check_dtype(runtime.dtype)
-        check_attention(runtime.attention)
+        check_runtime(runtime)
         files = open_model(model, name=name)
         check(files)
         check_window(runtime.attention, files)
