@@ -10,7 +10,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all test-versions native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
+.PHONY: demo bench performance test test-all test-versions test-ray native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -47,6 +47,12 @@ COMFYUI_TESTS ?= -m comfyui
 test-comfyui: .venv/.installed-dev
 	@$(INSTALL) -e '.[comfy]'
 	$(BIN)/python -m pytest $(COMFYUI_TESTS) -rs
+
+# Batches on Ray and on an S3 server, the slow ones too, which every other target skips: about half an hour. `make test`
+# does without these packages, which are large.
+test-ray: .venv/.installed-dev
+	@$(INSTALL) -e '.[ray]' s3fs 'moto[s3,server]'
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/jobs tests/hosts -rs
 
 # A core of the tests on Python 3.11, 3.12 and 3.13, each with the oldest and the newest versions that pyproject.toml allows.
 # Hours and gigabytes; the result is in the README's table and known to the doctor.
