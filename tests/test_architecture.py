@@ -163,7 +163,7 @@ def skeleton(tmp_path):
         f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/patches")
     ]
     files += [f"families/{family}/{name}.py" for family in ("flux", "wan") for name in ("__init__", "card", "model")]
-    drivers = ("driver", "folder", "ledger", "outcome", "request", "sources", "worker_thread")
+    drivers = ("driver", "folder", "ledger", "outcome", "output_names", "request", "sources", "worker_thread")
     rays = ("ray_actor", "ray_cluster", "ray_slices", "ray_workers")
     files += [f"jobs/{name}.py" for name in (*drivers, *rays)]
     for file in files:

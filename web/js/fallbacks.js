@@ -24,6 +24,7 @@ function findNode(id) {
 class Badges {
   #strings
   #entries = []
+  #isTold = false
   /** The number of the newest entry when a node last began to run: older ones are about an earlier run. */
   #seenAtStart = new Map()
   #badges = new Map()
@@ -33,8 +34,20 @@ class Badges {
   }
 
   take(status) {
+    this.#isTold = true
     this.#entries = status?.fallbacks ?? []
     this.draw()
+  }
+
+  /** What happened before this page was opened. An event that comes first is newer than the answer. */
+  async ask() {
+    try {
+      const response = await api.fetchApi(ROUTE, { cache: "no-store" })
+      const status = response.ok ? await response.json() : null
+      if (status && !this.#isTold) this.take(status)
+    } catch {
+      // No connection: the next event brings what this would have.
+    }
   }
 
   start(id) {
@@ -97,12 +110,7 @@ app.registerExtension({
     api.addEventListener(EVENT, ({ detail }) => badges.take(detail))
     api.addEventListener("reconnected", () => badges.forget())
     api.addEventListener("executing", ({ detail }) => detail != null && badges.start(detail))
-    try {
-      const response = await api.fetchApi(ROUTE, { cache: "no-store" })
-      if (response.ok) badges.take(await response.json())
-    } catch {
-      // No connection: the next event brings what this would have.
-    }
+    badges.ask() // not awaited: the page would wait for it
   },
 
   afterConfigureGraph() {
