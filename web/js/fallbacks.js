@@ -7,7 +7,7 @@ import { sharedStrings } from "./panel/strings.js"
 const EVENT = "comfy_tpu.status"
 const ROUTE = "/comfy_tpu/status"
 const OURS = /^TPU/
-const MAX_CHARACTERS = 64
+const MAX_CHARACTERS = 42 // no wider than most nodes; the panel has the whole reason
 const COLORS = { fgColor: "#1f1300", bgColor: "#e0a030" }
 
 /** The node with an execution id: "12", or "12:5" for node 5 inside of the subgraph node 12. */
