@@ -363,10 +363,14 @@ def test_a_configuration_that_lacks_a_dimension(client: ComfyClient, base: Path)
     path = directory / "transformer" / "config.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"text_dim"', '"_text_dim"'), encoding="utf-8")
     try:
-        message = sentence(client, three_nodes(model="narrow"), ENCODER)
+        error = client.fail(three_nodes(model="narrow"))
     finally:
         shutil.rmtree(directory)
-    assert "model=narrow: the config.json of its transformer has text_dim=None" in message
+    assert error["node_id"] == ENCODER  # before anything is loaded
+    message = error["exception_message"]
+    assert message.startswith("model=narrow: checkpoint ")
+    assert "linear_1.weight: shape (256, 128) in the file, expected (256, 4096)" in message
+    assert "nothing was loaded; check that the checkpoint and the model's config belong together" in message
 
 
 @pytest.mark.parametrize("damage", [lack_weights, cut_weights, lack_a_component, change_a_class, break_json])

@@ -8,12 +8,26 @@ import { StatusFeed } from "./panel/status_feed.js"
 import { sharedStrings } from "./panel/strings.js"
 
 const TAB = "comfy-tpu"
+const FREE_TRIES = 3
+const FREE_MS = 4000
 
 function addStyles() {
   const link = document.createElement("link")
   link.rel = "stylesheet"
   link.href = new URL("../css/device_panel.css", import.meta.url).href
   document.head.append(link)
+}
+
+/** ComfyUI overlooks a request that comes while it collects garbage after a run: it is asked again while models stay. */
+async function freeMemory(feed) {
+  await api.freeMemory({ freeExecutionCache: false })
+  for (let tries = 1; tries < FREE_TRIES; tries += 1) {
+    await new Promise((done) => setTimeout(done, FREE_MS))
+    const status = feed.state.status
+    if (!status?.resident?.length || status.activity?.stage !== "idle") return
+    const headers = { "Content-Type": "application/json" }
+    await api.fetchApi("/free", { method: "POST", headers, body: JSON.stringify({ unload_models: true }) })
+  }
 }
 
 app.registerExtension({
@@ -48,7 +62,7 @@ app.registerExtension({
       render(container) {
         if (panel && container.contains(panel.root)) return
         close()
-        panel = new Panel(strings, () => api.freeMemory({ freeExecutionCache: false }))
+        panel = new Panel(strings, () => freeMemory(feed))
         container.classList.add("comfy-tpu-container")
         container.append(panel.root)
         feed.follow((state) => panel?.show(state))
