@@ -21,6 +21,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from comfy_tpu.families.flux import transformer as flux_transformer
 from comfy_tpu.families.flux.model import FLUX_DEV, FLUX_SCHNELL
 from comfy_tpu.families.shared import patches
+from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import as_frame, read_image
 from comfy_tpu.pipeline.schedule import make_schedule
@@ -213,10 +214,10 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
         reference._pack_latents(latents[:, :, 0], 2, 4, 8, 16),
         text,
         pooled,
-        torch.tensor([0.7, 0.7]),
+        round_timestep(torch.tensor([700.0, 700.0]), dtype) / 1000,  # as diffusers in this dtype
         reference._prepare_latent_image_ids(2, 4, 8, "cpu", torch.float32),
         torch.zeros(text_tokens, 3),
-        torch.tensor([3.5, 3.5]),
+        round_guidance(torch.tensor([3.5, 3.5]), dtype) / 1000,
         return_dict=False,
     )[0]
     transformer, weights = component(opened("dev"), flux_transformer.TRANSFORMER, mesh, dtype, scan=scan)

@@ -16,6 +16,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from comfy_tpu.families.flux2 import text as flux2_text
 from comfy_tpu.families.flux2 import transformer as flux2_transformer
 from comfy_tpu.families.flux2.model import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
+from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
@@ -179,10 +180,10 @@ def test_transformer(mesh: str, scan: bool, text_tokens: int, dtype: torch.dtype
     wanted = reference.transformer(
         hidden_states=reference._pack_latents(latents[:, :, 0]),
         encoder_hidden_states=text,
-        timestep=torch.tensor([0.7, 0.7]),
+        timestep=round_timestep(torch.tensor([700.0, 700.0]), dtype) / 1000,  # as diffusers in this dtype
         img_ids=reference._prepare_latent_ids(latents[:, :, 0]),
         txt_ids=reference._prepare_text_ids(text),
-        guidance=torch.tensor([3.5, 3.5]),
+        guidance=round_guidance(torch.tensor([3.5, 3.5]), dtype) / 1000,
         return_dict=False,
     )[0]
     transformer, weights = component(opened("dev"), flux2_transformer.TRANSFORMER, mesh, dtype, scan=scan)
