@@ -20,6 +20,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow  # by default: the same calls in test_facade.py
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps wherever a page asks for more, and one device: what the demo model shows is not the subject."""
     settings = VideoPipeline.settings

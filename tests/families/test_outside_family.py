@@ -193,7 +193,7 @@ def test_contradictory_facts_are_named(facts: dict[str, Any], message: str) -> N
     ("facts", "message"),
     [
         ({"key": "a b"}, "has the key 'a b', of which no node id can be made, in node set a b"),
-        ({"latent_format": ""}, "lacks the latent_format in node set Other"),
+        ({"category": ""}, "lacks the category in node set Other"),
         ({"size_max": 512}, "has size_max=512, and the default is 704, in node set Other"),
         ({"frames_max": 121}, "has frames_max=121, and the default is 161, in node set Other"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs import ledger as ledgers
-from comfy_tpu.jobs.ledger import ATTEMPTS_MAX, LOSSES_MAX, Counts, Ledger, LedgerError, NewJob, OutputFile
+from comfy_tpu.jobs.ledger import ATTEMPTS_MAX, LOSSES_MAX, Conflict, Counts, Ledger, LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.request import Request
 
 FILE = OutputFile("a.mp4", "00", 1)
@@ -135,7 +135,7 @@ def test_an_output_that_is_gone_is_made_again(path: Path) -> None:
 
 def test_one_output_of_two_lines(ledger: Ledger) -> None:
     first, second = (NewJob(name, line, Request({"prompt": name}), "same.mp4") for line, name in enumerate("ab", 1))
-    assert [each.conflict for each in ledger.submit([first, second])] == [None, 1]
+    assert [each.conflict for each in ledger.submit([first, second])] == [None, Conflict("same.mp4", 1)]
     assert ledger.counts().total == 1
 
 

@@ -38,7 +38,8 @@ def _called(program: Any, weights: Any, latent: Any, cache: Any) -> Any:
     return program(weights, latent=latent, cache=cache)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
+@pytest.mark.slow  # by default: tests/nnx/test_parity.py
+@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4"])
 def test_decodes_in_the_place_of_the_torch_module(mesh: str) -> None:
     """The pipeline's own loop, once with each. Two programs: the cache has its full size from the first frame on."""
     latents = random(1, 4, 4, 3, 5)

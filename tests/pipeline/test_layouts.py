@@ -42,8 +42,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     THREE: {"num_videos": 3},  # dp=4 does not divide six branches
     THREE_ALONE: {"num_videos": 3, "guidance_scale": 1.0},  # nor dp=2 three
 }
-COVERING = [("dp=2,sp=2,tp=2", ALONE)]
-"""Every axis, and a batch that dp does not divide."""
 
 
 @functools.cache
@@ -72,13 +70,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("mesh", "request_kind"),
     [
-        *COVERING,
-        *(
-            pytest.param(mesh, request, marks=pytest.mark.slow)
-            for mesh in LAYOUTS
-            for request in REQUESTS
-            if (mesh, request) not in COVERING
-        ),
+        # By default: tests/families, on the layouts that auto takes.
+        pytest.param(mesh, request, marks=pytest.mark.slow)
+        for mesh in LAYOUTS
+        for request in REQUESTS
     ],
 )
 def test_a_layout_gives_the_video_of_one_device(mesh: str, request_kind: str) -> None:

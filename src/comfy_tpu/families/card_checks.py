@@ -53,7 +53,7 @@ def _node_problems(nodes: NodeSet) -> Iterator[str]:
         return
     if not nodes.key.isidentifier():
         yield f"has the key {nodes.key!r}, of which no node id can be made,"
-    for fact in ("name", "category", "latent_format"):
+    for fact in ("name", "category"):  # without a latent_format there are no previews
         if not getattr(nodes, fact):
             yield f"lacks the {fact}"
     for fact, default, most in (
