@@ -181,6 +181,7 @@ def test_one_number_for_two_processes(tmp_path):
         assert "process_id=1 was given to two processes, on " in line
 
 
+@pytest.mark.slow  # six seconds of waiting
 def test_port_that_is_taken(tmp_path):
     port = find_port()
     with host_link.listen(("localhost", port + 1)):

@@ -6,9 +6,8 @@ from tests.lowering import assert_bounded_work, measure_lowering
 from tests.parity import lower_full_size
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(1280, 720), pytest.param(848, 480, marks=pytest.mark.slow)], ids=["720P", "480P"]
-)
+@pytest.mark.slow  # by default: tests/families/test_full_size.py
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (848, 480)], ids=["720P", "480P"])
 def test_wan_14b_lowers_for_eight_chips(width: int, height: int) -> None:
     seen = measure_lowering(lower_full_size.lower_programs, width, height, 81)
     programs = seen["programs"]
