@@ -280,10 +280,11 @@ def _own_names(**names: str) -> Iterator[None]:
     try:
         yield
     except InvalidValueError as error:
-        name = names.get(error.field or "")
-        if name is None:
+        text, field = str(error), error.field or ""
+        name = names.get(field)
+        if name is None or not text.startswith((f"{field}=", f"{field} ")):
             raise
-        raise type(error)(f"{name}{str(error).removeprefix(error.field or '')}", field=name) from error
+        raise type(error)(f"{name}{text.removeprefix(field)}", field=name) from error
 
 
 def _as_prompts(given: Any) -> list[str]:

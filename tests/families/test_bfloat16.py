@@ -46,6 +46,9 @@ def test_what_becomes_a_sine_is_rounded_as_in_diffusers(dtype: torch.dtype, rtol
     assert float(round_guidance(torch.tensor(3.5), torch.bfloat16)) == 3504
 
 
+COMPILER = "diffusers is compared with itself under torch.compile, which needs a C++ compiler: apt install g++"
+
+
 @functools.cache
 def theirs(model: str, dtype: torch.dtype, *, is_compiled: bool = False, seed: int = 7) -> torch.Tensor:
     home, variant, options = MODELS[model]
@@ -70,7 +73,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: apt install g++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason=COMPILER)
 @pytest.mark.filterwarnings("default")  # torch.compile imports what is deprecated
 @pytest.mark.parametrize("model", MODELS)
 def test_an_image_is_as_close_to_diffusers_as_diffusers_is_to_itself(model: str) -> None:

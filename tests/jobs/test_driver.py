@@ -152,9 +152,10 @@ def test_lines_that_are_left_out(tmp_path: Path) -> None:
         {"prompt": "x", "output": "/tmp/x.png"},
         {"prompt": "x", "output": "results.jsonl"},
         InvalidLine(8, "is not JSON"),
+        {"prompt": "x", "output": "./"},
     )
     assert counts == Counts(done=2)
-    assert [refusal.line for refusal in sorted(observer.refusals, key=lambda each: each.line)] == [2, 4, 5, 6, 7, 8]
+    assert [refusal.line for refusal in sorted(observer.refusals, key=lambda each: each.line)] == [2, 4, 5, 6, 7, 8, 9]
     assert (
         next(each for each in observer.refusals if each.line == 4).reason
         == "output=same.png is also that of line 3; give another name"

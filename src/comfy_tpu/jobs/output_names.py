@@ -22,6 +22,8 @@ def check_output_name(name: Any, field: str = "output") -> str:
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise InvalidValueError(f"{field}={name!r} is no name of a file", field=field)
     path = PurePosixPath(name)
+    if not path.parts:
+        raise InvalidValueError(f"{field}={name} is the batch's directory itself; give a name inside it", field=field)
     if path.is_absolute() or "://" in name or ".." in path.parts:
         raise InvalidValueError(f"{field}={name} is outside the batch's directory; give a name inside it", field=field)
     if path.parts[0] == OWN_DIRECTORY or name == RESULTS:

@@ -6,12 +6,12 @@ The backend of this process is never asked: programs are lowered for TPUs on mac
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
+from comfy_tpu.config import AttentionConfig, MeshSizes, Platform, SequenceParallel
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.kernels import cudnn, hopper
 from comfy_tpu.kernels.masking import FULL, Band
@@ -48,7 +48,7 @@ class Call:
 
 
 def choose_strategy(call: Call, platform: Platform, sizes: MeshSizes, config: AttentionConfig) -> Strategy:
-    _check_name("sequence_parallel", config.sequence_parallel, ("auto", "ulysses", "ring"))
+    _check_name("sequence_parallel", config.sequence_parallel, get_args(SequenceParallel))
     if call.tiles is not None:
         return _tiles_strategy(call, sizes, config)
     if call.heads == 1:
