@@ -1,10 +1,20 @@
 """The drawing: seeded, inside the image, and true to the grammar."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from tools.demo_model.captions import BACKGROUNDS, HELD_OUT_TRIPLES, MOTIONS, SHAPES, Attributes
-from tools.demo_model.clips import FRAMES, SIZE, draw, make_clips, sample_held_out, sample_training
+from tools.demo_model.clips import (
+    FRAMES,
+    SIZE,
+    draw,
+    evaluation_prompts,
+    make_clips,
+    sample_held_out,
+    sample_training,
+)
 from tools.demo_model.score import observe
 
 
@@ -51,6 +61,21 @@ def test_a_share_of_the_clips_begins_centred():
     centre = sample_training(2000, seeded(8), centred=0.5).centre[:, 0]
     share = ((centre - SIZE / 2).abs().amax(-1) < 0.7).float().mean()
     assert 0.45 < float(share) < 0.56
+
+
+def test_a_share_of_the_clips_spins_and_none_of_them_is_held_out():
+    batch = sample_training(4000, seeded(9), spinning=0.3)
+    share = (batch.motion == MOTIONS.index("spinning")).float().mean()
+    assert 0.36 < float(share) < 0.42, "0.3, and an eighth of the rest"
+    assert {batch.attributes(row).triple for row in range(4000)}.isdisjoint(HELD_OUT_TRIPLES)
+
+
+def test_two_hundred_held_out_prompts_ask_for_every_triple_equally_often():
+    prompts = evaluation_prompts(200, 200, seed=2025)
+    asked = Counter(wanted.triple for _, wanted in prompts)
+    assert set(asked) == set(HELD_OUT_TRIPLES)
+    assert set(asked.values()) == {6, 7}
+    assert len({text for text, _ in prompts}) > 190
 
 
 @pytest.mark.parametrize("shape", SHAPES)

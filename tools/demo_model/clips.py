@@ -57,9 +57,17 @@ class ClipBatch:
         )
 
 
-def sample_training(count: int, generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
-    """Clips of random training triples; a held-out one never comes out. A share of them begins centred."""
-    return _sample(_indices(TRAINING_TRIPLES, count, generator), generator, centred)
+def sample_training(count: int, generator: torch.Generator, centred: float = 0.0, spinning: float = 0.0) -> ClipBatch:
+    """Clips of random training triples; a held-out one never comes out.
+
+    A share of them begins centred. A share of them is spinning, beside those that come out so by chance.
+    """
+    indices = _indices(TRAINING_TRIPLES, count, generator)
+    if spinning:
+        spins = _indices([triple for triple in TRAINING_TRIPLES if triple[2] == "spinning"], count, generator)
+        chosen = torch.rand(count, generator=generator, device=generator.device) < spinning
+        indices = torch.where(chosen[:, None], spins, indices)
+    return _sample(indices, generator, centred)
 
 
 def sample_held_out(count: int, generator: torch.Generator) -> ClipBatch:
@@ -125,15 +133,22 @@ def outline_coverage(
 def evaluation_prompts(count: int, held_out_count: int, seed: int) -> list[tuple[str, Attributes]]:
     """Paraphrased prompts, the last ``held_out_count`` of them of triples that training never saw.
 
-    Triples are drawn without repetition; every second prompt names a background.
+    A triple comes again, in other words, only after all of its kind have come; every second prompt names a background.
     """
     rng = random.Random(seed)
-    triples = rng.sample(TRAINING_TRIPLES, count - held_out_count) + rng.sample(HELD_OUT_TRIPLES, held_out_count)
+    seen_count = count - held_out_count
+    triples = _draw_evenly(TRAINING_TRIPLES, seen_count, rng) + _draw_evenly(HELD_OUT_TRIPLES, held_out_count, rng)
     wanted = [
         Attributes(*triple, background=rng.choice(list(BACKGROUNDS)) if number % 2 == 0 else None)
         for number, triple in enumerate(triples)
     ]
     return [(paraphrase(attributes, rng), attributes) for attributes in wanted]
+
+
+def _draw_evenly(triples: list[tuple[str, str, str]], count: int, rng: random.Random) -> list[tuple[str, str, str]]:
+    rounds, rest = divmod(count, len(triples))
+    drawn = [triple for _ in range(rounds) for triple in rng.sample(triples, len(triples))]
+    return drawn + rng.sample(triples, rest)
 
 
 def _indices(triples: list[tuple[str, str, str]], count: int, generator: torch.Generator) -> Tensor:

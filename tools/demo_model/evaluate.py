@@ -8,6 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from tools.demo_model.captions import Attributes
 from tools.demo_model.clips import FRAMES, SIZE, evaluation_prompts
 from tools.demo_model.model import load
-from tools.demo_model.score import observe
+from tools.demo_model.score import edge_width, observe
 from tools.demo_model.sheet import write_sheet
 
 logger = logging.getLogger("tools.demo_model")
@@ -68,6 +69,32 @@ def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
     return {"share": {name: round(right[name] / asked[name], 4) for name in asked}, "misses": misses}
 
 
+def compare_frames(videos: np.ndarray, wanted: list[Attributes]) -> dict:
+    """Every frame scored as if it were an image: the first ones, and all the others, which show the same thing.
+
+    By attribute the share of frames that show the wanted one, `all` of them at once, and the mean width of edges.
+    """
+    frames = videos[:, :, None]  # [N, F, 1, H, W, 3]
+    kinds = {"first": slice(0, 1), "others": slice(1, None)}
+    return {
+        name: _score_images([(frame, want) for row, want in zip(frames[:, kind], wanted, strict=True) for frame in row])
+        for name, kind in kinds.items()
+    }
+
+
+def _score_images(images: list[tuple[np.ndarray, Attributes]]) -> dict[str, float]:
+    right, asked = Counter(), Counter()
+    widths = []
+    for image, attributes in images:
+        agreed = observe(image).agrees(replace(attributes, motion=None))
+        agreed["all"] = all(agreed.values())
+        right.update(agreed)
+        asked.update(agreed.keys())
+        widths.append(edge_width(image[0]))
+    shares = {name: round(right[name] / asked[name], 4) for name in asked}
+    return {**shares, "edge_px": round(float(np.nanmean(widths)), 3)}
+
+
 def options(description: str | None, *, prompts: int, held_out: int) -> argparse.ArgumentParser:
     """The command line options of every evaluation."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,6 +104,7 @@ def options(description: str | None, *, prompts: int, held_out: int) -> argparse
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, nargs="+", default=[3.0])
     parser.add_argument("--seed", type=int, default=2025)
+    parser.add_argument("--batch", type=int, default=50, help="videos made at a time; each has its own noise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compiled", action="store_true", help="through comfy-tpu instead of diffusers")
@@ -105,9 +133,7 @@ def evaluate(
 
 
 def main() -> None:
-    parser = options(__doc__, prompts=100, held_out=25)
-    parser.add_argument("--batch", type=int, default=50)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, prompts=200, held_out=200).parse_args()
     prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
     texts, wanted = [text for text, _ in prompts], [attributes for _, attributes in prompts]
     pipeline = None if arguments.compiled else load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
@@ -120,7 +146,7 @@ def main() -> None:
 
     def judge(videos: np.ndarray) -> dict:
         held_out = tally(videos[seen_in_training:], wanted[seen_in_training:])["share"]
-        return {**tally(videos, wanted), "held_out": held_out}
+        return {**tally(videos, wanted), "held_out": held_out, "frames": compare_frames(videos, wanted)}
 
     evaluate(arguments, make, judge)
 

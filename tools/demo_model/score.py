@@ -76,6 +76,21 @@ def observe(video: np.ndarray) -> Observation:
     return Observation(colour, shape, _motion(centre, area, turned), background)
 
 
+def edge_width(image: np.ndarray) -> float:
+    """Width in pixels of the edges in an image [H, W, 3]: 1 in a drawing; nan where there is nothing but background.
+
+    Along a straight ramp of width w, 4 a (1 - a) of the object's share a sums to 2 w / 3 where a itself changes by 1.
+    """
+    away = image - _background_colour(image[None])
+    distance = np.linalg.norm(away, axis=-1)
+    if distance.max() < COLOUR_DISTANCE_MAX:
+        return math.nan
+    towards = np.median(away[distance > 0.8 * distance.max()], axis=0)
+    share = (away @ towards / (towards @ towards)).clip(0, 1)
+    share = np.where(share < 0.05, 0, share)  # faint traces of the decoder
+    return 1.5 * float((4 * share * (1 - share)).sum() / np.hypot(*np.gradient(share)).sum())
+
+
 def _background_colour(video: np.ndarray) -> np.ndarray:
     border = [video[:, :2], video[:, -2:], video[:, :, :2].swapaxes(1, 2), video[:, :, -2:].swapaxes(1, 2)]
     return np.median(np.concatenate([edge.reshape(-1, 3) for edge in border]), axis=0)
