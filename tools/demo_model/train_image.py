@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
-from transformers import UMT5EncoderModel
+from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from tools.demo_model.model import new_image_encoder, new_image_transformer
 from tools.demo_model.train_vae import encode_latents
@@ -50,6 +50,12 @@ class ImageTrainer(Trainer):
 
     def _new_model(self) -> nn.Module:
         return ImageToVideo(self.text_encoder, self.settings.layers)
+
+    def _trained_parts(self, model: Path) -> dict[str, nn.Module]:
+        return {
+            "image_encoder": CLIPVisionModel.from_pretrained(model / "image_encoder"),
+            "transformer": WanTransformer3DModel.from_pretrained(model / "transformer"),
+        }
 
     def _encode(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
         image = (video[:, :, 0] * 255).round()

@@ -35,6 +35,8 @@ class VaeTraining:
     objects: float = 4.0  # extra weight of the pixels that are not background
     first: float = 0.0  # extra weight of the first frame, whose latents hold no other frame
     centred: float = 0.0  # share of clips that begin in the middle
+    spinning: float = 0.0  # share of clips that spin, beside those that do by chance
+    seconds: float = math.inf  # the rate falls to its end, and the training ends, in this time at the latest
     seed: int = 0
 
 
@@ -56,9 +58,12 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
     optimizer = torch.optim.AdamW(trained, lr=settings.rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     began = time.monotonic()
     for step in range(settings.steps):
+        passed = (time.monotonic() - began) / settings.seconds
+        if passed >= 1:
+            break
         for group in optimizer.param_groups:
-            group["lr"] = settings.rate * schedule(step, settings.steps, settings.warmup)
-        video = draw(sample_training(settings.batch, generator, settings.centred)) * 2 - 1
+            group["lr"] = settings.rate * schedule(step, settings.steps, settings.warmup, passed)
+        video = draw(sample_training(settings.batch, generator, settings.centred, settings.spinning)) * 2 - 1
         video = video.contiguous(memory_format=torch.channels_last_3d)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             mean, log_variance = encode_whole(vae, video).float().chunk(2, dim=1)
@@ -72,7 +77,7 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        if step % max(settings.steps // 20, 1) == 0:
+        if step % 200 == 0:
             now = _decibels(difference.square().mean())
             spent = time.monotonic() - began
             logger.info(
@@ -85,10 +90,13 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
     return _report(AutoencoderKLWan.from_pretrained(directory).to(device).eval(), directory, generator)
 
 
-def schedule(step: int, steps: int, warmup: int, floor: float = 0.01) -> float:
-    """Factor of the learning rate: a linear start, then half a cosine."""
+def schedule(step: int, steps: int, warmup: int, passed: float = 0.0, floor: float = 0.01) -> float:
+    """Factor of the learning rate: a linear start, then half a cosine over the steps.
+
+    Or over the time, where more of that has ``passed`` (0..1) than of the steps.
+    """
     rising = min((step + 1) / warmup, 1.0)
-    return rising * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    return rising * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(max(step / steps, passed), 1.0))))
 
 
 @torch.no_grad()

@@ -2,14 +2,16 @@
 
 import copy
 import logging
+import math
 import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
+from transformers import UMT5EncoderModel
 
 from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TRAINING_TRIPLES, Attributes, paraphrase
 from tools.demo_model.clips import draw, sample_training
@@ -30,11 +32,15 @@ class VideoTraining:
     layers: int = 6
     pool: int = 100_000  # clips, encoded once: 1 GB of latents
     centred: float = 0.0  # share of clips that begin in the middle
+    spinning: float = 0.0  # share of clips that spin, beside those that do by chance
+    first: float = 0.0  # extra weight of the first latent frame, which one frame of the video hangs on alone
     phrases: int = 96  # captions for each triple and background
     unconditional: float = 0.1  # share of empty captions, for classifier-free guidance
     ema: float = 0.9995
     decay: float = 0.01
     compiled: bool = True
+    # The rate falls to its end, and the training ends, in this time at the latest; drawing the clips counts.
+    seconds: float = math.inf
     seed: int = 1
 
 
@@ -58,6 +64,7 @@ class Trainer:
 
     def __init__(self, settings: VideoTraining, vae: AutoencoderKLWan, device: str, scratch: Path) -> None:
         self.settings, self.device = settings, device
+        self._began = time.monotonic()
         torch.manual_seed(settings.seed)
         self.model = self._new_model().to(device)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
@@ -76,26 +83,42 @@ class Trainer:
     def _new_model(self) -> nn.Module:
         return TextToVideo(self.settings.layers)
 
+    def start_from(self, model: Path) -> None:
+        """Take the weights of a saved model, in whichever precision it has them, instead of random ones."""
+        for name, part in self._trained_parts(model).items():
+            for mine in (self.model, self.average):
+                mine.get_submodule(name).load_state_dict(part.float().state_dict())
+
+    def _trained_parts(self, model: Path) -> dict[str, nn.Module]:
+        return {
+            "text_encoder": UMT5EncoderModel.from_pretrained(model / "text_encoder"),
+            "transformer": WanTransformer3DModel.from_pretrained(model / "transformer"),
+        }
+
     def run(self, until: float) -> bool:
         """Train to the last step or until ``time.monotonic()`` passes ``until``; says whether it is done."""
         settings = self.settings
         began, first = time.monotonic(), self.step
         running = torch.zeros((), device=self.device)
         while self.step < settings.steps:
-            running += self._advance()
+            passed = (time.monotonic() - self._began) / settings.seconds
+            if passed >= 1:
+                break
+            running += self._advance(passed)
             self.step += 1
             if self.step % 200 == 0 or self.step == settings.steps:
                 rate = (self.step - first) * settings.batch / (time.monotonic() - began)
                 spent = time.monotonic() - began
-                logger.info("step %d: loss %.4f, %.0f s, %.0f clips/s", self.step, running / 200, spent, rate)
+                loss = running / (self.step % 200 or 200)
+                logger.info("step %d: loss %.4f, %.0f s, %.0f clips/s", self.step, loss, spent, rate)
                 running.zero_()
                 if time.monotonic() > until:
                     return self.step == settings.steps
         return True
 
-    def _advance(self) -> Tensor:
+    def _advance(self, passed: float) -> Tensor:
         settings, model, generator = self.settings, self.model, self.generator
-        factor = schedule(self.step, settings.steps, settings.warmup)
+        factor = schedule(self.step, settings.steps, settings.warmup, passed)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate * factor
         given = self._batch()
@@ -108,7 +131,8 @@ class Trainer:
         mix = sigma.view(-1, 1, 1, 1, 1)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             predicted = model((1 - mix) * clean + mix * noise, 1000 * sigma, **given)
-        loss = (predicted.float() - (noise - clean)).square().mean()
+        error = (predicted.float() - (noise - clean)).square()
+        loss = error.mean() + settings.first * error[:, :, :1].mean() / clean.shape[2]
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -140,7 +164,8 @@ class Trainer:
     def _pool(self, vae: AutoencoderKLWan, scratch: Path) -> dict[str, Tensor]:
         """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encode`."""
         settings, device = self.settings, self.device
-        file = scratch / f"{type(settings).__name__}-{settings.pool}.pt"
+        shares = f"{settings.centred}-{settings.spinning}-{settings.seed}"
+        file = scratch / f"{type(settings).__name__}-{settings.pool}-{shares}.pt"
         if file.exists():
             return torch.load(file, map_location=device, weights_only=True)
         began = time.monotonic()
@@ -153,7 +178,7 @@ class Trainer:
         parts = []
         chunk = min(256, settings.pool)
         for _ in range(0, settings.pool, chunk):
-            batch = sample_training(chunk, generator, settings.centred)
+            batch = sample_training(chunk, generator, settings.centred, settings.spinning)
             attributes = torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1)
             parts.append({"attributes": attributes, **self._encode(fast, draw(batch))})
         pool = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
