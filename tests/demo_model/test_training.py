@@ -28,9 +28,11 @@ def without_clips(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_training_goes_on_from_saved_weights(without_clips, tmp_path):
-    trainer = Trainer(VideoTraining(phrases=1), None, "cpu", tmp_path)
+    trainer = Trainer(VideoTraining(phrases=1, freeze_text=True), None, "cpu", tmp_path)
     trainer.start_from(DEMO)
     _assert_saved(trainer, DEMO)
+    trained = sum(parameter.numel() for parameter in trainer.trained)
+    assert trained == sum(parameter.numel() for parameter in trainer.model.transformer.parameters())
     text_encoder = UMT5EncoderModel.from_pretrained(DEMO / "text_encoder", dtype=torch.float32)
     trainer = ImageTrainer(ImageTraining(phrases=1), None, text_encoder, "cpu", tmp_path)
     trainer.start_from(DEMO / "image_to_video")

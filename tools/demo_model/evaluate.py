@@ -126,7 +126,7 @@ def evaluate(
         for miss in report["misses"]:
             logger.info("  %s", miss)
     if arguments.report:
-        settings = {name: str(value) for name, value in vars(arguments).items()}
+        settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("report", "sheet")}
         arguments.report.write_text(json.dumps({"settings": settings, "guidance": reports}, indent=2) + "\n")
     if arguments.sheet:
         write_sheet(arguments.sheet, videos)

@@ -38,6 +38,7 @@ class VideoTraining:
     unconditional: float = 0.1  # share of empty captions, for classifier-free guidance
     ema: float = 0.9995
     decay: float = 0.01
+    freeze_text: bool = False  # the text encoder stays as it is, for the sake of the sibling that was trained on it
     compiled: bool = True
     # The rate falls to its end, and the training ends, in this time at the latest; drawing the clips counts.
     seconds: float = math.inf
@@ -67,6 +68,8 @@ class Trainer:
         self._began = time.monotonic()
         torch.manual_seed(settings.seed)
         self.model = self._new_model().to(device)
+        if settings.freeze_text:
+            self.model.text_encoder.requires_grad_(False)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         fold_padding(self.model.transformer, TOKENS)
         if settings.compiled and device == "cuda":
