@@ -131,6 +131,22 @@ def test_tables_of_comfyuis_own_models_are_the_same_in_chinese():
     assert numbers.findall(read_tables(chinese)) == numbers.findall(read_tables(english))
 
 
+def test_every_case_of_comfyuis_own_models_is_in_the_tables():
+    """A case that was added after the last `make native-table` would be missing."""
+    tables = read_tables(read("docs/native.md"))
+    cells = {cell.strip() for line in tables.splitlines() for cell in line.split("|")}
+    calls = [
+        call
+        for path in (ROOT / "tests" / "native").glob("test_*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in ("at", "compare")
+    ]
+    named = {each.value for call in calls for each in call.args if isinstance(each, ast.Constant)}
+    texts = {text for text in named if isinstance(text, str)}
+    assert len(texts) > 20
+    assert texts - cells - {"MODEL"} == set()
+
+
 EXCERPTS = re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```$", read("docs/torchax-vs-flax.md"), re.DOTALL | re.MULTILINE)
 
 

@@ -47,6 +47,8 @@ CHINESE = {
     "monkey patches": "monkey patch",
     "weight wrappers": "weight wrapper",
     "hooks": "hook",
+    "tensor option": "张量选项",
+    "prompts one by one": "提示词逐个计算",
     "injections": "injection",
     "context windows": "上下文窗口",
     "distilled (meanflow)": "蒸馏模型（meanflow）",
@@ -91,11 +93,15 @@ class Cell:
         return values
 
 
+_Outcome = tuple[str, float, str]
+"""How a test ended, how large its worst value is, and the text of its cell."""
+
+
 class Results:
     """Collected from reports, also from those of other processes."""
 
     def __init__(self) -> None:
-        self._cells: dict[str, dict[tuple[str, str], list[tuple[str, str]]]] = {}
+        self._cells: dict[str, dict[tuple[str, str], list[_Outcome]]] = {}
 
     def add(self, report) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -160,16 +166,16 @@ def _chinese(text: str) -> str:
     return CHINESE.get(text, text)
 
 
-def _described(report, place) -> tuple[str, str]:
+def _described(report, place) -> _Outcome:
     if report.outcome == "passed":
-        return "passed", _number(place)
+        return "passed", max(place["values"], default=0.0), _number(place)
     if hasattr(report, "wasxfail"):
-        return "failed", f"**fails**: {report.wasxfail.removeprefix('reason: ')}"
+        return "failed", 0.0, f"**fails**: {report.wasxfail.removeprefix('reason: ')}"
     if report.outcome == "skipped":
-        return "skipped", f"not tried: {report.longrepr[2].removeprefix('Skipped: ')}"
+        return "skipped", 0.0, f"not tried: {report.longrepr[2].removeprefix('Skipped: ')}"
     crash = getattr(report.longrepr, "reprcrash", None)
     message = crash.message.splitlines()[0] if crash else "an error"
-    return "failed", f"**fails**: {message[:100].replace('|', '/')}"
+    return "failed", 0.0, f"**fails**: {message[:100].replace('|', '/')}"
 
 
 def _number(place) -> str:
@@ -180,15 +186,12 @@ def _number(place) -> str:
         return f"{-worst:.0f} dB"
     if place.get("unit") == "programs":
         return f"{worst:.0f}"
-    return f"{worst:.0e}".replace("e-0", "e-")
+    return f"{worst:.0e}".replace("e-0", "e-") if worst else "0"
 
 
-def _worst(cells: list[tuple[str, str]]) -> str:
-    if not cells:
-        return ""
-    worst = min(cells, key=lambda cell: _WORST_FIRST.index(cell[0]))[0]
-    texts = list(dict.fromkeys(text for outcome, text in cells if outcome == worst))
-    return "; ".join(texts)
+def _worst(cells: list[_Outcome]) -> str:
+    """The text of the worst outcome; of several that passed, the largest value's."""
+    return min(cells, key=lambda cell: (_WORST_FIRST.index(cell[0]), -cell[1]))[2] if cells else ""
 
 
 def _versions() -> str:
