@@ -36,6 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a run on an accelerator names its own
 # Kept from one run to the next, and from one checkout to another: a program's key is all that it is made of.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(user_cache_path("comfy-tpu") / "test-programs"))
+# A stored program is found by the source of what it was traced from, which a monkeypatch does not change: only tests of
+# the store use it.
+os.environ.setdefault("COMFY_TPU_PROGRAM_STORE", "0")
 
 # A trace makes a million small objects, and the modules of torch and transformers are a million more, which Python
 # looks through again and again: 4 % of the families' tests.

@@ -137,6 +137,8 @@ class CacheConfig:
     directory: Path | None = None
     """None: JAX_COMPILATION_CACHE_DIR, else comfy-tpu/xla under the user's cache directory."""
     enabled: bool = True
+    limit_bytes: int | None = None
+    """Beyond it, the least recently used programs are removed. None: COMFY_TPU_CACHE_LIMIT, else 20 GB."""
 
 
 @dataclasses.dataclass(frozen=True)

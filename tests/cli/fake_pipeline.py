@@ -59,6 +59,7 @@ class FakePipeline:
         on_progress=ignore_progress,
         loras=(),
         check=lambda files: None,
+        blank=False,
     ):
         name = name or str(model)
         if name not in MODELS:

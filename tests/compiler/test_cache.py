@@ -208,11 +208,11 @@ def test_a_miss_is_told_before_the_compilation_and_a_hit_is_not(tmp_path: Path) 
     """In processes of their own: JAX keeps what it has compiled."""
     code = (
         "import sys; from pathlib import Path; import jax, jax.numpy as jnp;"
-        "from comfy_tpu.compiler.cache import enable_cache, on_cache_miss;"
+        "from comfy_tpu.compiler.cache import enable_cache, watch_cache;"
         "from comfy_tpu.config import CacheConfig;"
         "enable_cache(CacheConfig(directory=Path(sys.argv[1])));"
         "lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))); told = [];"
-        "exec('with on_cache_miss(lambda: told.append(1)): lowered.compile()'); print(len(told))"
+        "exec('with watch_cache(lambda: told.append(1)): lowered.compile()'); print(len(told))"
     )
     runs = [
         subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)

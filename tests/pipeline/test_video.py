@@ -2,10 +2,8 @@
 
 import functools
 import itertools
-import warnings
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ from comfy_tpu.families.model_family import Tiles
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline import decode
 from comfy_tpu.pipeline.progress import Progress
-from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import assert_wrong_ones_differ, psnr
 from tests.pipeline import small_pipeline
@@ -243,26 +240,6 @@ def test_a_negative_prompt_over_the_limit_is_warned_of(caplog: pytest.LogCapture
     with caplog.at_level("WARNING"):
         pipeline.encode("a circle", settings)
     assert "negative_prompt is too long; this was cut: left" in caplog.text
-
-
-def test_a_program_of_a_single_operation_that_cannot_be_stored_is_no_raw_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """JAX's own warning would be an error here."""
-
-    def zeros_like(*_: object) -> NoReturn:
-        text = "Error writing persistent compilation cache entry for 'jit_none': OSError: [Errno 28] No space left"
-        warnings.warn(text, stacklevel=1)
-        raise StopAsyncIteration  # far enough
-
-    pipeline = opened("single")
-    settings = pipeline.settings(**(CHOSEN | {"guidance_scale": 1.0, "negative_prompt": ""}))
-    shapes = pipeline.embedding_shapes(settings)
-    embeddings = PromptEmbeddings("x", {name: torch.zeros(1, *shape) for name, shape in shapes.items()}, None, "")
-    monkeypatch.setattr(jax.numpy, "zeros_like", zeros_like)
-    with pytest.raises(StopAsyncIteration), caplog.at_level("WARNING"):
-        pipeline.denoise(embeddings, settings)
-    assert "cannot be written (No space left)" in caplog.text
 
 
 SMALL_TILES = Tiles(side=6, overlap=2)

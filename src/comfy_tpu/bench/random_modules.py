@@ -204,7 +204,7 @@ class RandomFiles(ModelFiles):
     def checkpoint(self, spec: ComponentSpec) -> Any:
         return HostWeights(self.module(spec))
 
-    def _read_tokenizer(self, folder: str) -> Any:
+    def _read_tokenizer(self, folder: str, may_be_plain: bool) -> Any:
         """No model's vocabulary has to be downloaded to measure its speed."""
         from tokenizers import Tokenizer, models, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast

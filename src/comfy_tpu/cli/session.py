@@ -194,9 +194,13 @@ def open_next_stage(
 
 @contextlib.contextmanager
 def open_session(
-    arguments: argparse.Namespace, model: str | Path | SingleFiles | None, *, name: str | None = None
+    arguments: argparse.Namespace,
+    model: str | Path | SingleFiles | None,
+    *,
+    name: str | None = None,
+    blank: bool = False,
 ) -> Iterator[Session]:
-    """Opens a model and shows its progress. `name` replaces `model` in messages."""
+    """Opens a model and shows its progress. `name` replaces `model` in messages. `blank`: without its weights."""
     assert model is not None
     options.check_debugging(arguments)
     with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
@@ -212,6 +216,7 @@ def open_session(
             on_progress=on_progress,
             loras=getattr(arguments, "lora", ()),
             check=lambda files: _check_settings(arguments, files),
+            blank=blank,
         )
         if host_names():
             _check_hosts(pipeline)

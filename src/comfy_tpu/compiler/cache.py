@@ -21,6 +21,10 @@ from comfy_tpu.quiet import on_warning
 
 logger = logging.getLogger(__name__)
 
+LIMIT_VARIABLE = "COMFY_TPU_CACHE_LIMIT"
+_LIMIT_BYTES = 20 * 1000**3
+"""The programs of some hundred sizes of a large model."""
+
 
 def cache_directory(config: CacheConfig) -> Path:
     """The directory of the compile cache, which need not exist yet."""
@@ -31,12 +35,39 @@ def cache_directory(config: CacheConfig) -> Path:
     return platformdirs.user_cache_path("comfy-tpu") / "xla"
 
 
+def cache_limit(config: CacheConfig) -> int:
+    """Bytes that the compile cache may take: chosen, from the environment, or the default."""
+    if config.limit_bytes is not None:
+        return config.limit_bytes
+    given = os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not given:
+        return _LIMIT_BYTES
+    try:
+        return parse_limit(given)
+    except ValueError:
+        logger.warning("%s=%s is no size; give one such as 20GB. The limit is %s", LIMIT_VARIABLE, given, "20GB")
+        return _LIMIT_BYTES
+
+
+def parse_limit(text: str) -> int:
+    """Bytes of a size such as "20GB" or "500 MB"; ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip())
+    if found is None:
+        raise ValueError(text)
+    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
+def writable_cache(config: CacheConfig) -> Path | None:
+    """The directory of the compile cache, made if need be; None where it is off, or, with a warning, not writable."""
+    return _writable_or_none(cache_directory(config)) if config.enabled else None
+
+
 def enable_cache(config: CacheConfig) -> Path | None:
     """Turns JAX's persistent cache on for this process; None, with a warning, if the directory cannot be written."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    directory = _writable_or_none(cache_directory(config)) if config.enabled else None
+    directory = writable_cache(config)
     text = None if directory is None else str(directory)
     if jax.config.values["jax_compilation_cache_dir"] != text:
         jax.config.update("jax_compilation_cache_dir", text)
@@ -161,50 +192,87 @@ class CompileCount:
         return self.requested - self.from_cache
 
 
-_MISS = "PERSISTENT COMPILATION CACHE MISS"
-_EXPLAINING_LOGGERS = tuple(map(logging.getLogger, ("jax._src.compiler", "jax._src.compilation_cache")))
+_LOOKUP = re.compile("persistent compilation cache (?P<result>hit|miss) for .* with key '(?P<key>.+)'", re.IGNORECASE)
+_compiler_log = logging.getLogger("jax._src.compiler")
 
 
-class _MissFilter(logging.Filter):
-    """Drops what JAX explains of its cache, and calls back in the thread whose program the cache lacks."""
+@dataclasses.dataclass(eq=False)
+class CacheLookup:
+    """JAX's look into its cache for one program."""
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    key: str = ""
+    """The name of the program's entry; empty where JAX did not look."""
+
+    def entry(self, directory: Path) -> Path | None:
+        """The file of the program in the cache's directory; None if there is none."""
+        path = directory / f"{self.key}-cache"
+        return path if self.key and path.is_file() else None
+
+
+class _LookupFilter(logging.Filter):
+    """Reads what JAX logs of its cache in the thread that made the filter, and drops what nobody asked to see."""
+
+    def __init__(self, lookup: CacheLookup, on_miss: Callable[[], None]) -> None:
         super().__init__()
-        self._callback = callback
+        self._lookup = lookup
+        self._on_miss = on_miss
         self._thread = threading.get_ident()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = str(record.msg)
-        if text.startswith(_MISS) and record.thread == self._thread:
-            self._callback()
-        return record.levelno > logging.WARNING or "persistent" not in text.lower()
+        if record.thread == self._thread and (found := _LOOKUP.match(record.getMessage())):
+            self._lookup.key = found["key"]
+            if found["result"].lower() == "miss":
+                self._on_miss()
+        return record.levelno >= _shown_level
+
+
+_lock = threading.Lock()
+_shown_level = _saved_level = logging.WARNING
+_watching = 0
 
 
 @contextlib.contextmanager
-def on_cache_miss(callback: Callable[[], None]) -> Iterator[None]:
-    """Calls `callback` when JAX has looked for a program in the cache, has not found it and is about to compile it.
+def _debug_level() -> Iterator[None]:
+    """Lets the log of JAX's compiler through to filters. Several threads may be inside."""
+    global _shown_level, _watching, _saved_level
+    with _lock:
+        if _watching == 0:
+            _saved_level, _shown_level = _compiler_log.level, _compiler_log.getEffectiveLevel()
+            _compiler_log.setLevel(logging.DEBUG)
+        _watching += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _watching -= 1
+            if _watching == 0:
+                _compiler_log.setLevel(_saved_level)
 
-    JAX has no event for it, but a line in its log. Without a cache everything is compiled: `callback` is called first.
+
+@contextlib.contextmanager
+def watch_cache(on_miss: Callable[[], None]) -> Iterator[CacheLookup]:
+    """Tells which entry of its cache JAX looks for in this thread, and calls `on_miss` before it compiles.
+
+    JAX has no event for either, but a line in its log. Without a cache everything is compiled: `on_miss` is called
+    first.
     """
     import jax
 
+    lookup = CacheLookup()
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        callback()
-        yield
+        on_miss()
+        yield lookup
         return
-    listening = _MissFilter(callback)
-    for each in _EXPLAINING_LOGGERS:
-        each.addFilter(listening)
-    try:
-        with jax.explain_cache_misses(True):
-            yield
-    finally:
-        for each in _EXPLAINING_LOGGERS:
-            each.removeFilter(listening)
+    listening = _LookupFilter(lookup, on_miss)
+    with _debug_level():
+        _compiler_log.addFilter(listening)
+        try:
+            yield lookup
+        finally:
+            _compiler_log.removeFilter(listening)
 
 
 _open_counts: list[CompileCount] = []
-_lock = threading.Lock()
 _has_listeners = False
 
 

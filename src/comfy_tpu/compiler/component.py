@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from jax.sharding import PartitionSpec
 
-from comfy_tpu.bridge import TraceContext, build_skeleton, weight_shapes
-from comfy_tpu.bridge.dtypes import numpy_dtype
+from comfy_tpu.bridge import TraceContext, build_skeleton
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.compiler.merging import DeviceMerge, MergedSource, WeightChanges
+from comfy_tpu.compiler.module_weights import ModuleWeights, find_foreign_code
 from comfy_tpu.compiler.packed_weights import ConvertedSource, PackedWeight
 from comfy_tpu.compiler.program import Program, method_name
 from comfy_tpu.compiler.quantization import SCALE_SUFFIX, QuantizedSource, quantize_layers
-from comfy_tpu.compiler.stacking import LayerStack, split_layer_name, stack_layers, stacked_blocks
+from comfy_tpu.compiler.stacking import LayerStack, stack_layers
+from comfy_tpu.compiler.stored import NotDescribableError, ProgramOrigin, ProgramStore
 from comfy_tpu.compiler.weights import (
     WeightSlot,
     WeightSource,
@@ -36,6 +37,8 @@ from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport
 from comfy_tpu.parallel.rules import Rule, ShardingPlan, plan_shardings, replicate
 from comfy_tpu.quiet import quiet
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +85,11 @@ class Component:
         quantize: Quantization = "none",
         scan: bool = True,
         limits: SkeletonLimits = SkeletonLimits(),
+        store: ProgramStore | None = None,
     ) -> None:
-        """`limits`: what the module may allocate while it is built, where its checkpoint is known."""
+        """`limits`: what the module may allocate while it is built, where its checkpoint is known. `store`: finds
+        weights and programs of earlier processes, so that the module is built only when something is traced.
+        """
         if not dtype.is_floating_point:
             raise InvalidValueError(
                 f"{spec.name}: dtype={dtype} is not a floating dtype; use torch.bfloat16 or torch.float32"
@@ -93,14 +99,15 @@ class Component:
         self.spec = spec
         self.placement = placement
         self._cache = cache
+        self._store = store
         self._quantize = quantize
+        self._make_module = functools.partial(_make_module, spec, config, quantize, scan, limits)
         with config_errors(f"the config.json of the {spec.name}"):
             self._packed = spec.packed(config) if spec.packed and placement.sizes.tp > 1 else ()
-            self.module = build_skeleton(lambda: _build(spec, config), limits)
-            quantize_layers(self.module, spec.quantized, quantize)
-            if scan:
-                stack_layers(self.module, spec.stacks)
-            shapes, sources = self._shapes(dtype)
+            decided_by = {"spec": spec, "config": config, "dtype": dtype, "quantize": quantize, "scan": scan}
+            weights = self._read_weights(dtype, decided_by)
+        shapes = weights.shapes
+        sources = {name: weights.sources(name) for name in shapes}
         stacked = [name for name, names in sources.items() if names != (name,)]
         rules = (*spec.rules, *_rules_for_scales(spec.rules, shapes))
         self.plan: ShardingPlan = plan_shardings(rules, shapes, placement, stacked, config=sharding)
@@ -113,26 +120,38 @@ class Component:
             attention=attention if spec.shard_attention else dataclasses.replace(attention, over_mesh=False),
             weight_axes={name: self._layer_axes(name, name in stacked) for name in shapes},
         )
+        how = (self.context.attention, sharding)
+        traced = (decided_by, how, weights.code)
+        self._origin = None if self._store is None else ProgramOrigin(self._store, traced)
+
+    @functools.cached_property
+    def module(self) -> torch.nn.Module:
+        return self._make_module()
 
     @functools.cached_property
     def sharding_report(self) -> ShardingReport:
         return self.plan.report()
 
-    def _shapes(self, dtype: torch.dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[str, ...]]]:
-        blocks = stacked_blocks(self.module)
-        shapes, sources = {}, {}
-        for name, tensor in weight_shapes(self.module).items():
-            sources[name] = split_layer_name(name, blocks)
-            leading = (len(sources[name]),) if sources[name] != (name,) else ()
-            shapes[name] = jax.ShapeDtypeStruct(leading + tuple(tensor.shape), self._dtype(name, tensor, dtype))
-        return shapes, sources
+    def _read_weights(self, dtype: torch.dtype, decided_by: Any) -> ModuleWeights:
+        def make() -> ModuleWeights:
+            return ModuleWeights.of(self.module, dtype, self.spec.float32)
 
-    def _dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> np.dtype:
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
-            return numpy_dtype(tensor.dtype)
-        patterns = (*self.spec.float32, f"*{SCALE_SUFFIX}")
-        keeps_float32 = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        return numpy_dtype(torch.float32 if keeps_float32 else dtype)
+        def make_stored() -> dict[str, Any]:
+            if foreign := find_foreign_code(self.module):
+                raise NotDescribableError(f"{foreign}, which another package has replaced")
+            return make().write()
+
+        if self._store is None:
+            return make()
+        try:
+            written = self._store.fact(
+                "weights", decided_by, make_stored, is_current=ModuleWeights.is_current, name=self.spec.name
+            )
+        except NotDescribableError as error:
+            logger.info("the programs of the %s are not stored: they depend on %s", self.spec.name, error)
+            self._store = None
+            return make()
+        return ModuleWeights.read(written)
 
     def _layer_axes(self, name: str, stacked: bool) -> PartitionSpec:
         spec = self.plan.entries[name].compute
@@ -153,7 +172,7 @@ class Component:
         if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None
         checkpoint = self._convert_source(checkpoint)
-        options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused}
+        options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused, "store": self._store}
         if changes is None:
             return load_weights(checkpoint, self.slots, **options)
         try:
@@ -197,7 +216,9 @@ class Component:
     def program(self, method: str | Callable[..., Any] = "forward", **options: Any) -> Program:
         """A program over this component's weights; `options` are those of `Program`."""
         name = f"{self.spec.name}.{method_name(method)}"
-        return Program(self.module, context=self.context, method=method, name=name, cache=self._cache, **options)
+        origin = self._origin and dataclasses.replace(self._origin, parts=(self._origin.parts, method))
+        options = {"cache": self._cache, "origin": origin, **options}
+        return Program(lambda: self.module, context=self.context, method=method, name=name, **options)
 
 
 def _rules_for_scales(rules: tuple[Rule, ...], names: Iterable[str]) -> list[Rule]:
@@ -215,6 +236,18 @@ def _heads(spec: ComponentSpec, config: Mapping[str, Any]) -> int:
             "the model again"
         )
     return heads
+
+
+def _make_module(
+    spec: ComponentSpec, config: Mapping[str, Any], quantize: Quantization, scan: bool, limits: SkeletonLimits
+) -> torch.nn.Module:
+    """The component's skeleton, its layers quantized and stacked as asked."""
+    with config_errors(f"the config.json of the {spec.name}"):
+        module = build_skeleton(lambda: _build(spec, config), limits)
+        quantize_layers(module, spec.quantized, quantize)
+        if scan:
+            stack_layers(module, spec.stacks)
+    return module
 
 
 def _build(spec: ComponentSpec, config: Mapping[str, Any]) -> torch.nn.Module:

@@ -23,8 +23,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.bridge.failures import check_constants
-from comfy_tpu.compiler.cache import count_compilations, enable_cache, on_cache_miss
+from comfy_tpu.compiler.cache import count_compilations, enable_cache, watch_cache
 from comfy_tpu.compiler.stacking import check_weights
+from comfy_tpu.compiler.stored import ProgramOrigin
+from comfy_tpu.compiler.stored.executable import StoredExecutable
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
 from comfy_tpu.parallel.compiler_options import choose_compiler_options, compile_lowered
@@ -58,6 +60,8 @@ class ProgramEvent:
     """With "ready": whether the persistent cache had the program, so that nothing was compiled."""
     stages: ProgramStages | None = None
     """With "ready": the program itself, for looking at."""
+    cache_key: str = ""
+    """With "ready", after a compilation: the name of the program's entry in JAX's cache."""
 
 
 def _log_event(event: ProgramEvent) -> None:
@@ -66,6 +70,9 @@ def _log_event(event: ProgramEvent) -> None:
 
 def method_name(method: str | Callable[..., Any]) -> str:
     return method if isinstance(method, str) else method.__name__
+
+
+Executable = jax.stages.Compiled | StoredExecutable
 
 
 class DeviceProgram(abc.ABC):
@@ -90,8 +97,11 @@ class DeviceProgram(abc.ABC):
         cache: CacheConfig = CacheConfig(),
         on_event: Callable[[ProgramEvent], None] = _log_event,
         trace_errors: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        origin: ProgramOrigin | None = None,
     ) -> None:
-        """`trace_errors`: a context manager around the model's own code while it is traced; it may convert errors."""
+        """`trace_errors`: a context manager around the model's own code while it is traced; it may convert errors.
+        `origin`: stored programs of it are used, and new ones stored; None: every process traces.
+        """
         self.name = name
         self._check_names(function, {"static": static, "donate": donate, "input_axes": tuple(input_axes or {})})
         self._placement = placement
@@ -102,7 +112,8 @@ class DeviceProgram(abc.ABC):
         self._cache = cache
         self._on_event = on_event
         self._trace_errors = trace_errors
-        self._executables: dict[Hashable, jax.stages.Compiled] = {}
+        self._origin = origin
+        self._executables: dict[Hashable, Executable] = {}
         self._lock = threading.RLock()
 
     @abc.abstractmethod
@@ -249,7 +260,7 @@ class DeviceProgram(abc.ABC):
 
     def _executable(
         self, static: dict[str, Hashable], weights: dict[str, Any], kept: dict[str, Any], donated: dict[str, Any]
-    ) -> jax.stages.Compiled:
+    ) -> Executable:
         for name, array in weights.items():
             if not isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
                 raise InvalidValueError(
@@ -272,11 +283,33 @@ class DeviceProgram(abc.ABC):
                 self._on_event(ready)  # last, so that the program is kept if the callback raises
             return self._executables[key]
 
-    def _build(
-        self, static: dict[str, Hashable], *arguments: dict[str, Any]
+    def _build(self, static: dict[str, Hashable], *arguments: dict[str, Any]) -> tuple[Executable, ProgramEvent]:
+        """The program, from the store or compiled, and its "ready" event."""
+        enable_cache(self._cache)
+        placement = self._placement
+        options = (
+            choose_compiler_options(placement.platform, placement.chip, placement.sizes)
+            if placement is not None
+            else choose_compiler_options(jax.default_backend())
+        )
+        if placement is None or self._origin is None:
+            return self._compile(static, arguments, options)
+        begin, store = time.perf_counter(), self._origin.store
+        traced = (self._origin.parts, self._donate, self._input_axes, self._output_axes)
+        key = store.program_key(self.name, traced, placement.mesh, (arguments, static), options)
+        if key is None:
+            return self._compile(static, arguments, options)
+        if (stored := store.load_program(key, placement.mesh)) is not None:
+            self._on_event(ProgramEvent(self.name, "compiling", 0.0))
+            return stored, ProgramEvent(self.name, "ready", time.perf_counter() - begin, from_cache=True)
+        compiled, ready = self._compile(static, arguments, options)
+        store.save_program(key, compiled, ready.cache_key, placement.mesh, name=self.name, device=placement.chip)
+        return compiled, ready
+
+    def _compile(
+        self, static: dict[str, Hashable], arguments: tuple[dict[str, Any], ...], options: Mapping[str, str | bool]
     ) -> tuple[jax.stages.Compiled, ProgramEvent]:
         """The compiled program, and its "ready" event."""
-        enable_cache(self._cache)
         self._check_weights(arguments[0])
         clock = time.perf_counter()
 
@@ -293,51 +326,49 @@ class DeviceProgram(abc.ABC):
         with quiet(), _lowering_errors(self.name), jax.profiler.TraceAnnotation(f"lower {self.name}"):
             lowered = traced.lower()
         enter("compiling")
-        placement = self._placement
-        options = (
-            choose_compiler_options(placement.platform, placement.chip, placement.sizes)
-            if placement is not None
-            else choose_compiler_options(jax.default_backend())
-        )
         with (
             count_compilations() as count,
-            on_cache_miss(lambda: self._on_event(ProgramEvent(self.name, "cache_miss", time.perf_counter() - clock))),
+            watch_cache(
+                lambda: self._on_event(ProgramEvent(self.name, "cache_miss", time.perf_counter() - clock))
+            ) as lookup,
             quiet(),
             device_errors(self.name),
             jax.profiler.TraceAnnotation(f"compile {self.name}"),
         ):
             compiled = compile_lowered(lowered, options)
         stages = ProgramStages(traced, lowered, compiled)
-        return compiled, ProgramEvent(self.name, "ready", time.perf_counter() - clock, count.compiled == 0, stages)
+        seconds, from_cache = time.perf_counter() - clock, count.compiled == 0
+        return compiled, ProgramEvent(self.name, "ready", seconds, from_cache, stages, lookup.key)
 
 
 class Program(DeviceProgram):
     """`module.method(**inputs)` of a torch module. `options` are those of `DeviceProgram`.
 
-    `method` may also be a function on torch tensors, which is called with the module first.
+    `method` may also be a function on torch tensors, which is called with the module first. `module` may be a function
+    that makes the module, which is called when something is traced.
     """
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: torch.nn.Module | Callable[[], torch.nn.Module],
         *,
         context: TraceContext,
         method: str | Callable[..., Any] = "forward",
         name: str | None = None,
         **options: Any,
     ) -> None:
-        function = method if callable(method) else getattr(module, method)
-        name = name or f"{type(module).__name__}.{method_name(method)}"
+        self._get_module = (lambda: module) if isinstance(module, torch.nn.Module) else module
+        function = method if callable(method) else getattr(self._get_module(), method)
+        name = name or f"{type(self._get_module()).__name__}.{method_name(method)}"
         super().__init__(name, function, placement=context.placement, **options)
-        self._module = module
         self._context = context
         self._method = method
 
     def _call(self, weights: dict[str, jax.Array], inputs: dict[str, Any]) -> Any:
-        return call_module(self._module, weights, (), inputs, context=self._context, method=self._method)
+        return call_module(self._get_module(), weights, (), inputs, context=self._context, method=self._method)
 
     def _check_weights(self, weights: dict[str, Any]) -> None:
-        check_weights(self.name, self._module, weights)
+        check_weights(self.name, self._get_module(), weights)
 
 
 @contextlib.contextmanager

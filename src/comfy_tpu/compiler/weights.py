@@ -20,7 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from comfy_tpu.bridge.dtypes import as_numpy
 from comfy_tpu.compiler.checkpoint import TensorInfo
+from comfy_tpu.compiler.stored import ProgramStore
+from comfy_tpu.compiler.stored.functions import compile_function
 from comfy_tpu.errors import CheckpointError, join_names
+from comfy_tpu.parallel.global_arrays import put_global
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
@@ -111,8 +114,10 @@ def load_weights(
     on_progress: ProgressCallback | None = None,
     ignore_unused: Sequence[str] = (),
     change: WeightChanger | None = None,
+    store: ProgramStore | None = None,
 ) -> dict[str, jax.Array]:
-    """Loads every slot as an array on its devices. `ignore_unused`: globs of tensors that no slot needs.
+    """Loads every slot as an array on its devices. `ignore_unused`: globs of tensors that no slot needs. `store`: has
+    the small programs that write layers into stacks.
 
     Everything that headers can tell is checked before a byte is read. If anything is raised, by on_progress too,
     what was already loaded is deleted.
@@ -131,7 +136,7 @@ def load_weights(
                     if stack.is_complete:
                         arrays[slot.name] = host_stacks.pop(slot.name).put()
                 else:
-                    arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name), change)
+                    arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name), change, store)
                 done += checkpoint.tensors[slot.sources[position]].nbytes
                 if on_progress:
                     on_progress(done, total)
@@ -205,18 +210,20 @@ def _write(
     position: int,
     stack: jax.Array | None,
     change: WeightChanger | None = None,
+    store: ProgramStore | None = None,
 ) -> jax.Array:
     """The slot's array with one more of its sources written into it."""
     tensor = checkpoint.read(slot.sources[position])
     whole = tuple(tensor.shape) == slot.shape
-    layer = NamedSharding(slot.sharding.mesh, PartitionSpec(*slot.sharding.spec[1:]))
-    array = put(tensor, slot.dtype, slot.sharding if whole else layer, keep=whole)
+    array = put(tensor, slot.dtype, slot.sharding if whole else _layer_sharding(slot.sharding), keep=whole)
     if change is not None and slot.sources[position] in change:
         array = change(slot.sources[position], array)
     if not whole:
+        made = (slot.shape, np.dtype(slot.dtype), slot.sharding, store)
         if stack is None:
-            stack = _zeros(slot.shape, np.dtype(slot.dtype), slot.sharding)()
-        array = _layer_writer(slot.sharding)(stack, array, np.int32(position))
+            stack = _zeros(*made)()
+        place = put_global(np.array(position, np.int32), NamedSharding(slot.sharding.mesh, PartitionSpec()))
+        array = _layer_writer(*made)(stack, array, place)
     # Until then the devices may read from the mapped file, which would stay mapped with all its pages.
     return array.block_until_ready()
 
@@ -263,13 +270,20 @@ def alias_torch_tensor(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Arr
     return jax.make_array_from_single_device_arrays(tuple(tensor.shape), sharding, [array])
 
 
-@functools.cache  # jit compiles once per function object: loading a model again must compile nothing
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+@functools.cache
+def _zeros(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, store: ProgramStore | None
+) -> Callable[[], jax.Array]:
+    def make() -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    return compile_function(store, "weights.zeros", make, (), sharding.mesh, out_shardings=sharding)
 
 
 @functools.cache
-def _layer_writer(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
+def _layer_writer(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, store: ProgramStore | None
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     def write(stack: jax.Array, layer: jax.Array, position: jax.Array) -> jax.Array:
         # As integers: on CPU, XLA converts the whole stack to float32 and back for every layer it writes in bfloat16
         # (40 layers of 8 MB: 2.9 s against 0.04 s) or float8 (75 s). Donated, so the stack is written in place.
@@ -280,7 +294,18 @@ def _layer_writer(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np
         stack = jax.lax.dynamic_update_index_in_dim(stack, layer, position, 0)
         return stack if stack.dtype == dtype else jax.lax.bitcast_convert_type(stack, dtype)
 
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+    arguments = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+        jax.ShapeDtypeStruct(shape[1:], dtype, sharding=_layer_sharding(sharding)),
+        jax.ShapeDtypeStruct((), np.dtype("int32"), sharding=NamedSharding(sharding.mesh, PartitionSpec())),
+    )
+    options = {"donate_argnums": 0, "out_shardings": sharding}
+    return compile_function(store, "weights.write_layer", write, arguments, sharding.mesh, **options)
+
+
+def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding of one layer of a stack."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 def check_checkpoint(checkpoint: WeightSource, slots: Sequence[WeightSlot], ignore_unused: Sequence[str] = ()) -> None:

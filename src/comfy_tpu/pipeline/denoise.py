@@ -22,7 +22,6 @@ from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
 from comfy_tpu.pipeline.text import PromptEmbeddings
-from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +41,9 @@ def denoise_steps(
     has its own."""
     _warn_of_idle_devices(running, plan, settings)
     first = _first_sample(running, plan, settings, init_image, seeds)
-    with quiet():  # these are programs too, which the compile cache may fail to read or store
-        sample = to_device(first)
-        samples: list[Any] = [sample, *(jax.numpy.zeros_like(sample) for _ in range(HISTORY - 1))]
-        outputs: list[Any] = [jax.numpy.zeros_like(sample) for _ in range(HISTORY)]
+    # Put, not made on the devices: that would be a program to compile.
+    samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
+    outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
     done, size = 0, running.size
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]

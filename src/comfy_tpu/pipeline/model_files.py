@@ -18,6 +18,7 @@ import numpy as np
 
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import ComponentSpec
+from comfy_tpu.compiler.stored import ProgramStore
 from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
@@ -29,6 +30,7 @@ from comfy_tpu.families.shared.config_checks import check_sizes
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.plain_tokenizer import PlainTokenizer
 from comfy_tpu.pipeline.preview_colours import PREVIEW_FILE, PreviewColours
 from comfy_tpu.pipeline.schedule import noise_levels
 from comfy_tpu.pipeline.step_work import count_step
@@ -115,21 +117,25 @@ class ModelFiles:
     def checkpoint(self, spec: ComponentSpec) -> WeightSource:
         return Checkpoint.open(self.path(spec.name))
 
-    def tokenizer(self, folder: str) -> Any:
-        if folder not in self._tokenizers:
-            self._tokenizers[folder] = self._read_tokenizer(folder)
-        return self._tokenizers[folder]
+    def tokenizer(self, folder: str, *, may_be_plain: bool = False) -> Any:
+        """The tokenizer of transformers, or, if it `may_be_plain` and is, a `PlainTokenizer`."""
+        key = (folder, may_be_plain)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = self._read_tokenizer(*key)
+        return self._tokenizers[key]
 
     @functools.cached_property
-    def _tokenizers(self) -> dict[str, Any]:
-        """Tokenizers that were read, by folder."""
+    def _tokenizers(self) -> dict[tuple[str, bool], Any]:
+        """Tokenizers that were read."""
         return {}
 
-    def _read_tokenizer(self, folder: str) -> Any:
-        with quiet():
-            from transformers import AutoTokenizer
-
+    def _read_tokenizer(self, folder: str, may_be_plain: bool) -> Any:
         try:
+            if may_be_plain and (plain := PlainTokenizer.open(self.path(folder))) is not None:
+                return plain
+            with quiet():
+                from transformers import AutoTokenizer
+
             return AutoTokenizer.from_pretrained(self.path(folder), trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises nothing more special
             raise CheckpointError(
@@ -205,9 +211,11 @@ class ModelFiles:
     def scheduler_errors(self) -> AbstractContextManager[None]:
         return config_errors(f"{self.path(SCHEDULER_FILE)}")
 
-    def workload(self, settings: GenerationSettings) -> Workload:
+    def workload(self, settings: GenerationSettings, store: ProgramStore | None = None) -> Workload:
+        """The cost of one step; `store` may know it from an earlier process."""
+        config = self.config(self.family.transformer)
         with config_errors(str(self._config_path(self.family.transformer))):
-            return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
+            return count_step(self.family, config, settings, self.latent_channels, store)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings of one prompt, by name, without the batch dimension."""

@@ -12,9 +12,11 @@ import jax
 import torch
 
 from comfy_tpu.bridge import skeleton_limits
+from comfy_tpu.compiler.blank_source import BlankSource
 from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
+from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import Lora, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, trace_errors
 from comfy_tpu.families.model_family import ModelFamily
@@ -59,12 +61,16 @@ class RunningModel:
         residency: Residency,
         on_progress: ProgressCallback = ignore_progress,
         loras: Loras = NO_LORAS,
+        blank: bool = False,
     ) -> None:
+        """`blank`: weights are zeros, and of checkpoints only headers are read."""
         self.files = files
         self.placement = placement
         self.step_placement = placement
         """Where the transformers are; `place_steps` replaces it. Encoders and the VAE stay where they are."""
         self.runtime = runtime
+        self.store = open_store(runtime.cache) if runtime.dump is None else None
+        """Programs of earlier processes. None with a dump, which shows what is traced, and without a cache."""
         self.dtype = choose_dtype(runtime.dtype, placement.platform)
         self.vae = vae_functions(runtime.vae_backend, files.family)
         self.on_progress = on_progress
@@ -73,6 +79,7 @@ class RunningModel:
         """The LoRAs of the transformer; replaced by `use_loras`."""
         self.size = ""
         """The size of the current request, for progress reports."""
+        self._blank = blank
         self._residency = residency
         self._components: dict[tuple[str, Any], Any] = {}
         self._programs: dict[tuple[Any, ...], DeviceProgram] = {}
@@ -129,7 +136,9 @@ class RunningModel:
             attention = dataclasses.replace(attention, implementation="auto", block_sizes=None)
         options: dict[str, Any] = {"dtype": self.dtype, "attention": attention, "cache": runtime.cache}
         limits = skeleton_limits(tensor.shape for tensor in self.files.checkpoint(spec).tensors.values())
-        component = Component(spec, config, placement, quantize=runtime.quantize, limits=limits, **options)
+        component = Component(
+            spec, config, placement, quantize=runtime.quantize, limits=limits, store=self.store, **options
+        )
         if spec is self.family.vae.component and self.vae.make_component is not None:
             return self.vae.make_component(config, placement, **options)  # torch's module could be built
         return component
@@ -166,11 +175,13 @@ class RunningModel:
             changes = {"changes": loras} if loras.key else {}
             on_progress = functools.partial(self.report, "loading", spec.name, part=spec.name)
             with jax.profiler.TraceAnnotation(f"load {spec.name}"):
-                loaded: dict[str, jax.Array] = component.load(self.files.checkpoint(spec), on_progress, **changes)
+                source = self.files.checkpoint(spec)
+                source = BlankSource(source) if self._blank else source
+                loaded: dict[str, jax.Array] = component.load(source, on_progress, **changes)
             return loaded
 
         backend = self.runtime.vae_backend if spec is self.family.vae.component else ""
-        precision = (self.dtype, self.runtime.quantize)
+        precision = (self.dtype, self.runtime.quantize, self._blank)
         key = WeightsKey(self.files.fingerprint, spec.name, component.placement.mesh, precision, loras.key, backend)
         taken = self._take_from_other_mesh(key, component)
         self._resident.add(key)

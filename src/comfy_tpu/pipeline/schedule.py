@@ -9,7 +9,7 @@ step and every scheduler, and no scheduler is reimplemented here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,14 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.timesteps)
+
+    @classmethod
+    def read(cls, written: Mapping[str, list[Any]]) -> Schedule:
+        return cls(**{name: np.array(values, np.float32) for name, values in written.items()})
+
+    def write(self) -> dict[str, list[Any]]:
+        """JSON data, for `read`; a float32 comes back as it was."""
+        return {field.name: getattr(self, field.name).tolist() for field in dataclasses.fields(self)}
 
 
 def make_schedule(scheduler: Any, begin: int = 0) -> Schedule:

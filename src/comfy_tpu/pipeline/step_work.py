@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.stacking import INDEX
+from comfy_tpu.compiler.stored import ProgramStore
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import ModelFamily
@@ -94,11 +95,28 @@ class _Structure:
     other_text_tokens: int
     """Other tokens that go through the blocks with the prompt: words in quotes, a first frame."""
 
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> _Structure:
+        """The structure that `dataclasses.asdict` wrote as JSON."""
+        stacks = (Stack(**{**stack, "matrices": _read_matrices(stack["matrices"])}) for stack in written["stacks"])
+        return cls(**{**written, "stacks": tuple(stacks), "outer": _read_matrices(written["outer"])})
 
-def count_step(family: ModelFamily, config: Config, settings: GenerationSettings, latent_channels: int) -> Workload:
-    """The workload of one step of the family's transformer with this configuration. Traces each model once."""
+
+def _read_matrices(written: Iterable[Mapping[str, Any]]) -> tuple[Matrix, ...]:
+    return tuple(Matrix(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in written)
+
+
+def count_step(
+    family: ModelFamily,
+    config: Config,
+    settings: GenerationSettings,
+    latent_channels: int,
+    store: ProgramStore | None = None,
+) -> Workload:
+    """The workload of one step of the family's transformer with this configuration. Traces each model once, and with a
+    `store` once for all processes."""
     text = json.dumps(dict(config), sort_keys=True, default=str)
-    found = _structure(_Model(family.name, family.denoiser.predict, text, latent_channels, family))
+    found = _find_structure(_Model(family.name, family.denoiser.predict, text, latent_channels, family), store)
     latents = latent_shape(family, latent_channels, settings)
     return Workload(
         batch=batch_rows(family, settings),
@@ -118,6 +136,15 @@ def count_step(family: ModelFamily, config: Config, settings: GenerationSettings
 
 
 @functools.lru_cache(maxsize=64)
+def _find_structure(model: _Model, store: ProgramStore | None) -> _Structure:
+    if store is None:
+        return _structure(model)
+    denoiser, text = model.family.denoiser, model.family.text
+    decided_by = (model.name, denoiser, text.embedding_shapes, model.config, model.latent_channels)
+    written = store.fact("workload", decided_by, lambda: dataclasses.asdict(_structure(model)), name=model.name)
+    return _Structure.read(written)
+
+
 def _structure(model: _Model) -> _Structure:
     family, config = model.family, json.loads(model.config)
     settings = family.card.defaults

@@ -12,6 +12,7 @@ import torch
 from comfy_tpu.errors import CheckpointError, config_errors
 from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.plain_tokenizer import PlainTokenizer
 
 Embeddings = Mapping[str, torch.Tensor]
 """Embeddings by the names of `TextEncoding.embedding_shapes`, one row each."""
@@ -88,7 +89,7 @@ class Tokens:
 
 
 def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int) -> Tokens:
-    tokenizer: Any = files.tokenizer(encoder.tokenizer)
+    tokenizer: Any = files.tokenizer(encoder.tokenizer, may_be_plain=encoder.tokenize is None)
     with config_errors(f"the {encoder.tokenizer} of model={files.name}"):
         tokens = _tokenize(tokenizer, files, encoder, prompts, max_length)
     _check_ids(tokens.inputs["input_ids"], files, encoder)
@@ -115,6 +116,9 @@ def _tokenize(
     if encoder.tokenize is not None:
         inputs = encoder.tokenize(tokenizer, cleaned, length)
         limits = _token_limits(inputs, encoder.tokenize(tokenizer, [""], length))
+    elif isinstance(tokenizer, PlainTokenizer):
+        inputs = tokenizer.encode_rows(cleaned, length)
+        limits = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
     else:
         encoded = tokenizer(
             cleaned,

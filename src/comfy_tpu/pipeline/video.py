@@ -13,6 +13,7 @@ from PIL import Image
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
+from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
@@ -42,7 +43,7 @@ from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.runtime_checks import check_runtime
-from comfy_tpu.pipeline.schedule import make_schedule
+from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
@@ -73,11 +74,13 @@ class VideoPipeline:
         on_progress: ProgressCallback = ignore_progress,
         loras: Sequence[Lora] = (),
         check: Callable[[ModelFiles], object] = lambda files: None,
+        blank: bool = False,
     ) -> VideoPipeline:
         """Finds and checks the model and the mesh; loads and compiles nothing.
 
         `name` replaces `model` in labels and messages. `residency` replaces the registry of `runtime.memory`. `check`
-        is called after the model is found and before devices are started, so that its errors come first.
+        is called after the model is found and before devices are started, so that its errors come first. `blank`:
+        weights are zeros, which nothing is read for.
         """
         check_runtime(runtime)
         files = open_model(model, name=name)
@@ -90,14 +93,15 @@ class VideoPipeline:
             return make_placement(
                 runtime.mesh,
                 platform=runtime.platform,
-                workload=lambda: files.workload(settings),
+                workload=lambda: files.workload(settings, open_store(runtime.cache)),
                 rows=batch_rows(files.family, settings),
             )
 
         placement = place(files.defaults)
         if residency is None:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
-        running = RunningModel(files, placement, runtime, residency=residency, on_progress=on_progress, loras=opened)
+        options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank}
+        running = RunningModel(files, placement, runtime, residency=residency, **options)
         return cls(running, place if runtime.mesh == "auto" else None)
 
     @property
@@ -257,14 +261,24 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        with quiet():  # diffusers may be imported here
-            scheduler = self.files.scheduler(settings)
+        schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
         if self.family.card.guidance != "classifier_free":
             settings = dataclasses.replace(settings, guidance_until=0.0)
-        begin = first_step(settings.num_inference_steps, strength)
-        with self.files.scheduler_errors():
-            schedule = make_schedule(scheduler, begin)
         return make_plan(schedule, settings, self._curve_for(settings))
+
+    def _schedule(self, settings: GenerationSettings, begin: int) -> Schedule:
+        def make() -> Schedule:
+            with quiet():  # diffusers may be imported here
+                scheduler = self.files.scheduler(settings)
+            with self.files.scheduler_errors():
+                return make_schedule(scheduler, begin)
+
+        store = self.running.store
+        if store is None:
+            return make()
+        timing = dataclasses.replace(settings, seed=0, negative_prompt="", fps=0, guidance_scale=0)
+        decided_by = (self.files.schedulers[settings.scheduler], timing, begin)
+        return Schedule.read(store.fact("schedule", decided_by, lambda: make().write(), name=settings.scheduler))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """Yields frames [num_videos, t, height, width, 3], float32 in 0..1 on the host, as they are decoded."""

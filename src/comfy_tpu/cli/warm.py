@@ -1,0 +1,41 @@
+"""comfy-tpu warm: compiles the programs of a model and a size ahead, without reading its weights."""
+
+from __future__ import annotations
+
+import argparse
+
+from comfy_tpu.cli import options
+from comfy_tpu.cli.terminal import print_text
+
+WITHOUT = ("fps", "seed", "negative_prompt")
+"""Settings that no program depends on."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a directory, a hub id, demo or demo-image")
+    options.add_images(parser)
+    options.add_strength(parser)
+    options.add_settings(parser, without=WITHOUT)
+    options.add_machine(parser)
+    options.add_vae_backend(parser)
+    options.add_attention(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.cli import session as sessions
+    from comfy_tpu.compiler.cache import cache_directory
+    from comfy_tpu.compiler.stored.entries import format_bytes, list_files
+    from comfy_tpu.pipeline.warming import warm_request
+
+    images = options.read_images(arguments)
+    with sessions.open_session(arguments, arguments.model, blank=True) as session:
+        settings = session.settings()
+        session.set_images(images)
+        init_image, given = session.encode_init_image(images, settings)
+        warm_request(session.pipeline, settings, given, init_image)
+    directory = cache_directory(session.pipeline.running.runtime.cache)
+    programs = session.display.account.programs
+    compiled = [program for program in programs if not program.from_cache]
+    total = sum(info.nbytes for info in list_files(directory))
+    print_text(f"{len(programs)} programs, {len(compiled)} of them compiled now; {directory} has {format_bytes(total)}")
+    return 0

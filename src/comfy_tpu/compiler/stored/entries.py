@@ -1,0 +1,147 @@
+"""Files of the program store: whole or not there, checked when read, the least recently used removed first."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.json_input import parse_json
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".entry"
+_MAGIC = b"comfy-tpu program store 1\n"
+_PARTIAL = ".partial-"
+_ABANDONED_SECONDS = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryInfo:
+    """One file of the compile cache."""
+
+    path: Path
+    nbytes: int
+    used: float
+    """Seconds since the epoch: when it was last read or written."""
+
+
+class Entries:
+    """JSON documents in a directory by their keys."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def read(self, key: str) -> Mapping[str, Any] | None:
+        """The entry of a key; None if there is none, or a damaged one, which is removed."""
+        path = self._path(key)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            entry = _unpack(content)
+        except ValueError as error:
+            logger.warning("compile cache: %s is damaged (%s); making it again", path.name, error)
+            self.remove(key)
+            return None
+        touch(path)
+        return entry
+
+    def write(self, key: str, entry: Mapping[str, Any]) -> None:
+        """Puts an entry in place. Two processes may do so at once; a failure is logged, and leaves nothing."""
+        partial: Path | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=_PARTIAL, delete=False) as file:
+                partial = Path(file.name)
+                file.write(_pack(entry))
+            partial.replace(self._path(key))
+        except OSError as error:
+            logger.warning("compile cache %s cannot be written (%s)", self.directory, error.strerror or error)
+            if partial is not None:
+                partial.unlink(missing_ok=True)
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
+
+    def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
+        """All entries that can be read."""
+        for info in list_files(self.directory):
+            if info.path.suffix == SUFFIX:
+                with contextlib.suppress(OSError, ValueError):
+                    yield info, _unpack(info.path.read_bytes())
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}{SUFFIX}"
+
+
+def touch(path: Path) -> None:
+    """Marks a file as used now: file systems are often mounted without times of access."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def _pack(entry: Mapping[str, Any]) -> bytes:
+    content = json.dumps(entry, sort_keys=True).encode()
+    return _MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def _unpack(written: bytes) -> Mapping[str, Any]:
+    magic, checksum, content = written[: len(_MAGIC)], written[len(_MAGIC) :][:64], written[len(_MAGIC) + 65 :]
+    if magic != _MAGIC:
+        raise ValueError("it is of another kind")
+    if hashlib.sha256(content).hexdigest().encode() != checksum:
+        raise ValueError("its content is not what was written")
+    entry: Mapping[str, Any] = parse_json(content)
+    return entry
+
+
+def list_files(directory: Path) -> list[EntryInfo]:
+    """The files of a compile cache, ours and JAX's, the least recently used first. Files of others are left alone."""
+    found = []
+    for path in (*directory.glob("*-cache"), *directory.rglob(f"*{SUFFIX}"), *directory.rglob(f"{_PARTIAL}*")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.append(EntryInfo(path, status.st_size, max(status.st_mtime, status.st_atime)))
+    return sorted(found, key=lambda info: info.used)
+
+
+def trim_files(directory: Path, limit: int) -> int:
+    """Removes the least recently used files until the cache is within its limit; returns the bytes that are left."""
+    files = list_files(directory)
+    total = sum(info.nbytes for info in files)
+    now = time.time()
+    for info in files:
+        is_partial = info.path.name.startswith(_PARTIAL)
+        if total <= limit and not is_partial:
+            continue
+        if is_partial and now - info.used < _ABANDONED_SECONDS:
+            continue  # another process is writing it
+        if remove_file(info.path):
+            total -= info.nbytes
+    return total
+
+
+def remove_file(path: Path) -> bool:
+    """Removes a file of the cache; False if that is not possible."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("compile cache: %s cannot be removed (%s)", path, error.strerror)
+        return False
+    return True
+
+
+def format_bytes(nbytes: int) -> str:
+    unit = max(power for power in range(4) if nbytes >= 1000**power or power == 0)
+    return f"{nbytes / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"

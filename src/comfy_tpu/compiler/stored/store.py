@@ -1,0 +1,181 @@
+"""The program store: finds a program, or a fact that tracing found, by what decides it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from comfy_tpu.compiler.cache import cache_limit, writable_cache
+from comfy_tpu.compiler.stored.entries import Entries, touch, trim_files
+from comfy_tpu.compiler.stored.executable import StoredExecutable, describe_calls
+from comfy_tpu.compiler.stored.identity import (
+    NotDescribableError,
+    describe,
+    describe_mesh,
+    describe_sharding,
+    digest,
+    environment,
+    software,
+)
+from comfy_tpu.config import CacheConfig
+
+logger = logging.getLogger(__name__)
+
+STORE_VARIABLE = "COMFY_TPU_PROGRAM_STORE"
+FOLDER = "programs"
+"""The folder inside the compile cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOrigin:
+    """What is traced, and how, for programs that can be stored."""
+
+    store: ProgramStore
+    parts: Any
+    """JSON data that decides every program of it, besides inputs and devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramStore:
+    """Entries of the compile cache that need no tracing to be found."""
+
+    directory: Path
+    limit: int
+    """Bytes of the whole cache."""
+
+    @property
+    def _entries(self) -> Entries:
+        return Entries(self.directory / FOLDER)
+
+    def fact(
+        self,
+        kind: str,
+        decided_by: Any,
+        make: Callable[[], Any],
+        *,
+        is_current: Callable[[Any], bool] = lambda fact: True,
+        **about: Any,
+    ) -> Any:
+        """`make()`, which is JSON data, or what it was when the same things decided it. `about`: for lists."""
+        try:
+            key = f"{kind}-{digest(describe(decided_by), software())}"
+        except NotDescribableError as error:
+            logger.debug("%s is not stored: it depends on %s", kind, error)
+            return make()
+        entry = self._entries.read(key)
+        if entry is not None and is_current(entry["fact"]):
+            return entry["fact"]
+        made = make()
+        self._write(key, {"kind": kind, "about": about, "fact": made})
+        return made
+
+    def program_key(self, name: str, origin: Any, mesh: Any, inputs: Any, options: Mapping[str, Any]) -> str | None:
+        """The key of a program; None where something that decides it cannot be described.
+
+        `origin`: what is traced, and how. `inputs`: arrays, or their descriptions, and static values.
+        """
+        if jax.process_count() > 1:
+            return None  # JAX's own cache knows how several processes share a program
+        try:
+            parts = (describe(origin), describe_mesh(mesh), _describe_inputs(inputs), describe(options), environment())
+        except NotDescribableError as error:
+            logger.debug("%s is not stored: it depends on %s", name, error)
+            return None
+        return f"{name}-{digest(*parts, software())}"
+
+    def load_program(self, key: str, mesh: Any) -> StoredExecutable | None:
+        """The program of a key; None if it is not here, or not as it was when it was stored."""
+        entry = self._entries.read(key)
+        if entry is None:
+            return None
+        compiled = self.directory / entry["compiled"]
+        try:
+            content = compiled.read_bytes()
+        except OSError:
+            return None  # removed to keep the limit; JAX compiles it again
+        try:
+            if _checksum(content) != entry["checksum"]:
+                raise ValueError("its content is not what was written")
+            program = StoredExecutable(entry["program"], content, mesh)
+        except Exception as error:  # noqa: BLE001 - whatever a runtime says of bytes that it cannot use
+            logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, _first_line(error))
+            self._entries.remove(key)
+            with contextlib.suppress(OSError):
+                compiled.unlink(missing_ok=True)
+            return None
+        touch(compiled)
+        return program
+
+    def save_program(self, key: str, compiled: jax.stages.Compiled, cache_key: str, mesh: Any, **about: Any) -> None:
+        """Stores how a program is called, beside its entry in JAX's cache. `about`: for lists."""
+        path = self.directory / f"{cache_key}-cache"
+        try:
+            program = describe_calls(compiled, mesh)
+            checksum = _checksum(path.read_bytes())
+        except (NotDescribableError, AttributeError, OSError) as error:
+            # AttributeError: a JAX whose objects have other names. Its own cache still has the program.
+            logger.info("%s is traced again in the next process (%s)", key, _first_line(error))
+            return
+        entry = {"kind": "program", "program": program, "compiled": path.name, "checksum": checksum, "about": about}
+        self._write(key, entry)
+
+    def _write(self, key: str, entry: Mapping[str, Any]) -> None:
+        self._entries.write(key, entry)
+        trim_files(self.directory, self.limit)
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _describe_inputs(inputs: Any) -> Any:
+    arrays, static = inputs
+    leaves, structure = jax.tree.flatten(arrays)
+    described = [[list(leaf.shape), leaf.dtype.name, describe_sharding(leaf.sharding)] for leaf in leaves]
+    values = [[name, type(value).__name__, describe(value)] for name, value in sorted(static.items())]
+    return [str(structure), described, values]
+
+
+def open_store(config: CacheConfig) -> ProgramStore | None:
+    """The store inside the compile cache; None where there is no cache, and where COMFY_TPU_PROGRAM_STORE is 0.
+
+    Code that is changed at run time is not seen by the store: whoever patches it switches the store off.
+    """
+    if os.environ.get(STORE_VARIABLE, "").strip() == "0":
+        return None
+    directory = writable_cache(config)
+    return None if directory is None else ProgramStore(directory, cache_limit(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedProgram:
+    """A stored program, for people."""
+
+    name: str
+    device: str
+    nbytes: int
+    used: float
+    """Seconds since the epoch."""
+
+
+def list_programs(directory: Path) -> list[ListedProgram]:
+    """The stored programs of a compile cache, the last used first; those whose executable is gone are left out."""
+    found = []
+    for info, entry in Entries(directory / FOLDER).all():
+        compiled = directory / str(entry.get("compiled", ""))
+        if entry.get("kind") == "program" and compiled.is_file():
+            about, nbytes = entry["about"], info.nbytes + compiled.stat().st_size
+            found.append(ListedProgram(about["name"], about["device"], nbytes, info.used))
+    return sorted(found, key=lambda program: program.used, reverse=True)

@@ -1,0 +1,346 @@
+"""The program store: what is found again, what never is, and what damage and limits do."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from comfy_tpu.compiler.blank_source import BlankSource
+from comfy_tpu.compiler.cache import cache_limit, count_compilations, parse_limit
+from comfy_tpu.compiler.checkpoint import Checkpoint
+from comfy_tpu.compiler.component import Component
+from comfy_tpu.compiler.program import ProgramEvent
+from comfy_tpu.compiler.stored import NotDescribableError, ProgramStore, describe, identity, open_store
+from comfy_tpu.compiler.stored.entries import Entries, list_files, trim_files
+from comfy_tpu.compiler.stored.store import list_programs
+from comfy_tpu.config import CacheConfig
+from comfy_tpu.parallel.mesh import make_placement
+from tests.parity import small_models
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CacheConfig:
+    monkeypatch.setenv("COMFY_TPU_PROGRAM_STORE", "1")
+    return CacheConfig(directory=tmp_path / "cache")
+
+
+def forward(
+    module: Any, hidden_states: Any, timestep: Any, encoder_hidden_states: Any, return_dict: bool
+) -> tuple[torch.Tensor, ...]:
+    """By name, "forward" would be looked up in the module."""
+    outputs: tuple[torch.Tensor, ...] = module(hidden_states, timestep, encoder_hidden_states, return_dict=return_dict)
+    return outputs
+
+
+class Run:
+    """A small transformer, made anew as a process would make it."""
+
+    def __init__(self, cache: CacheConfig, mesh: str = "dp=2,sp=4", **options: Any) -> None:
+        self.model = small_models.transformer()
+        self.events: list[ProgramEvent] = []
+        options = {"dtype": torch.float32, "cache": cache, "store": open_store(cache), **options}
+        self.component = Component(self.model.spec, self.model.config, make_placement(mesh), **options)
+
+    def __call__(self, frames: int = 3) -> torch.Tensor:
+        weights = self.component.load(Checkpoint.open(self.model.checkpoint))
+        program = self.component.program(forward, static=("return_dict",), on_event=self.events.append)
+        inputs = {
+            "hidden_states": torch.linspace(-1, 1, 2 * 4 * frames * 60).reshape(2, 4, frames, 6, 10),
+            "timestep": torch.tensor([5, 900]),
+            "encoder_hidden_states": torch.ones(2, 7, 16),
+        }
+        (out,) = program(weights, **inputs, return_dict=False)
+        return torch.from_numpy(np.array(out))
+
+    @property
+    def stages(self) -> list[str]:
+        return [event.stage for event in self.events]
+
+
+STORED = ["compiling", "ready"]
+
+
+@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4", "sp=2,tp=4"])
+def test_a_second_run_traces_nothing_and_computes_the_same(cache: CacheConfig, mesh: str) -> None:
+    first, second = Run(cache, mesh), Run(cache, mesh)
+    expected = first()
+    assert "tracing" in first.stages
+    with count_compilations() as count:
+        assert torch.equal(Run(cache, mesh)(), expected)
+        assert torch.equal(second(), expected)
+    assert count.requested == 0
+    assert second.stages == STORED
+    assert second.events[-1].from_cache
+
+
+def test_the_module_is_built_only_to_trace(cache: CacheConfig) -> None:
+    Run(cache)()
+    again = Run(cache)
+    assert again().isfinite().all()
+    assert "module" not in vars(again.component)
+    assert again.component.slots == Run(CacheConfig(enabled=False)).component.slots
+
+
+def test_an_executable_from_jaxs_cache_is_stored_too(cache: CacheConfig) -> None:
+    """After an update of comfy-tpu JAX still has the executable, which could not be serialised a second time."""
+    expected = Run(cache)()
+    assert cache.directory is not None
+    for entry in (cache.directory / "programs").iterdir():
+        entry.unlink()
+    jax.clear_caches()
+    second, third = Run(cache), Run(cache)
+    assert torch.equal(second(), expected)
+    assert "tracing" in second.stages
+    assert "cache_miss" not in second.stages
+    assert torch.equal(third(), expected)
+    assert third.stages == STORED
+
+
+def other_source(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    changed = {**identity.software(), "comfy_tpu": "another"}
+    monkeypatch.setattr("comfy_tpu.compiler.stored.store.software", lambda: changed)
+    return {}
+
+
+def other_version(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    changed = {**identity.software(), "jaxlib": "jaxlib 99"}
+    monkeypatch.setattr("comfy_tpu.compiler.stored.store.software", lambda: changed)
+    return {}
+
+
+def other_driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(identity, "_host", lambda platform: "another processor")
+    return {}
+
+
+def other_flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")
+    return {}
+
+
+def other_setting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(identity, "environment", lambda: {"jax": "another"})
+    monkeypatch.setattr("comfy_tpu.compiler.stored.store.environment", lambda: {"jax": "another"})
+    return {}
+
+
+def other_model_source(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """As if a file of diffusers had been edited."""
+    monkeypatch.setattr(
+        "comfy_tpu.compiler.module_weights.hash_module_sources", lambda names: dict.fromkeys(names, "x")
+    )
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change", [other_source, other_version, other_driver, other_flags, other_setting, other_model_source]
+)
+def test_a_program_of_another_origin_is_never_used(
+    cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    Run(cache, "single")()
+    other = Run(cache, "single", **change(monkeypatch))
+    other()
+    assert "tracing" in other.stages
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": "dp=4,sp=2"}, {"dtype": torch.bfloat16}, {"scan": False}, {"quantize": "int8"}],
+    ids=["mesh", "dtype", "scan", "quantize"],
+)
+def test_other_options_are_other_programs(cache: CacheConfig, options: dict[str, Any]) -> None:
+    Run(cache)()
+    other = Run(cache, **options)
+    other()
+    assert "tracing" in other.stages
+
+
+def test_other_shapes_are_other_programs(cache: CacheConfig) -> None:
+    Run(cache)()
+    other = Run(cache)
+    assert other(frames=2).shape[2] == 2
+    assert "tracing" in other.stages
+
+
+@pytest.mark.parametrize("kind", ["entry", "executable", "both empty"])
+def test_damage_is_replaced(cache: CacheConfig, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = Run(cache, "single")()
+    assert cache.directory is not None
+    entries = list((cache.directory / "programs").glob("*forward*.entry"))
+    executables = list(cache.directory.glob("jit_*forward*-cache"))
+    assert entries
+    assert executables
+    for path in {"entry": entries, "executable": executables}.get(kind, [*entries, *executables]):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 255
+        path.write_bytes(b"" if kind == "both empty" else bytes(content))
+    jax.clear_caches()
+    with caplog.at_level("WARNING"):
+        assert torch.equal(Run(cache, "single")(), expected)
+    assert "damaged" in caplog.text
+    again = Run(cache, "single")
+    assert torch.equal(again(), expected)
+    assert again.stages == STORED
+
+
+def test_an_executable_that_was_evicted_is_compiled_again(cache: CacheConfig) -> None:
+    expected = Run(cache, "single")()
+    assert cache.directory is not None
+    for path in cache.directory.glob("*-cache"):
+        path.unlink()
+    jax.clear_caches()
+    assert torch.equal(Run(cache, "single")(), expected)
+    again = Run(cache, "single")
+    assert torch.equal(again(), expected)
+    assert again.stages == STORED
+
+
+def test_threads_that_write_the_same_entry_leave_a_whole_one(tmp_path: Path) -> None:
+    entries = Entries(tmp_path)
+    content = {"fact": list(range(5000))}
+    barrier = threading.Barrier(8)
+
+    def write() -> None:
+        barrier.wait()
+        for _ in range(20):
+            entries.write("key", content)
+            assert entries.read("key") == content
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["key.entry"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    Entries(tmp_path / "file").write("key", {"fact": 1})
+    assert "cannot be written" in caplog.text
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    now = time.time()
+    for age, name in enumerate(["new-cache", "middle.entry", "old-cache"]):
+        (tmp_path / name).write_bytes(bytes(1000))
+        os.utime(tmp_path / name, (now - 100 * age, now - 100 * age))
+    (tmp_path / "notes.txt").write_bytes(bytes(9000))
+    assert trim_files(tmp_path, 2500) == 2000
+    assert {path.name for path in tmp_path.iterdir()} == {"new-cache", "middle.entry", "notes.txt"}
+    assert trim_files(tmp_path, 0) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt"}
+
+
+def test_partial_files_of_killed_processes_go_and_those_being_written_stay(tmp_path: Path) -> None:
+    for name, age in ((".partial-old", 7200), (".partial-new", 0)):
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    trim_files(tmp_path, 10**6)
+    assert [path.name for path in tmp_path.iterdir()] == [".partial-new"]
+
+
+def test_the_store_keeps_the_limit(cache: CacheConfig) -> None:
+    assert cache.directory is not None
+    Run(CacheConfig(directory=cache.directory, limit_bytes=40_000), "single")()
+    store = ProgramStore(cache.directory, 40_000)
+    store.fact("small", "a", lambda: 1)
+    assert sum(info.nbytes for info in list_files(cache.directory)) <= 40_000
+
+
+def test_a_use_makes_a_program_recent(cache: CacheConfig) -> None:
+    Run(cache, "single")()
+    assert cache.directory is not None
+    for info in list_files(cache.directory):
+        os.utime(info.path, (1, 1))
+    Run(cache, "single")()
+    recent = {info.path.name.partition("-")[0] for info in list_files(cache.directory) if info.used > 1}
+    assert {"transformer.forward", "jit_transformer_forward", "weights"} <= recent
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("20GB", 20 * 10**9), ("1.5 GB", 15 * 10**8), ("500MB", 5 * 10**8), ("7", 7)]
+)
+def test_limits(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_limit(text) == expected
+    monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", text)
+    assert cache_limit(CacheConfig()) == expected
+    assert cache_limit(CacheConfig(limit_bytes=3)) == 3
+
+
+@pytest.mark.parametrize("text", ["much", "-1GB", "1 PB", "nan"])
+def test_a_limit_that_is_none_is_named(
+    text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", text)
+    assert cache_limit(CacheConfig()) == 20 * 10**9
+    assert f"COMFY_TPU_CACHE_LIMIT={text} is no size" in caplog.text
+
+
+def make_adder(number: float) -> Any:
+    return lambda value: value + number
+
+
+def test_descriptions_tell_functions_apart_by_what_they_close_over() -> None:
+    def key(value: Any) -> str:
+        return identity.digest(describe(value))
+
+    assert key(make_adder(1.0)) == key(make_adder(1.0))
+    assert key(make_adder(1.0)) != key(make_adder(2.0))
+    assert key(functools.partial(make_adder, 1)) != key(functools.partial(make_adder, 2))
+    assert len({key(2), key(2.0), key(True), key(1), key("1"), key((1,)), key([1]), key({1})}) == 8
+    assert key({"a": 1, "b": 2}) == key({"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize("value", [object(), make_adder(object()), jax.numpy.ones], ids=["object", "closure", "jitted"])
+def test_what_cannot_be_described_is_not_stored(value: Any, tmp_path: Path) -> None:
+    if value is not jax.numpy.ones:
+        with pytest.raises(NotDescribableError):
+            describe(value)
+    assert ProgramStore(tmp_path, 10**6).fact("fact", make_adder(object()), lambda: 5) == 5
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_classes_that_another_package_has_patched_are_not_stored(
+    cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+    own = WanTransformerBlock.forward
+
+    @functools.wraps(own)
+    def patched(self: Any, *arguments: Any, **options: Any) -> Any:
+        return own(self, *arguments, **options)
+
+    monkeypatch.setattr(WanTransformerBlock, "forward", patched)
+    Run(cache, "single")()
+    assert cache.directory is not None
+    assert not list_programs(cache.directory)
+
+
+def test_programs_are_listed_with_their_sizes(cache: CacheConfig) -> None:
+    Run(cache, "single")()
+    assert cache.directory is not None
+    listed = {program.name: program for program in list_programs(cache.directory)}
+    assert listed["transformer.forward"].device == "cpu"
+    assert listed["transformer.forward"].nbytes > 10_000
+
+
+def test_a_blank_source_has_the_headers_of_a_checkpoint_and_zeros() -> None:
+    checkpoint = Checkpoint.open(small_models.transformer().checkpoint)
+    blank = BlankSource(checkpoint)
+    for name, info in checkpoint.tensors.items():
+        assert blank.read(name).dtype == info.dtype
+        assert blank.read(name).shape == info.shape
+        assert not blank.read(name).any()
+    blank.close()
