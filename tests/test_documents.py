@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from comfy_tpu.compiler.cache import cache_directory
+from comfy_tpu.cli.main import _parse
+from comfy_tpu.compiler.cache import LIMIT_VARIABLE, cache_directory
+from comfy_tpu.compiler.stored.store import STORE_VARIABLE
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.diagnosis.facts import model_cache_directory
 from comfy_tpu.distribution import HOME_PAGE
@@ -178,8 +180,12 @@ def test_the_guides_name_the_caches(name, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     for directory in (cache_directory(CacheConfig()), model_cache_directory({})):
         assert f"`~/{directory.relative_to(Path.home())}`" in read(name)
-    removed = re.search(r"^rm -rf (\S+)", read(name), re.MULTILINE).group(1)
-    assert Path(removed).expanduser() == cache_directory(CacheConfig())
+    commands = re.findall(r"^comfy-tpu (cache|warm) (.*?)  ", read(name), re.MULTILINE)
+    assert len(commands) == 3
+    for command, arguments in commands:
+        _parse([command, *arguments.split()])  # SystemExit where it has no such options
+    assert f"`{LIMIT_VARIABLE}`" in read(name)
+    assert f"`{STORE_VARIABLE}=0`" in read(name)
     for variable in ("HF_HOME", "HF_HUB_CACHE"):
         assert f"`{variable}`" in read(name)
         assert model_cache_directory({variable: "/elsewhere"}).is_relative_to("/elsewhere")
