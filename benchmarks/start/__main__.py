@@ -1,0 +1,100 @@
+"""What a user waits for between the command and the first step, in new processes with warm caches, part by part.
+
+    python -m benchmarks.start --model demo --json result.json
+    python -m benchmarks.start --model blank-wan-14b --directory /scratch --size 480P --json result.json
+
+The second model has the shapes of Wan 2.1 14B and zeros for weights, which take no room on the disk. The first process
+compiles (`comfy-tpu warm`); of the others the fastest is reported, and what JAX traced, lowered and compiled in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.start.blank_model import make_blank_model
+
+BLANK = "blank-wan-14b"
+_RUN = """
+import json, os, sys, time
+begin = float(os.environ["BEGIN"])
+marks, work = {}, []
+def mark(name):
+    marks.setdefault(name, round(time.time() - begin, 3))
+mark("python")
+import torch
+mark("torch")
+import jax.monitoring
+mark("jax")
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: work.append(name.rpartition("/")[2]))
+import comfy_tpu.cli.session as session
+mark("comfy_tpu")
+show = session.Display.__call__
+def record(self, progress):
+    mark({"compiling": f"program {progress.what}"}.get(progress.stage, f"{progress.stage} {progress.what}".strip()))
+    if progress.stage == "denoising" and progress.done == 1:
+        mark("first step")
+    show(self, progress)
+session.Display.__call__ = record
+from comfy_tpu.cli.main import main
+status = main(sys.argv[1:])
+mark("done")
+counted = [name for name in work if name.endswith(("trace_duration", "module_duration", "compile_duration"))]
+print("RESULT" + json.dumps({"status": status, "seconds": marks, "traced, lowered or compiled": len(counted)}))
+"""
+
+
+def run(arguments: list[str]) -> dict[str, Any]:
+    environment = {**os.environ, "BEGIN": str(time.time())}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    found = [line.removeprefix("RESULT") for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if done.returncode or not found:
+        raise SystemExit(done.stderr or done.stdout)
+    result: dict[str, Any] = json.loads(found[0])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help=f"demo, {BLANK} or a directory")
+    parser.add_argument("--directory", type=Path, default=Path("outputs/start"), help="for the cache and the model")
+    parser.add_argument("--size", help="as of generate; the model's own if none is given")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    given.directory.mkdir(parents=True, exist_ok=True)
+    model = given.model
+    if model == BLANK:
+        model = str(given.directory / BLANK)
+        if not Path(model).exists():
+            make_blank_model(Path(model))
+    options = ["--cache-dir", str(given.directory / "cache")]
+    options += ["--size", given.size] if given.size else []
+    options += ["--steps", str(given.steps)] if given.steps else []
+    first = run(["warm", model, *options])
+    output = ["--output", str(given.directory / "x.npy")]
+    later = [run(["generate", "a red circle", "--model", model, *options, *output]) for _ in range(given.runs)]
+    result = {"model": given.model, "size": given.size, "warm": first, "start": min(later, key=_total)}
+    result["all"] = [_total(each) for each in later]
+    text = json.dumps(result, indent=2)
+    sys.stdout.write(text + "\n")
+    if given.json:
+        given.json.write_text(text + "\n", encoding="utf-8")
+
+
+def _total(result: dict[str, Any]) -> float:
+    total: float = result["seconds"]["done"]
+    return total
+
+
+if __name__ == "__main__":
+    main()
