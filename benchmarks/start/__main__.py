@@ -59,6 +59,8 @@ def run(arguments: list[str]) -> dict[str, Any]:
     if done.returncode or not found:
         raise SystemExit(done.stderr or done.stdout)
     result: dict[str, Any] = json.loads(found[0])
+    if result.pop("status"):
+        raise SystemExit(done.stderr)
     return result
 
 
