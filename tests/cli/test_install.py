@@ -1,6 +1,9 @@
 """comfy-tpu install on a ComfyUI that is only its outlines."""
 
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 
 from comfy_tpu.cli import install, main
 from comfy_tpu.diagnosis import Finding
-from comfy_tpu.installation import PACK_NAME, Pack, pack
+from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.installation import PACK_NAME, ComfyUI, Pack, pack, start_command, starting
+from comfy_tpu.parallel.tpu_holders import TpuHolder
 
 ROOT = Path(__file__).parents[2]
 FILES = ("__init__.py", "pyproject.toml", "web", "locales", "example_workflows", "docs")
@@ -245,3 +250,64 @@ def test_a_package_without_its_pack_says_how_to_restore_it(comfyui, tmp_path, mo
 
 def test_this_is_the_pack():
     assert Pack.here().directory == ROOT
+
+
+MAIN = "import os, sys\nprint(os.getcwd(), sys.argv[1:])\nsys.exit(7)\n"
+
+
+def start(comfyui, *options):
+    command = [sys.executable, "-m", "comfy_tpu.cli", "comfyui", "start", str(comfyui), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_start_is_comfyui_itself_in_its_directory_with_its_exit_status(comfyui):
+    (comfyui / "main.py").write_text(MAIN)
+    target(comfyui).symlink_to(ROOT)
+    done = start(comfyui, "--port", "8200")
+    cpu = [] if Path("/proc/driver/nvidia/version").exists() else ["--cpu"]
+    assert done.stdout == f"{comfyui} {[*cpu, '--port', '8200']}\n"
+    assert done.returncode == 7
+    assert shlex.join(["main.py", *cpu, "--port", "8200"]) in done.stderr
+
+
+def test_start_without_the_pack_says_how_to_install_it(comfyui):
+    (comfyui / "main.py").write_text(MAIN)
+    done = start(comfyui)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"install them first: comfy-tpu install {shlex.quote(str(comfyui))}" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--cpu"], ["--cuda-device", "1"], ["--default-device=0"]])
+def test_start_leaves_the_choice_of_a_device_to_the_user(comfyui, options, tmp_path):
+    target(comfyui).symlink_to(ROOT)
+    command = start_command(ComfyUI.open(comfyui), options, tmp_path)
+    assert command == [sys.executable, "main.py", *options]
+
+
+def test_start_uses_the_card_of_a_machine_with_nvidias_driver(comfyui, tmp_path):
+    target(comfyui).symlink_to(ROOT)
+    driver = tmp_path / "proc" / "driver" / "nvidia" / "version"
+    assert start_command(ComfyUI.open(comfyui), [], tmp_path)[2:] == ["--cpu"]
+    driver.parent.mkdir(parents=True)
+    driver.touch()
+    assert start_command(ComfyUI.open(comfyui), [], tmp_path)[2:] == []
+
+
+def test_start_names_the_process_that_holds_the_tpu(comfyui, tmp_path, monkeypatch):
+    target(comfyui).symlink_to(ROOT)
+    monkeypatch.setattr(starting, "find_tpu", lambda root: "/dev/accel0")
+    holder = TpuHolder(4711, "python main.py --cpu", "anna")
+    monkeypatch.setattr(starting, "find_holders", lambda root: (holder,))
+    with pytest.raises(ComfyTpuError, match=r"the TPU is held by process 4711 .*; end that first \(kill 4711\)"):
+        start_command(ComfyUI.open(comfyui), [], tmp_path)
+
+
+def test_start_refuses_an_old_comfyui_and_a_disabled_pack(comfyui, tmp_path):
+    (comfyui / "custom_nodes" / f"{PACK_NAME}.disabled").symlink_to(ROOT)
+    with pytest.raises(ComfyTpuError, match="the nodes are not in"):
+        start_command(ComfyUI.open(comfyui), [], tmp_path)
+    (comfyui / "comfyui_version.py").write_text('__version__ = "0.3.0"')
+    with pytest.raises(ComfyTpuError, match="holds ComfyUI 0.3.0; needs"):
+        start_command(ComfyUI.open(comfyui), [], tmp_path)

@@ -1,6 +1,6 @@
-"""comfy-tpu comfyui run: a workflow on a running ComfyUI, over its API.
+"""comfy-tpu comfyui: starts a ComfyUI, or runs a workflow on a running one, over its API.
 
-With --json, one object. Its keys stay; new ones may be added:
+With --json, `run` prints one object. Its keys stay; new ones may be added:
 
     schema      1
     server      its address
@@ -16,6 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import shlex
+import sys
 
 from comfy_tpu.cli.options import number_parser, path_parser
 from comfy_tpu.cli.terminal import print_message, print_paths, print_text
@@ -46,9 +49,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=number_parser(float), default=TIMEOUT, metavar="SECONDS", help=f"until its end ({TIMEOUT})"
     )
     run_.add_argument("--json", action="store_true", help="print one JSON object instead of the files' paths")
+    run_.set_defaults(comfyui=_run_workflow)
+    start = commands.add_parser(
+        "start",
+        help="start a ComfyUI for the nodes of this pack",
+        description="Starts ComfyUI with this Python, its own torch on the CPU where there is no NVIDIA driver. What "
+        "follows the directory goes to ComfyUI.",
+    )
+    start.add_argument(
+        "comfyui_dir", type=path_parser("COMFYUI_DIR"), metavar="COMFYUI_DIR", help="the directory that holds main.py"
+    )
+    start.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="ComfyUI's own: --port 8200 --listen …")
+    start.set_defaults(comfyui=_start)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    status: int = arguments.comfyui(arguments)
+    return status
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    from comfy_tpu.installation import ComfyUI, start_command
+
+    comfyui = ComfyUI.open(arguments.comfyui_dir)
+    command = start_command(comfyui, [each for each in arguments.options if each != "--"])
+    print_message(f"cd {shlex.quote(str(comfyui.directory))} && {shlex.join(command)}")
+    sys.stderr.flush()
+    os.chdir(comfyui.directory)
+    os.execv(command[0], command)  # its signals and its exit status are ComfyUI's own
+
+
+def _run_workflow(arguments: argparse.Namespace) -> int:
     from comfy_tpu.comfyui_api.client import Client
     from comfy_tpu.comfyui_api.run import check_timeout, fetch_results, run_workflow
     from comfy_tpu.comfyui_api.workflow import read_workflow

@@ -54,7 +54,7 @@ COMMANDS = (
     Command("bench", "measure speed and error beside diffusers", "comfy_tpu.cli.bench"),
     Command("plan", "say what a TPU slice would do with a model, before renting it", "comfy_tpu.cli.plan"),
     Command("port", "say what stands between a PyTorch model and a TPU", "comfy_tpu.cli.port"),
-    Command("comfyui", "run a workflow on a running ComfyUI", "comfy_tpu.cli.comfyui", False),
+    Command("comfyui", "start a ComfyUI, or run a workflow on a running one", "comfy_tpu.cli.comfyui", False),
     Command("install", "put the nodes into a ComfyUI, and say what is missing", "comfy_tpu.cli.install", False),
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
