@@ -109,6 +109,15 @@ def test_a_bad_seed_fails_no_other_job(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "a.npy").is_file()
 
 
+def test_a_mesh_without_its_devices_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"a cat {number}" for number in range(30)]
+    assert batch(jobs(tmp_path / "prompts.txt", *lines), tmp_path / "out", "--mesh", "sp=16") == 1
+    errors = capsys.readouterr().err
+    assert errors.count("needs 16 devices but there are 8") == 1
+    assert "; so do all jobs of its model and mesh" in errors
+    assert "0 of 30 jobs done, 30 failed" in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,7 +11,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.jobs.driver import Batch
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import Job, Ledger, NewJob, OutputFile
+from comfy_tpu.jobs.ledger import Counts, Job, Ledger, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import CancelledError, Event, Outcome
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.worker_thread import WorkerThread
@@ -93,6 +93,28 @@ def test_a_file_that_cannot_be_placed_after_the_last_frame(decoder_fails, tmp_pa
     assert [(outcome.state, outcome.stops_batch) for outcome in found] == (
         [] if decoder_fails else [("returned", True)]
     )
+
+
+def test_a_model_that_cannot_be_opened_is_said_once(tmp_path):
+    """Its jobs fail together, those that other workers have too, and those of another mesh go on."""
+    folder, observer = Folder(str(tmp_path / "out")), Observer()
+    folder.prepare()
+    with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
+        meshes = ["sp=9"] * 4 + ["single"] * 2
+        requests = [Request({"prompt": str(number), "mesh": mesh}) for number, mesh in enumerate(meshes)]
+        ledger.submit([NewJob(request.prompt, 1, request, f"{request.prompt}.png") for request in requests])
+        batch = Batch(folder, ledger, observer)
+        bad, good = (ledger.lease(2, shape_key=requests[number].shape_key) for number in (0, -1))
+        batch._given = {job.id: job for job in (*bad, *good)}
+        batch._record(Outcome(good[0].id, "done"))
+        for job in bad:
+            batch._record(Outcome(job.id, "failed", error="mesh", is_final=True, is_of_model=True))
+        assert observer.finishes == [("", "done"), ("mesh", "failed")]
+        assert ledger.counts() == Counts(leased=1, done=1, failed=4)
+        # A worker that lacks the devices of one that had them.
+        batch._record(Outcome(good[1].id, "failed", error="mesh", is_final=True, is_of_model=True))
+        assert observer.finishes[2:] == [("mesh", "failed")]
+        assert ledger.counts() == Counts(done=1, failed=5)
 
 
 class Observer:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from PIL.Image import Image
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs import opening
 from comfy_tpu.jobs.batch_size import choose_rows, runs_beside
 from comfy_tpu.jobs.folder import Folder
@@ -82,7 +83,8 @@ class Executor:
             except CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 - a job's error is its outcome
-                self._fail(waiting, error)
+                is_open = self._model_key == waiting[0].request.model_key
+                self._fail(waiting, error, is_of_model=isinstance(error, InvalidValueError) and not is_open)
                 return
             group, waiting = waiting[:count], waiting[count:]
             shape_key = group[0].request.shape_key
@@ -233,7 +235,7 @@ class Executor:
     def _give_back(self, jobs: Sequence[Job], error: CancelledError) -> None:
         self._fail([job for job in jobs if job.id in self._open_jobs], error)
 
-    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+    def _fail(self, jobs: Sequence[Job], error: Exception, *, is_of_model: bool = False) -> None:
         for job in jobs:
             self._open_jobs.pop(job.id, None)
-            self._on_outcome(outcome_of_error(job.id, error))
+            self._on_outcome(dataclasses.replace(outcome_of_error(job.id, error), is_of_model=is_of_model))
