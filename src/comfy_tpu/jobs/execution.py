@@ -30,12 +30,15 @@ from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
-from comfy_tpu.pipeline.text import merge_embeddings
+from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.video import VideoPipeline
+
+_TEXTS_MAX = 8
+"""Encoded prompts that are kept. Those of Wan 2.1 have 16 MB each."""
 
 
 class Executor:
-    """Carries out jobs, one group of equal shape after the other, in the thread that calls `run`."""
+    """Carries out jobs, in groups of equal shape."""
 
     def __init__(
         self,
@@ -54,6 +57,8 @@ class Executor:
         self._model_key = ""
         self._rows_used: dict[str, int] = {}
         """Rows of the steps that were compiled, by shape."""
+        self._texts: dict[tuple[str, str, str], PromptEmbeddings] = {}
+        """The last encoded prompts, by shape, prompt and negative prompt: lines often differ in the seed only."""
         self._warm_shape: str | None = None
         """The shape of the last video, whose programs are therefore compiled, and whose weights are loaded."""
         self._open_jobs: dict[str, Job] = {}
@@ -183,8 +188,8 @@ class Executor:
             paths = [path.relative_to(directory) for path in media.check_output(place, settings)]
         return settings, tuple(map(str, paths))
 
-    @staticmethod
     def _encode(
+        self,
         pipeline: VideoPipeline,
         job: Job,
         settings: GenerationSettings,
@@ -192,7 +197,7 @@ class Executor:
         images: Sequence[Image],
     ) -> tuple[Row, InitImage | None]:
         init_image, given = opening.encode_init_image(job.request.values, pipeline, images, settings)
-        embeddings = pipeline.encode(job.request.prompt, settings, given)
+        embeddings = self._encode_prompt(pipeline, job, settings, given)
         description = artifacts.describe(
             job.request.prompt,
             settings,
@@ -204,6 +209,20 @@ class Executor:
         if init_image is not None:
             description["strength"] = str(init_image.strength)
         return Row(job, settings, paths, embeddings, description), init_image
+
+    def _encode_prompt(
+        self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, images: Sequence[Image]
+    ) -> PromptEmbeddings:
+        key = (job.request.shape_key, job.request.prompt, settings.negative_prompt)
+        known = self._texts.get(key)
+        if known is not None:
+            return known
+        made = pipeline.encode(job.request.prompt, settings, images)
+        if not images:
+            self._texts[key] = made
+            for old in list(self._texts)[:-_TEXTS_MAX]:
+                self._texts.pop(old, None)
+        return made
 
     def _denoise_and_decode(
         self,
