@@ -1,5 +1,6 @@
 """Batches on Ray: workers and drivers that die, machines that come and go, slices. Ray takes 5 s to start."""
 
+import contextlib
 import json
 import os
 import random
@@ -233,13 +234,10 @@ def test_chaos(has_model, start, tmp_path, small_disk):
         before = len(list_images(output))
         wait_for(lambda: len(list_images(output)) >= before + 5, what="5 more images")
         filler = small_disk / "filler"
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(2**16))
-                    file.flush()
-            except OSError:
-                pass
+        # Without a buffer, which would be written again when the file is closed.
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
         status, _, errors = batch.finish()
         assert status == 1, errors
         assert "Traceback" not in errors
