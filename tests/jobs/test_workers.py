@@ -114,14 +114,17 @@ def test_a_model_that_cannot_be_opened_is_said_once(tmp_path):
         # A worker that lacks the devices of one that had them.
         batch._record(Outcome(good[1].id, "failed", error="mesh", is_final=True, is_of_model=True))
         assert observer.finishes[2:] == [("mesh", "failed")]
+        assert observer.of_model == [False, True, False]
         assert ledger.counts() == Counts(done=1, failed=5)
 
 
 class Observer:
     def __init__(self):
         self.finishes = []
+        self.of_model = []
 
     def finished(self, outcome, state, counts):
+        self.of_model.append(outcome.is_of_model)
         self.finishes.append((outcome.error, state))
 
 

@@ -107,7 +107,7 @@ class Batch:
         self._opened_models: set[str] = set()
         """Those of which a job was done, by `Request.model_key`."""
         self._refused_models: set[str] = set()
-        """Those that cannot be opened."""
+        """Those that cannot be opened, which was said."""
 
     def submit(self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel) -> None:
         """Submits all lines, some thousand at a time. Those that are done already stay done."""
@@ -219,29 +219,28 @@ class Batch:
         state = "returned"
         if outcome.state == "done":
             outcome = self._receive(outcome)
-        job = self._given.pop(outcome.id, None)
-        if job is not None:
+        model_key = ""
+        if (job := self._given.pop(outcome.id, None)) is not None:
             outcome = dataclasses.replace(outcome, line=job.line, output=job.output)
+            model_key = job.request.model_key
         if outcome.state == "done":
             state = "done" if self.ledger.finish(outcome.id, outcome.outputs, outcome.seconds) else "lost"
-            self._opened_models.update([job.request.model_key] if job is not None else [])
+            self._opened_models.add(model_key)
         elif outcome.state == "failed":
             state = self.ledger.fail(outcome.id, outcome.error, is_final=outcome.is_final) or "lost"
         else:
             self.ledger.give_back([outcome.id], lost=outcome.is_lost)
-        if not (outcome.is_of_model and job is not None and self._refuse_model(job.request.model_key, outcome.error)):
+        if (
+            outcome.is_of_model and model_key in self._opened_models
+        ):  # another worker has the devices that this one lacks
+            outcome = dataclasses.replace(outcome, is_of_model=False)
+        if model_key not in self._refused_models:
             self._observer.finished(outcome, state, self._recount())
+        if outcome.is_of_model:
+            self._refused_models.add(model_key)
+            self.ledger.fail_model(model_key, outcome.error)
         if outcome.stops_batch:
             raise ComfyTpuError(f"{outcome.error}; start the batch again afterwards, and it goes on where it was")
-
-    def _refuse_model(self, model_key: str, error: str) -> bool:
-        """Fails all jobs of a model that cannot be opened. Whether that was said already, of another job."""
-        if model_key in self._refused_models:
-            return True
-        if model_key not in self._opened_models:  # another worker has the devices that this one lacks
-            self._refused_models.add(model_key)
-            self.ledger.fail_model(model_key, error)
-        return False
 
     def _renew(self, stopped: threading.Event) -> None:
         while not stopped.wait(_RENEW_SECONDS):

@@ -76,7 +76,7 @@ class Executor:
             self._run_groups(list(jobs))
         except CancelledError as error:
             self.is_cancelled = True
-            self._give_back(jobs, error)
+            self._fail_open(jobs, error)
 
     def _run_groups(self, waiting: list[Job]) -> None:
         while waiting:
@@ -101,8 +101,8 @@ class Executor:
     def _run_in_lane(self, pipeline: VideoPipeline, jobs: Sequence[Job], writer: Writer) -> None:
         try:
             self._run_group(pipeline, jobs, writer)
-        except CancelledError as error:
-            self._give_back(jobs, error)
+        except Exception as error:  # noqa: BLE001 - CancelledError, too: nobody waits for this thread
+            self._fail_open(jobs, error)
 
     def close(self) -> None:
         """Waits until all files are written, and frees the devices' memory."""
@@ -251,7 +251,7 @@ class Executor:
         for row in rows:
             self._open_jobs.pop(row.job.id, None)  # the writer tells their outcome
 
-    def _give_back(self, jobs: Sequence[Job], error: CancelledError) -> None:
+    def _fail_open(self, jobs: Sequence[Job], error: Exception) -> None:
         self._fail([job for job in jobs if job.id in self._open_jobs], error)
 
     def _fail(self, jobs: Sequence[Job], error: Exception, *, is_of_model: bool = False) -> None:
