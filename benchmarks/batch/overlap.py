@@ -4,12 +4,14 @@
 
 All three make the same prompts with warm caches of programs, in one run; the shell loop, where every video starts a
 process, may make fewer of them. The rate of a loop does not count its first video, which loads the model.
+`processor_seconds` are those of a video; times its rate, they are the cores that were used.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -30,14 +32,17 @@ def prompts(count: int) -> list[str]:
     return [every[number % len(every)] for number in range(count)]
 
 
-def python_loop(count: int, out: Path) -> float:
+def python_loop(count: int, out: Path) -> dict[str, float]:
     """Videos a second of the loop that a user would write."""
     pipe = comfy_tpu.open("demo")
     for number, prompt in enumerate(prompts(count)):
         if number == 1:
-            started = time.monotonic()
+            started, used = time.monotonic(), time.process_time()
         pipe(prompt, seed=number).save(out / f"{number}.mp4")
-    return (count - 1) / (time.monotonic() - started)
+    return {
+        "steady": (count - 1) / (time.monotonic() - started),
+        "processor_seconds": (time.process_time() - used) / (count - 1),
+    }
 
 
 def shell_loop(count: int, out: Path) -> float:
@@ -49,25 +54,33 @@ def shell_loop(count: int, out: Path) -> float:
 
 
 def batch(count: int, out: Path, *options: str) -> dict[str, float]:
-    """Videos a second from the first finished group on, and of the whole command."""
+    """Videos a second of the whole command, and from the first finished group on."""
     jobs = out / "jobs.jsonl"
     lines = [
         {"prompt": prompt, "seed": number, "output": f"{number}.mp4"} for number, prompt in enumerate(prompts(count))
     ]
     jobs.write_text("\n".join(map(json.dumps, lines)))
     command = [sys.executable, "-m", "comfy_tpu.cli", "batch", str(jobs), "-o", str(out), "--json", *options]
-    started, finished = time.monotonic(), []
+    started, finished = time.monotonic(), list[tuple[float, float]]()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if json.loads(line)["event"] == "done":
-                finished.append(time.monotonic())
+                finished.append((time.monotonic(), processor_seconds(process.pid)))
     assert process.returncode == 0
-    first = sum(1 for each in finished if each - finished[0] < 0.05)  # of one group
+    first = sum(1 for at, _ in finished if at - finished[0][0] < 0.05)  # of one group
+    (begun, used_before), (ended, used) = finished[first - 1], finished[-1]
     return {
         "whole": count / (time.monotonic() - started),
-        "steady": (count - first) / (finished[-1] - finished[first - 1]) if count > first else 0.0,
+        "steady": (count - first) / (ended - begun) if count > first else 0.0,
+        "processor_seconds": (used - used_before) / (count - first) if count > first else 0.0,
     }
+
+
+def processor_seconds(process: int) -> float:
+    """Of all threads of a running process."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -89,10 +102,11 @@ def main() -> None:
         }
     result = {
         "machine": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
         "count": arguments.count,
         "videos_per_second": rates,
         "times_the_shell_loop": rates["batch"]["whole"] / rates["shell loop"],
-        "times_the_python_loop": rates["batch"]["steady"] / rates["python loop"],
+        "times_the_python_loop": rates["batch"]["steady"] / rates["python loop"]["steady"],
     }
     text = json.dumps(result, indent=2)
     if arguments.json is not None:

@@ -96,7 +96,8 @@ def wait_for(condition, seconds=300, what="a condition"):
 
 
 def write_jobs(path, count, **values):
-    path.write_text("".join(json.dumps({"prompt": f"job {n}", "seed": n, **values}) + "\n" for n in range(count)))
+    lines = [{"prompt": f"job {n}", "seed": n, "output": f"{n}.png", **values} for n in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

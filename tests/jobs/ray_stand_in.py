@@ -4,6 +4,7 @@ Environment: STAND_IN_SECONDS, how long a job takes; STAND_IN_HANG, a prompt at 
 progress, once: STAND_IN_HUNG is the file that tells.
 """
 
+import json
 import os
 import time
 from pathlib import Path
@@ -52,8 +53,7 @@ class Executor:
 def write_image(path, request):
     seed = request.values.get("seed", 0)
     information = PngImagePlugin.PngInfo()
-    information.add_text("prompt", request.prompt)
-    information.add_text("process", str(os.getpid()))
+    information.add_text("Comment", json.dumps({"prompt": request.prompt, "seed": str(seed)}))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     Image.new("RGB", (8, 8), (seed % 256, seed // 256 % 256, 0)).save(partial, format="png", pnginfo=information)
     partial.replace(path)
@@ -65,8 +65,6 @@ def find_model_facts(request):
 
 def join_hosts(place):
     """Has the place and the environment of the process where a test finds them."""
-    import json
-
     record = {
         "coordinator": place.coordinator,
         "num_processes": place.num_processes,

@@ -3,10 +3,11 @@
 import hashlib
 import os
 import signal
+from pathlib import Path
 
 from comfy_tpu.jobs.driver import ModelFacts
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import Job
+from comfy_tpu.jobs.ledger import Job, OutputFile
 from comfy_tpu.jobs.outcome import Event, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import Request
 
@@ -55,15 +56,18 @@ class StandInWorkers:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.ran.append(prompt)
             happened.append(Event("stand-in", "denoising", "", 1, 1))
-            if self._errors.get(prompt):
-                happened.append(outcome_of_error(job.id, self._errors[prompt].pop(0)))
-                continue
-            with self.folder.writing() as directory:
-                path = directory / job.output
-                path.write_bytes(content(prompt))
-                outputs = self.folder.place(directory, [job.output])
-            happened.append(Outcome(job.id, "done", tuple(outputs), seconds={"total": 1.0}))
+            try:
+                if self._errors.get(prompt):
+                    raise self._errors[prompt].pop(0)
+                happened.append(Outcome(job.id, "done", tuple(self._write(job)), seconds={"total": 1.0}))
+            except Exception as error:  # noqa: BLE001 - a job's error is its outcome
+                happened.append(outcome_of_error(job.id, error))
         return happened
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+    def _write(self, job: Job) -> list[OutputFile]:
+        with self.folder.writing() as directory:
+            Path(self.folder.check_inside(directory, job.output)).write_bytes(content(job.request.prompt))
+            return self.folder.place(directory, [job.output])

@@ -51,25 +51,38 @@ def expected(prompt: str, seed: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of videos that were made one by one."""
-    out = tmp_path_factory.mktemp("alone")
-    lines = [{"prompt": prompt, "seed": seed, "output": f"{seed}.npy"} for seed, prompt in enumerate(PROMPTS)]
-    assert batch(jobs(out / "jobs.jsonl", *lines), out, "--batch-size", "1") == 0
-    return out
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A directory of videos that were made one by one, the first prompt twice, and the prompts that were encoded."""
+    out, encoded = tmp_path_factory.mktemp("alone"), list[str]()
+    encode = VideoPipeline.encode
+
+    def record(pipeline: VideoPipeline, prompt: str, *rest: Any) -> Any:
+        encoded.append(prompt)
+        return encode(pipeline, prompt, *rest)
+
+    prompts = (*PROMPTS, PROMPTS[0])
+    lines = [{"prompt": prompt, "seed": seed, "output": f"{seed}.npy"} for seed, prompt in enumerate(prompts)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VideoPipeline, "encode", record)
+        assert batch(jobs(out / "jobs.jsonl", *lines), out, "--batch-size", "1") == 0
+    return out, encoded
 
 
-def test_one_by_one_they_are_those_of_a_pipeline(made: Path) -> None:
-    for seed, prompt in enumerate(PROMPTS):
-        assert np.array_equal(np.load(made / f"{seed}.npy"), expected(prompt, seed))
+def test_one_by_one_they_are_those_of_a_pipeline(made: tuple[Path, list[str]]) -> None:
+    for seed, prompt in enumerate((*PROMPTS, PROMPTS[0])):
+        assert np.array_equal(np.load(made[0] / f"{seed}.npy"), expected(prompt, seed))
 
 
-def test_in_one_step_they_are_the_same_but_for_the_order_of_sums(made: Path, tmp_path: Path) -> None:
+def test_a_repeated_prompt_is_encoded_once(made: tuple[Path, list[str]]) -> None:
+    assert sorted(made[1]) == sorted(PROMPTS)
+
+
+def test_in_one_step_they_are_the_same_but_for_the_order_of_sums(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     lines = [{"prompt": prompt, "seed": seed, "output": f"{seed}.npy"} for seed, prompt in enumerate(PROMPTS)]
     assert batch(jobs(tmp_path / "jobs.jsonl", *lines), tmp_path, "--batch-size", "2") == 0
     videos = [torch.from_numpy(np.load(tmp_path / f"{seed}.npy")) / 255 for seed in range(3)]
     for seed, video in enumerate(videos):
-        alone = torch.from_numpy(np.load(made / f"{seed}.npy")) / 255
+        alone = torch.from_numpy(np.load(made[0] / f"{seed}.npy")) / 255
         assert (video - alone).abs().max() <= 1.01 / 255
     assert psnr(videos[0], videos[1]) < 60, "the comparison would see another prompt or seed"
 
@@ -107,6 +120,15 @@ def test_a_bad_seed_fails_no_other_job(tmp_path: Path, capsys: pytest.CaptureFix
     assert "line 2 (x.exe) failed: output=" in errors
     assert "1 of 3 jobs done, 2 failed" in errors
     assert (tmp_path / "a.npy").is_file()
+
+
+def test_a_mesh_without_its_devices_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"a cat {number}" for number in range(30)]
+    assert batch(jobs(tmp_path / "prompts.txt", *lines), tmp_path / "out", "--mesh", "sp=16") == 1
+    errors = capsys.readouterr().err
+    assert errors.count("needs 16 devices but there are 8") == 1
+    assert "; so do all jobs of its model and mesh" in errors
+    assert "0 of 30 jobs done, 30 failed" in errors
 
 
 @pytest.mark.parametrize(

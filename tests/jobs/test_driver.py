@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.output_names import RESULTS
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.sources import InvalidLine, Line
+from tests.jobs.conftest import S3
 from tests.jobs.stand_in import StandInWorkers, content, find_model
 
 
@@ -47,9 +47,9 @@ def parse(values: Any) -> Request:
 
 
 def run(
-    address: str | Path, *prompts: str | dict[str, Any] | InvalidLine, fail: dict[str, list[Exception]] | None = None
+    address: str, *prompts: str | dict[str, Any] | InvalidLine, fail: dict[str, list[Exception]] | None = None
 ) -> tuple[StandInWorkers, Observer, Counts]:
-    folder, observer = Folder(str(address)), Observer()
+    folder, observer = Folder(address), Observer()
     folder.prepare()
     ledger = Ledger(folder.ledger_path)
     workers = StandInWorkers(folder, 2)
@@ -70,17 +70,6 @@ def run(
     finally:
         ledger.close()
     return workers, observer, counts
-
-
-@pytest.fixture(params=["local", "memory"])
-def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    if request.param == "local":
-        yield str(tmp_path / "out")
-        return
-    place = f"memory://{tmp_path.name}"
-    yield place
-    fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
 
 
 def files(address: str) -> dict[str, bytes]:
@@ -128,22 +117,22 @@ def test_a_file_that_is_gone_is_made_again(address: str) -> None:
     assert run(address, "a cat", "a dog")[0].ran == ["a dog"]
 
 
-def test_failures(tmp_path: Path) -> None:
+def test_failures(address: str) -> None:
     errors: dict[str, list[Exception]] = {
         "once": [RuntimeError("lost")],
         "always": [RuntimeError("1"), RuntimeError("2"), RuntimeError("3"), RuntimeError("4")],
         "wrong": [InvalidValueError("prompt is wrong")],
     }
-    workers, _observer, counts = run(tmp_path, "fine", "once", "always", "wrong", fail=errors)
+    workers, _observer, counts = run(address, "fine", "once", "always", "wrong", fail=errors)
     assert counts == Counts(done=2, failed=2)
     assert (workers.ran.count("once"), workers.ran.count("always"), workers.ran.count("wrong")) == (2, 3, 1)
-    failed = {each["request"]["prompt"]: each["error"] for each in results(str(tmp_path)) if each["state"] == "failed"}
+    failed = {each["request"]["prompt"]: each["error"] for each in results(address) if each["state"] == "failed"}
     assert failed == {"always": "RuntimeError: 3", "wrong": "prompt is wrong"}
 
 
-def test_lines_that_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_left_out(address: str) -> None:
     _, observer, counts = run(
-        tmp_path,
+        address,
         "a cat",
         {"prompt": "x", "promt": "y"},
         {"prompt": "one", "output": "same.png"},
@@ -162,10 +151,9 @@ def test_lines_that_are_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_files_beside_an_output_are_nobody_elses(tmp_path: Path) -> None:
-    (tmp_path / "f").mkdir()
+def test_files_beside_an_output_are_nobody_elses(address: str) -> None:
     _, observer, counts = run(
-        tmp_path,
+        address,
         {"prompt": "two", "output": "x.mp4", "num_videos": 2},
         {"prompt": "one", "output": "x-1.mp4"},
         {"prompt": "sheet", "output": "a.mp4", "contact_sheet": "s.png"},
@@ -186,11 +174,11 @@ def test_files_beside_an_output_are_nobody_elses(tmp_path: Path) -> None:
     assert counts.total == 4
 
 
-def test_a_full_disk_ends_the_batch_and_it_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_batch_and_it_goes_on(address: str) -> None:
     with pytest.raises(ComfyTpuError, match="No space left.*goes on where it was"):
-        run(tmp_path, "a", "b", "c", fail={"b": [OSError(28, "No space left on device")]})
-    assert all(each["state"] != "failed" for each in results(str(tmp_path)))
-    workers, _, counts = run(tmp_path, "a", "b", "c")
+        run(address, "a", "b", "c", fail={"b": [OSError(28, "No space left on device")]})
+    assert all(each["state"] != "failed" for each in results(address))
+    workers, _, counts = run(address, "a", "b", "c")
     assert counts == Counts(done=3)
     assert "a" not in workers.ran
 
@@ -203,15 +191,16 @@ run(sys.argv[1], "a", "b", "kill", "c", "d")
 """
 
 
-def test_killed_and_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["local", S3], indirect=True)
+def test_killed_and_started_again(address: str) -> None:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((root, str(Path(root) / "src")))}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), root], env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED, address, root], env=environment, check=False)
     assert done.returncode == -9
-    workers, _, counts = run(tmp_path, "a", "b", "c", "d")
+    workers, _, counts = run(address, "a", "b", "c", "d")
     assert counts == Counts(done=4)
     assert set(workers.ran) == {"c", "d"}
-    assert sorted(files(str(tmp_path)).values()) == sorted(map(content, "abcd"))
+    assert sorted(files(address).values()) == sorted(map(content, "abcd"))
 
 
 def test_a_link_out_of_the_directory(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The ledger: states, leases, drivers that come and go."""
 
+import contextlib
 import itertools
 import os
 import sqlite3
@@ -60,6 +61,15 @@ def test_a_group_is_of_one_shape_and_the_one_before(ledger: Ledger) -> None:
     rest = ledger.lease(3, model_key=first[0].request.model_key, shape_key=first[0].request.shape_key)
     assert [each.request.shape_key for each in rest] == [first[0].request.shape_key], "the last one of them"
     assert len(ledger.lease(9)) == 4
+
+
+def test_a_job_goes_to_the_model_of_its_newest_line(path: Path) -> None:
+    """Meshes are no part of a job's identity, and are of a model that is opened."""
+    for mesh in ("sp=2", "single"):
+        with contextlib.closing(Ledger(path)) as ledger:
+            ledger.submit([job("a", mesh=mesh)])
+            ledger.fail_model(job("a", mesh="sp=2").request.model_key, "too few devices")
+            assert ledger.counts() == (Counts(failed=1) if mesh == "sp=2" else Counts(submitted=1))
 
 
 def test_models_change_as_rarely_as_possible(ledger: Ledger) -> None:

@@ -1,20 +1,22 @@
-"""The thread that carries jobs out, the writer of the executor, and files that come to the driver."""
+"""The thread that carries jobs out, the writer of videos, and files that come to the driver."""
 
+import contextlib
 import queue
 import threading
 
 import pytest
 import torch
 
+from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError
-from comfy_tpu.jobs import execution
 from comfy_tpu.jobs.driver import Batch
-from comfy_tpu.jobs.execution import Executor
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import Job, Ledger, NewJob, OutputFile
+from comfy_tpu.jobs.ledger import Counts, Job, Ledger, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import CancelledError, Event, Outcome
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.worker_thread import WorkerThread
+from comfy_tpu.jobs.writing import Row, Writer
+from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.progress import Progress
 
 
@@ -75,26 +77,54 @@ def test_a_file_that_cannot_be_placed_after_the_last_frame(decoder_fails, tmp_pa
             raise ComfyTpuError("output=x could not be written: No space left on device")
         list(chunks)
 
-    monkeypatch.setattr(execution.media, "write_videos", take_all)
+    def decode():
+        yield torch.zeros(1, 1)
+        if decoder_fails:
+            raise RuntimeError("decoder")
+
+    monkeypatch.setattr(media, "write_videos", take_all)
     outcomes = queue.Queue()
-    executor = Executor(FullFolder(str(tmp_path)), on_outcome=outcomes.put)
-    row = execution._Row(make_job(1), execution.GenerationSettings(), ("1.png",), None, {})
-    writing = execution._Writing([row], 0.0, queue.Queue(), {})
-    for chunk in (torch.zeros(1, 1), RuntimeError("decoder") if decoder_fails else None):
-        writing.chunks.put(chunk)
-    executor._writings.put(writing)
-    executor.close()
+    writer = Writer(FullFolder(str(tmp_path)), outcomes.put)
+    row = Row(make_job(1), GenerationSettings(), ("1.png",), None, {})
+    with pytest.raises(RuntimeError, match="decoder") if decoder_fails else contextlib.nullcontext():
+        writer.write([row], decode(), started=0.0, seconds={})
+    writer.close()
     found = [outcomes.get_nowait() for _ in range(outcomes.qsize())]
     assert [(outcome.state, outcome.stops_batch) for outcome in found] == (
         [] if decoder_fails else [("returned", True)]
     )
 
 
+def test_a_model_that_cannot_be_opened_is_said_once(tmp_path):
+    """Its jobs fail together, those that other workers have too, and those of another mesh go on."""
+    folder, observer = Folder(str(tmp_path / "out")), Observer()
+    folder.prepare()
+    with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
+        meshes = ["sp=9"] * 4 + ["single"] * 2
+        requests = [Request({"prompt": str(number), "mesh": mesh}) for number, mesh in enumerate(meshes)]
+        ledger.submit([NewJob(request.prompt, 1, request, f"{request.prompt}.png") for request in requests])
+        batch = Batch(folder, ledger, observer)
+        bad, good = (ledger.lease(2, shape_key=requests[number].shape_key) for number in (0, -1))
+        batch._given = {job.id: job for job in (*bad, *good)}
+        batch._record(Outcome(good[0].id, "done"))
+        for job in bad:
+            batch._record(Outcome(job.id, "failed", error="mesh", is_final=True, is_of_model=True))
+        assert observer.finishes == [("", "done"), ("mesh", "failed")]
+        assert ledger.counts() == Counts(leased=1, done=1, failed=4)
+        # A worker that lacks the devices of one that had them.
+        batch._record(Outcome(good[1].id, "failed", error="mesh", is_final=True, is_of_model=True))
+        assert observer.finishes[2:] == [("mesh", "failed")]
+        assert observer.of_model == [False, True, False]
+        assert ledger.counts() == Counts(done=1, failed=5)
+
+
 class Observer:
     def __init__(self):
         self.finishes = []
+        self.of_model = []
 
     def finished(self, outcome, state, counts):
+        self.of_model.append(outcome.is_of_model)
         self.finishes.append((outcome.error, state))
 
 

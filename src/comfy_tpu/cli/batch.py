@@ -6,7 +6,7 @@ With --json, one object a line on stdout, by its "event":
     refused     line, reason
     progress    worker, stage, what, done, total
     done        id, line, outputs, seconds, cut
-    failed      id, line, output, error; attempts are left unless final
+    failed      id, line, output, error; attempts are left unless final; of_model: all jobs of its model fail so
     message     text
     summary     done, failed, refused, open, seconds
 """

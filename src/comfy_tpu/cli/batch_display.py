@@ -58,7 +58,8 @@ class Display:
     def finished(self, outcome: Outcome, state: str, counts: Counts) -> None:
         if state == "failed":
             self._failed += 1
-            self._print(f"{outcome.job_name} failed: {outcome.error}")
+            others = "; so do all jobs of its model and mesh" if outcome.is_of_model else ""
+            self._print(f"{outcome.job_name} failed: {outcome.error}{others}")
         elif outcome.error:
             self._print(f"{outcome.job_name} is tried again: {outcome.error}")
         if state == "done" and outcome.cut:
@@ -117,7 +118,7 @@ class JsonDisplay:
             )
         elif outcome.error:
             named = {"id": outcome.id, "line": outcome.line, "output": outcome.output}
-            self._print("failed", **named, error=outcome.error, final=state == "failed")
+            self._print("failed", **named, error=outcome.error, final=state == "failed", of_model=outcome.is_of_model)
 
     def message(self, text: str) -> None:
         self._print("message", text=text)

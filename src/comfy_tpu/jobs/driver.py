@@ -102,8 +102,12 @@ class Batch:
         self.refusals = 0
         self._counts = Counts()
         self._recount_at = 0.0
-        self._given: dict[str, tuple[int, str]] = {}
-        """Line and output of the jobs that workers have, by id."""
+        self._given: dict[str, Job] = {}
+        """The jobs that workers have, by id."""
+        self._opened_models: set[str] = set()
+        """Those of which a job was done, by `Request.model_key`."""
+        self._refused_models: set[str] = set()
+        """Those that cannot be opened, which was said."""
 
     def submit(self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel) -> None:
         """Submits all lines, some thousand at a time. Those that are done already stay done."""
@@ -178,7 +182,7 @@ class Batch:
             jobs = self.ledger.lease(wanted, model_key=model_key, shape_key=shape_key)
             if not jobs:
                 break
-            self._given |= {job.id: (job.line, job.output) for job in jobs}
+            self._given |= {job.id: job for job in jobs}
             self.ledger.start([job.id for job in jobs], workers.give(jobs))
             waiting = max(0, waiting - len(jobs))
             idle = False
@@ -215,15 +219,26 @@ class Batch:
         state = "returned"
         if outcome.state == "done":
             outcome = self._receive(outcome)
-        if (given := self._given.pop(outcome.id, None)) is not None:
-            outcome = dataclasses.replace(outcome, line=given[0], output=given[1])
+        model_key = ""
+        if (job := self._given.pop(outcome.id, None)) is not None:
+            outcome = dataclasses.replace(outcome, line=job.line, output=job.output)
+            model_key = job.request.model_key
         if outcome.state == "done":
             state = "done" if self.ledger.finish(outcome.id, outcome.outputs, outcome.seconds) else "lost"
+            self._opened_models.add(model_key)
         elif outcome.state == "failed":
             state = self.ledger.fail(outcome.id, outcome.error, is_final=outcome.is_final) or "lost"
         else:
             self.ledger.give_back([outcome.id], lost=outcome.is_lost)
-        self._observer.finished(outcome, state, self._recount())
+        if (
+            outcome.is_of_model and model_key in self._opened_models
+        ):  # another worker has the devices that this one lacks
+            outcome = dataclasses.replace(outcome, is_of_model=False)
+        if model_key not in self._refused_models:
+            self._observer.finished(outcome, state, self._recount())
+        if outcome.is_of_model:
+            self._refused_models.add(model_key)
+            self.ledger.fail_model(model_key, outcome.error)
         if outcome.stops_batch:
             raise ComfyTpuError(f"{outcome.error}; start the batch again afterwards, and it goes on where it was")
 

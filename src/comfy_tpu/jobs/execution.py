@@ -1,78 +1,44 @@
 """Carries jobs out with a model: reads inputs, runs the stages, hands the frames to a writer.
 
-The thread that drives the devices does nothing else: inputs are fetched before, videos are encoded and uploaded after
-it, each in a thread of its own. On several hosts each has an executor, all are given the same jobs, and the first one
-writes: they fail together, so that none of them waits in a collective for another one.
+The thread that drives the devices does nothing else: videos are encoded and uploaded by another one. Small groups run
+beside each other on a CPU (`lanes.py`). On several hosts each has an executor, all are given the same jobs, and the
+first one writes: they fail together, so that none of them waits in a collective for another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
 from PIL.Image import Image
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs import opening
-from comfy_tpu.jobs.batch_size import choose_rows
+from comfy_tpu.jobs.batch_size import choose_rows, runs_beside
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.inputs import Inputs
-from comfy_tpu.jobs.ledger import Job, OutputFile
+from comfy_tpu.jobs.lanes import Lanes
+from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
+from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
-from comfy_tpu.pipeline.frame_names import frame_name_pattern
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 
-_CHUNKS_AHEAD = 2
-"""Decoded parts of a video that may wait for the writer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A job on its way, with what only it has."""
-
-    job: Job
-    settings: GenerationSettings
-    paths: tuple[str, ...]
-    """Of its videos, inside the directory."""
-    embeddings: PromptEmbeddings
-    metadata: Mapping[str, str]
-
-
-@dataclasses.dataclass
-class _Writing:
-    """Rows whose frames are being written."""
-
-    rows: Sequence[_Row]
-    started: float
-    chunks: queue.Queue[torch.Tensor | BaseException | None]
-    seconds: dict[str, float]
-    is_decoded: bool = False
-    """Whether the last chunk was taken: nothing more comes."""
-
-    def take_chunks(self) -> Iterator[torch.Tensor]:
-        while (chunk := self.chunks.get()) is not None:
-            if isinstance(chunk, BaseException):
-                self.is_decoded = True
-                raise _DecodeError from chunk
-            yield chunk
-        self.is_decoded = True
+_TEXTS_MAX = 8
+"""Encoded prompts that are kept. Those of Wan 2.1 have 16 MB each."""
 
 
 class Executor:
-    """Carries out jobs, one group of equal shape after the other, in the thread that calls `run`."""
+    """Carries out jobs, in groups of equal shape."""
 
     def __init__(
         self,
@@ -91,44 +57,56 @@ class Executor:
         self._model_key = ""
         self._rows_used: dict[str, int] = {}
         """Rows of the steps that were compiled, by shape."""
+        self._texts: dict[tuple[str, str, str], PromptEmbeddings] = {}
+        """The last encoded prompts, by shape, prompt and negative prompt: lines often differ in the seed only."""
+        self._warm_shape: str | None = None
+        """The shape of the last video, whose programs are therefore compiled, and whose weights are loaded."""
         self._open_jobs: dict[str, Job] = {}
         """Jobs of `run` that have neither an outcome yet nor a writer to tell it."""
         self.is_cancelled = False
         """Whether a run ended inside a group. Other hosts that were given it may wait for this one."""
         self._inputs = Inputs()
-        self._writings: queue.Queue[_Writing | None] = queue.Queue(maxsize=1)
-        self._writer = threading.Thread(target=self._write_all, name="writer")
-        self._writer.start()
+        self._lanes = Lanes(lambda: Writer(folder, on_outcome))
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Carries out jobs of one shape. Outcomes are reported when their files are at their places."""
-        self._open_jobs = {job.id: job for job in jobs}
+        """Carries out jobs of one shape, the last of them perhaps after it has returned. Outcomes are reported when
+        their files are at their places."""
+        self._open_jobs |= {job.id: job for job in jobs}
         try:
             self._run_groups(list(jobs))
         except CancelledError as error:
             self.is_cancelled = True
-            self._fail(list(self._open_jobs.values()), error)
+            self._fail_open(jobs, error)
 
     def _run_groups(self, waiting: list[Job]) -> None:
         while waiting:
             try:
                 with hosts.failing_together(CancelledError) as facts:
                     pipeline = self._open(waiting[0].request)
-                    count = self._count_rows(pipeline, waiting)
+                    count, is_small = self._choose_group(pipeline, waiting)
                     facts |= {"model": pipeline.model_fingerprint, "batch_size": str(count)}
             except CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 - a job's error is its outcome
-                self._fail(waiting, error)
+                is_open = self._model_key == waiting[0].request.model_key
+                self._fail(waiting, error, is_of_model=isinstance(error, InvalidValueError) and not is_open)
                 return
             group, waiting = waiting[:count], waiting[count:]
-            self._run_group(pipeline, group)
+            shape_key = group[0].request.shape_key
+            if is_small and shape_key == self._warm_shape and count <= self._rows_used[shape_key]:
+                self._lanes.run_beside(functools.partial(self._run_in_lane, pipeline, group))
+            else:
+                self._lanes.run_alone(functools.partial(self._run_group, pipeline, group))
+
+    def _run_in_lane(self, pipeline: VideoPipeline, jobs: Sequence[Job], writer: Writer) -> None:
+        try:
+            self._run_group(pipeline, jobs, writer)
+        except Exception as error:  # noqa: BLE001 - CancelledError, too: nobody waits for this thread
+            self._fail_open(jobs, error)
 
     def close(self) -> None:
         """Waits until all files are written, and frees the devices' memory."""
-        if self._writer.is_alive():
-            self._writings.put(None)
-            self._writer.join()
+        self._lanes.close()
         if self._pipeline is not None:
             self._pipeline.running.unload()
             self._pipeline = None
@@ -136,6 +114,8 @@ class Executor:
 
     def _open(self, request: Request) -> VideoPipeline:
         if self._pipeline is None or self._model_key != request.model_key:
+            self._lanes.wait()
+            self._warm_shape = None
             if self._pipeline is not None:
                 self._pipeline.running.unload()
             model = opening.choose_model(request.values)
@@ -147,21 +127,20 @@ class Executor:
             self._model_key = request.model_key
         return self._pipeline
 
-    def _count_rows(self, pipeline: VideoPipeline, jobs: Sequence[Job]) -> int:
-        """How many of the jobs share the next steps."""
+    def _choose_group(self, pipeline: VideoPipeline, jobs: Sequence[Job]) -> tuple[int, bool]:
+        """How many of the jobs share the next steps, and whether they may run beside others."""
         values = jobs[0].request.values
-        alone = any(name in values for name in ("contact_sheet", "num_videos", "strength"))
-        if self._batch_size == 1 or alone:
-            return 1
         # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
         common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
         settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
-        most = choose_rows(pipeline, settings) if self._batch_size is None else self._batch_size
-        return min(most, len(jobs))
+        alone = any(name in values for name in ("contact_sheet", "num_videos", "strength"))
+        most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
+        rows = min(most, len(jobs))
+        return rows, runs_beside(pipeline, dataclasses.replace(settings, num_videos=rows * settings.num_videos))
 
-    def _run_group(self, pipeline: VideoPipeline, jobs: Sequence[Job]) -> None:
+    def _run_group(self, pipeline: VideoPipeline, jobs: Sequence[Job], writer: Writer) -> None:
         started, seconds = time.monotonic(), dict[str, float]()
-        rows, init_image = list[_Row](), None
+        rows, init_image = list[Row](), None
         try:
             with hosts.failing_together(CancelledError):
                 values = self._inputs.fetch(jobs[0].request.values)
@@ -189,7 +168,7 @@ class Executor:
             return
         try:
             with hosts.failing_together(CancelledError):
-                self._denoise_and_decode(pipeline, rows, init_image, started, seconds)
+                self._denoise_and_decode(pipeline, rows, init_image, writer, started, seconds)
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001
@@ -197,7 +176,7 @@ class Executor:
                 self._fail([rows[0].job], error)
                 return
             for row in rows:  # one of them may be the reason, or there are too many for the memory
-                self._run_group(pipeline, [row.job])
+                self._run_group(pipeline, [row.job], writer)
 
     def _check(self, pipeline: VideoPipeline, job: Job) -> tuple[GenerationSettings, tuple[str, ...]]:
         """The settings of a job, and the names of its videos, which the first host knows."""
@@ -209,16 +188,16 @@ class Executor:
             paths = [path.relative_to(directory) for path in media.check_output(place, settings)]
         return settings, tuple(map(str, paths))
 
-    @staticmethod
     def _encode(
+        self,
         pipeline: VideoPipeline,
         job: Job,
         settings: GenerationSettings,
         paths: tuple[str, ...],
         images: Sequence[Image],
-    ) -> tuple[_Row, InitImage | None]:
+    ) -> tuple[Row, InitImage | None]:
         init_image, given = opening.encode_init_image(job.request.values, pipeline, images, settings)
-        embeddings = pipeline.encode(job.request.prompt, settings, given)
+        embeddings = self._encode_prompt(pipeline, job, settings, given)
         description = artifacts.describe(
             job.request.prompt,
             settings,
@@ -229,10 +208,30 @@ class Executor:
         )
         if init_image is not None:
             description["strength"] = str(init_image.strength)
-        return _Row(job, settings, paths, embeddings, description), init_image
+        return Row(job, settings, paths, embeddings, description), init_image
+
+    def _encode_prompt(
+        self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, images: Sequence[Image]
+    ) -> PromptEmbeddings:
+        key = (job.request.shape_key, job.request.prompt, settings.negative_prompt)
+        known = self._texts.get(key)
+        if known is not None:
+            return known
+        made = pipeline.encode(job.request.prompt, settings, images)
+        if not images:
+            self._texts[key] = made
+            for old in list(self._texts)[:-_TEXTS_MAX]:
+                self._texts.pop(old, None)
+        return made
 
     def _denoise_and_decode(
-        self, pipeline: VideoPipeline, rows: Sequence[_Row], init_image: Any, started: float, seconds: dict[str, float]
+        self,
+        pipeline: VideoPipeline,
+        rows: Sequence[Row],
+        init_image: InitImage | None,
+        writer: Writer,
+        started: float,
+        seconds: dict[str, float],
     ) -> None:
         shape_key = rows[0].job.request.shape_key
         # Copies of the last row make up the number that a program was compiled for: cheaper than another program.
@@ -247,83 +246,15 @@ class Executor:
         latents = pipeline.denoise(embeddings, settings, init_image, seeds=seeds)
         self._rows_used[shape_key] = count
         seconds["denoising"] = time.monotonic() - begun
-        chunks: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=_CHUNKS_AHEAD)
-        self._writings.put(_Writing(rows, started, chunks, seconds))
-        begun = time.monotonic()
-        try:
-            for part in pipeline.decode(latents, settings):
-                chunks.put(part)
-        except BaseException as error:
-            chunks.put(error)
-            raise
-        seconds["decoding"] = time.monotonic() - begun
-        chunks.put(None)
+        writer.write(rows, pipeline.decode(latents, settings), started=started, seconds=seconds)
+        self._warm_shape = shape_key
         for row in rows:
             self._open_jobs.pop(row.job.id, None)  # the writer tells their outcome
 
-    def _write_all(self) -> None:
-        while (writing := self._writings.get()) is not None:
-            try:
-                placed = self._write(writing)
-            except _DecodeError:
-                continue  # the thread that decodes reports it
-            except Exception as error:  # noqa: BLE001
-                if self._drain(writing):
-                    self._fail([row.job for row in writing.rows], error)
-                continue
-            seconds = {**writing.seconds, "total": time.monotonic() - writing.started}
-            for row, outputs in zip(writing.rows, placed, strict=True):
-                self._on_outcome(Outcome(row.job.id, "done", outputs, cut=row.embeddings.cut, seconds=seconds))
+    def _fail_open(self, jobs: Sequence[Job], error: Exception) -> None:
+        self._fail([job for job in jobs if job.id in self._open_jobs], error)
 
-    @staticmethod
-    def _drain(writing: _Writing) -> bool:
-        """Takes what the decoder would wait for ever to hand over. Whether it decoded everything."""
-        try:
-            for _ in () if writing.is_decoded else writing.take_chunks():
-                pass
-        except _DecodeError:
-            return False
-        return True
-
-    def _write(self, writing: _Writing) -> list[tuple[OutputFile, ...]]:
-        rows = writing.rows
-        if not hosts.is_first_host():
-            for _ in writing.take_chunks():  # the first host writes what all of them compute
-                pass
-            return [() for _ in rows]
-        sheet = rows[0].job.request.values.get("contact_sheet")
-        with self._folder.writing() as directory:
-            paths = [directory / name for row in rows for name in row.paths]
-            for name in (*(name for row in rows for name in row.paths), *([] if sheet is None else [sheet])):
-                self._folder.check_inside(directory, name)
-            media.write_videos(
-                paths,
-                (chunk[: len(paths)] for chunk in writing.take_chunks()),
-                fps=rows[0].settings.fps,
-                metadata=[{**row.metadata, "video": str(index)} for row in rows for index in range(len(row.paths))],
-                sheet=None if sheet is None else directory / sheet,
-            )
-            files = [
-                self._folder.place(directory, [name for path in row.paths for name in _list_files(directory, path)])
-                for row in rows
-            ]
-            if sheet is not None:
-                files[0] += self._folder.place(directory, [sheet])
-        return [tuple(each) for each in files]
-
-    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+    def _fail(self, jobs: Sequence[Job], error: Exception, *, is_of_model: bool = False) -> None:
         for job in jobs:
             self._open_jobs.pop(job.id, None)
-            self._on_outcome(outcome_of_error(job.id, error))
-
-
-class _DecodeError(Exception):
-    """Frames that will not come."""
-
-
-def _list_files(directory: Path, name: str) -> list[str]:
-    """The files of an output: one, or the frames of a sequence."""
-    if "%" not in name:
-        return [name]
-    place, pattern = directory / Path(name).parent, frame_name_pattern(Path(name).name)
-    return sorted(path.relative_to(directory).as_posix() for path in place.iterdir() if pattern.fullmatch(path.name))
+            self._on_outcome(dataclasses.replace(outcome_of_error(job.id, error), is_of_model=is_of_model))

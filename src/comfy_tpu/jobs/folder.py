@@ -28,8 +28,8 @@ from comfy_tpu.jobs.output_names import OWN_DIRECTORY, RESULTS, check_output_nam
 
 logger = logging.getLogger(__name__)
 
-_WHOLE_UPLOADS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
-"""Protocols whose files appear when they are complete."""
+_WHOLE_UPLOADS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+"""Protocols whose files appear when they are complete. In the others an upload shows while it is written."""
 _TRIES = 5
 PAUSE_SECONDS = 0.5
 """Before the second attempt to reach a store; then twice as long each time."""
@@ -156,14 +156,20 @@ class Folder:
             if _protocol(self.address) in _WHOLE_UPLOADS:
                 self._retry(lambda: system.put_file(str(path), place))
                 return
-            partial = f"{place}.{secrets.token_hex(4)}.partial"
+            directory = place.rpartition("/")[0]
+            partial = f"{directory}/.comfy-tpu-{secrets.token_hex(8)}.partial"
 
             def upload() -> None:
-                system.makedirs(place.rpartition("/")[0], exist_ok=True)
+                system.makedirs(directory, exist_ok=True)
                 system.put_file(str(path), partial)
                 system.mv(partial, place)
 
-            self._retry(upload)
+            try:
+                self._retry(upload)
+            except BaseException:
+                with contextlib.suppress(Exception):  # the error before it says what happened
+                    system.rm_file(partial)
+                raise
 
     @contextlib.contextmanager
     def _upload_errors(self, name: str) -> Iterator[None]:

@@ -220,8 +220,8 @@ class Ledger:
         state, run, outputs = row
         if run != self.run:
             execute(
-                "UPDATE jobs SET run = ?, line = ?, request = ? WHERE id = ?",
-                (self.run, job.line, job.request.to_json(), job.id),
+                "UPDATE jobs SET run = ?, line = ?, request = ?, model_key = ?, shape_key = ? WHERE id = ?",
+                (self.run, job.line, job.request.to_json(), job.request.model_key, job.request.shape_key, job.id),
             )
         if state == "done" and (existing is None or all(each["name"] in existing for each in json.loads(outputs))):
             return Submission("done")
@@ -318,6 +318,15 @@ class Ledger:
                 (state, error, attempts, time.time(), id_),
             )
             return state
+
+    def fail_model(self, model_key: str, error: str) -> None:
+        """Fails all submitted jobs of a model."""
+        with self._write():
+            self._database.execute(
+                "UPDATE jobs SET state = 'failed', error = ?, finished_at = ?"
+                " WHERE run = ? AND state = 'submitted' AND model_key = ?",
+                (error, time.time(), self.run, model_key),
+            )
 
     def give_back(self, ids: Sequence[str], *, lost: bool = False) -> None:
         """Submits leased jobs of this driver again. `lost`: their worker died."""

@@ -37,6 +37,8 @@ class Outcome:
     """Whether another attempt would fail in the same way."""
     is_lost: bool = False
     """Whether the worker died."""
+    is_of_model: bool = False
+    """Whether every other job of its model would fail in the same way: the mesh has more devices than there are."""
     stops_batch: bool = False
     """Whether every other job would fail in the same way: the disk is full."""
     cut: str = ""
