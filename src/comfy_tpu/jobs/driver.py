@@ -230,9 +230,8 @@ class Batch:
             state = self.ledger.fail(outcome.id, outcome.error, is_final=outcome.is_final) or "lost"
         else:
             self.ledger.give_back([outcome.id], lost=outcome.is_lost)
-        if (
-            outcome.is_of_model and model_key in self._opened_models
-        ):  # another worker has the devices that this one lacks
+        if outcome.is_of_model and model_key in self._opened_models:
+            # Another worker has the devices that this one lacks.
             outcome = dataclasses.replace(outcome, is_of_model=False)
         if model_key not in self._refused_models:
             self._observer.finished(outcome, state, self._recount())

@@ -213,16 +213,15 @@ class Executor:
     def _encode_prompt(
         self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, images: Sequence[Image]
     ) -> PromptEmbeddings:
+        if images:
+            return pipeline.encode(job.request.prompt, settings, images)
         key = (job.request.shape_key, job.request.prompt, settings.negative_prompt)
         known = self._texts.get(key)
-        if known is not None:
-            return known
-        made = pipeline.encode(job.request.prompt, settings, images)
-        if not images:
-            self._texts[key] = made
+        if known is None:
+            known = self._texts[key] = pipeline.encode(job.request.prompt, settings)
             for old in list(self._texts)[:-_TEXTS_MAX]:
                 self._texts.pop(old, None)
-        return made
+        return known
 
     def _denoise_and_decode(
         self,
