@@ -91,10 +91,10 @@ def test_it_needs_an_image_and_the_other_takes_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_images_are_kept_and_forty_five_prompts_followed() -> None:
+def test_fifty_images_are_kept_and_forty_eight_prompts_followed() -> None:
     followed = 0
     for number, task in enumerate(tasks()):
         video = continued(number)
         assert first_frame_psnr(task.image, video) >= PSNR_MIN
         followed += observe(video).motion == task.wanted.motion
-    assert followed >= 45
+    assert followed >= 48, "49 are found: all but a spinning square"
