@@ -29,7 +29,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 TEST_TOOLS = ("pytest>=8.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "accelerate", "peft", "absl-py", "flax>=0.12")
 CORE = (
     *("tests/bridge/test_operators.py", "tests/bridge/test_views.py", "tests/bridge/test_scope.py"),
-    *("tests/compiler/test_program.py", "tests/compiler/test_hosted.py", "tests/compiler/test_quantization.py"),
+    *("tests/compiler/test_program.py", "tests/compiler/test_stored.py", "tests/compiler/test_hosted.py"),
+    *("tests/compiler/test_quantization.py", "tests/cli/test_cache.py"),
     *("tests/kernels/test_parity.py", "tests/kernels/test_tpu_lowering.py", "tests/kernels/test_gpu_lowering.py"),
     *("tests/parity/test_wan_components.py", "tests/pipeline/test_video.py", "tests/pipeline/test_demo.py"),
     *("tests/families/test_flux.py", "tests/families/test_ltx.py"),
