@@ -44,8 +44,9 @@ def test_programs_for_v7x_can_be_printed():
     assert choose_compiler_options("tpu", "v7x", MeshSizes(sp=8))[PRELOADED] == "0"
 
 
-def test_what_libtpu_is_told_in_the_environment_stays(monkeypatch):
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--mine=1 --{EXCHANGES}=false")
+@pytest.mark.parametrize("flag", [f"--{EXCHANGES}=false", f"--no{EXCHANGES}", f"--{EXCHANGES}"])
+def test_what_libtpu_is_told_in_the_environment_stays(flag, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--mine=1 {flag}")
     options = choose_compiler_options("tpu", "v6e", MeshSizes(sp=8))
     assert EXCHANGES not in options
     assert options[GATHERS] is True

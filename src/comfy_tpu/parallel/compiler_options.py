@@ -52,7 +52,7 @@ def choose_compiler_options(platform: str, chip: str = "", sizes: MeshSizes | No
         return dict(_GPU)
     if platform != "tpu":
         return {}
-    given = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
+    given = re.findall(r"--(?:no)?(xla_\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))  # --noxla_… switches one off
     wanted = dict(_ANY_MESH.get(chip, {}))
     if sizes is not None and sizes.sp > 1:
         wanted |= _OVERLAP.get(chip, {})
