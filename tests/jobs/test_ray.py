@@ -36,6 +36,9 @@ from tests.jobs.ray_processes import (
 
 pytest.importorskip("ray", reason="an extra that make test does not install: pip install 'comfy-tpu[ray]'")
 
+# A cluster of the tests forks, and the tests of another file may have started jax in this process.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+
 
 @pytest.fixture
 def start(tmp_path):
