@@ -28,14 +28,20 @@ print(json.dumps({"status": status, "work": work, "heavy": heavy}))
 """
 
 
+NEW, OLD = f"jit_new-{'1' * 64}-cache", f"jit_old-{'2' * 64}-cache"
+OTHERS = {"notes.txt", "family-cache", "diary.entry", "programs/diary.entry", "letters/a.entry", ".partial-download"}
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     directory = tmp_path / "cache"
     (directory / "programs").mkdir(parents=True)
-    for age, name in enumerate(("jit_new-1-cache", "jit_old-2-cache", "programs/schedule-3.entry")):
+    for age, name in enumerate((NEW, OLD, f"programs/schedule-{'3' * 40}.entry")):
         (directory / name).write_bytes(bytes(1000))
         os.utime(directory / name, (time.time() - 86400 * age,) * 2)
-    (directory / "notes.txt").write_text("mine")
+    for name in OTHERS:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("mine")
     return directory
 
 
@@ -55,13 +61,13 @@ def test_size(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_clear_leaves_files_of_others(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, "clear", "--cache-dir", str(cache))
     assert (found["removed"], found["files"]) == (3, 0)
-    assert [path.name for path in cache.rglob("*") if path.is_file()] == ["notes.txt"]
+    assert {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()} == OTHERS
     assert report(capsys, "clear", "--cache-dir", str(cache))["removed"] == 0
 
 
 def test_clear_what_is_old(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report(capsys, "clear", "--older-than", "0.5", "--cache-dir", str(cache))["removed"] == 2
-    assert (cache / "jit_new-1-cache").is_file()
+    assert (cache / NEW).is_file()
 
 
 def test_a_cache_that_is_not_there_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +93,7 @@ def test_bad_input(arguments: list[str], text: str, cache: Path, capsys: pytest.
     except SystemExit as error:
         assert error.code == 2  # noqa: PT017 - of the parser
     assert text in capsys.readouterr().err
-    assert (cache / "jit_old-2-cache").is_file()
+    assert (cache / OLD).is_file()
 
 
 def run(*arguments: str) -> dict:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 import pytest
 import torch
+from jax._src import compilation_cache
 
 from comfy_tpu.compiler.blank_source import BlankSource
 from comfy_tpu.compiler.cache import cache_limit, count_compilations, parse_limit
 from comfy_tpu.compiler.checkpoint import Checkpoint
 from comfy_tpu.compiler.component import Component
+from comfy_tpu.compiler.module_weights import find_foreign_code
 from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.compiler.stored import NotDescribableError, ProgramStore, describe, identity, open_store
 from comfy_tpu.compiler.stored.entries import Entries, list_files, trim_files
 from comfy_tpu.compiler.stored.store import list_programs
 from comfy_tpu.config import CacheConfig
+from comfy_tpu.errors import DeviceMemoryError
 from comfy_tpu.parallel.mesh import make_placement
 from tests.parity import small_models
 
@@ -232,22 +236,26 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyte
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     now = time.time()
-    for age, name in enumerate(["new-cache", "middle.entry", "old-cache"]):
+    names = [f"jit_new-{'1' * 64}-cache", f"programs/middle-{'2' * 40}.entry", f"jit_old-{'3' * 64}-cache"]
+    (tmp_path / "programs").mkdir()
+    for age, name in enumerate(names):
         (tmp_path / name).write_bytes(bytes(1000))
         os.utime(tmp_path / name, (now - 100 * age, now - 100 * age))
-    (tmp_path / "notes.txt").write_bytes(bytes(9000))
+    (tmp_path / "family-cache").write_bytes(bytes(9000))
     assert trim_files(tmp_path, 2500) == 2000
-    assert {path.name for path in tmp_path.iterdir()} == {"new-cache", "middle.entry", "notes.txt"}
+    assert [info.path for info in list_files(tmp_path)] == [tmp_path / names[1], tmp_path / names[0]]
     assert trim_files(tmp_path, 0) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt"}
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["family-cache"]
 
 
 def test_partial_files_of_killed_processes_go_and_those_being_written_stay(tmp_path: Path) -> None:
-    for name, age in ((".partial-old", 7200), (".partial-new", 0)):
-        (tmp_path / name).write_bytes(bytes(10))
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    (tmp_path / "programs").mkdir()
+    old, new = (tmp_path / "programs" / f".partial-{digit * 16}" for digit in "ab")
+    for path, age in ((old, 7200), (new, 0)):
+        path.write_bytes(bytes(10))
+        os.utime(path, (time.time() - age,) * 2)
     trim_files(tmp_path, 10**6)
-    assert [path.name for path in tmp_path.iterdir()] == [".partial-new"]
+    assert list((tmp_path / "programs").iterdir()) == [new]
 
 
 def test_the_store_keeps_the_limit(cache: CacheConfig) -> None:
@@ -263,13 +271,14 @@ def test_a_use_makes_a_program_recent(cache: CacheConfig) -> None:
     assert cache.directory is not None
     for info in list_files(cache.directory):
         os.utime(info.path, (1, 1))
+    jax.clear_caches()
     Run(cache, "single")()
     recent = {info.path.name.partition("-")[0] for info in list_files(cache.directory) if info.used > 1}
     assert {"transformer.forward", "jit_transformer_forward", "weights"} <= recent
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("20GB", 20 * 10**9), ("1.5 GB", 15 * 10**8), ("500MB", 5 * 10**8), ("7", 7)]
+    ("text", "expected"), [("20GB", 20 * 10**9), ("1.5 gb", 15 * 10**8), ("500MB", 5 * 10**8), ("7", 7)]
 )
 def test_limits(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_limit(text) == expected
@@ -278,13 +287,13 @@ def test_limits(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert cache_limit(CacheConfig(limit_bytes=3)) == 3
 
 
-@pytest.mark.parametrize("text", ["much", "-1GB", "1 PB", "nan"])
+@pytest.mark.parametrize("text", ["much", "-1GB", "1 PB", "nan", "9" * 400 + "GB"])
 def test_a_limit_that_is_none_is_named(
     text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", text)
     assert cache_limit(CacheConfig()) == 20 * 10**9
-    assert f"COMFY_TPU_CACHE_LIMIT={text} is no size" in caplog.text
+    assert f"COMFY_TPU_CACHE_LIMIT={text[:40]} is no size" in caplog.text
 
 
 def make_adder(number: float) -> Any:
@@ -326,6 +335,105 @@ def test_classes_that_another_package_has_patched_are_not_stored(
     Run(cache, "single")()
     assert cache.directory is not None
     assert not list_programs(cache.directory)
+
+
+def test_a_class_that_is_patched_later_is_not_stored_either(
+    cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the weights are known: what a custom node would do to a running server."""
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+    own = WanTransformerBlock.forward
+
+    @functools.wraps(own)
+    def halved(*given: Any, **options: Any) -> Any:
+        return 0.5 * own(*given, **options)
+
+    expected = Run(cache, "single")(frames=2)
+    assert cache.directory is not None
+    for entry in (cache.directory / "programs").glob("transformer.forward*"):
+        entry.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(WanTransformerBlock, "forward", halved)
+        assert not torch.equal(Run(cache, "single")(frames=2), expected)
+    clean = Run(cache, "single")
+    assert torch.equal(clean(frames=2), expected)
+    assert "tracing" in clean.stages
+
+
+def test_patched_attention_processors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+
+    attention = WanAttention(dim=8, heads=2, dim_head=4, processor=WanAttnProcessor())
+    assert find_foreign_code(attention) == ""
+    monkeypatch.setattr(WanAttnProcessor, "__call__", lambda *given, **options: None)
+    assert find_foreign_code(attention) == "WanAttnProcessor.__call__"
+
+
+def test_what_was_installed_after_the_start_is_not_stored(cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_BEGIN", 0.0)
+    Run(cache, "single")()
+    assert cache.directory is not None
+    assert not list((cache.directory / "programs").glob("*"))
+
+
+def test_two_keys_share_an_executable_that_was_compiled_anew(cache: CacheConfig) -> None:
+    """JAX writes how long a compilation took beside it: the file is another one, the program is not."""
+    expected = Run(cache, "single")()
+    assert cache.directory is not None
+    (entry,) = (cache.directory / "programs").glob("transformer.forward*")
+    (executable,) = cache.directory.glob("jit_transformer_forward*")
+    content = compilation_cache.decompress_executable(executable.read_bytes())
+    time.sleep(0.02)
+    executable.write_bytes(compilation_cache.compress_executable((99).to_bytes(4, "big") + content[4:]))
+    again = Run(cache, "single")
+    assert torch.equal(again(), expected)
+    assert again.stages == STORED
+    assert entry.is_file()
+
+
+def test_no_memory_for_a_program_is_no_damage(cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run(cache, "single")()
+    assert cache.directory is not None
+    before = {info.path for info in list_files(cache.directory)}
+
+    def refuse(*_: Any) -> NoReturn:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("comfy_tpu.compiler.stored.store.StoredExecutable", refuse)
+        with pytest.raises(DeviceMemoryError):
+            Run(cache, "single")()
+    assert {info.path for info in list_files(cache.directory)} == before
+
+
+def test_the_limit_holds_for_programs_that_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMFY_TPU_PROGRAM_STORE", "0")
+    old = tmp_path / f"jit_old-{'1' * 64}-cache"
+    old.write_bytes(bytes(10**6))
+    os.utime(old, (1, 1))
+    Run(CacheConfig(directory=tmp_path, limit_bytes=10**6), "single")()
+    assert not old.exists()
+
+
+def test_a_logging_configuration_does_not_switch_the_store_off(cache: CacheConfig) -> None:
+    """`logging.config` disables the loggers that it does not name."""
+    compiler = logging.getLogger("jax._src.compiler")
+    compiler.disabled = True
+    try:
+        Run(cache, "single")()
+        assert compiler.disabled
+    finally:
+        compiler.disabled = False
+    again = Run(cache, "single")
+    again()
+    assert again.stages == STORED
+
+
+def test_entries_are_as_readable_as_jaxs_own(cache: CacheConfig) -> None:
+    Run(cache, "single")()
+    assert cache.directory is not None
+    assert len({info.path.stat().st_mode for info in list_files(cache.directory)}) == 1
 
 
 def test_programs_are_listed_with_their_sizes(cache: CacheConfig) -> None:

@@ -44,17 +44,22 @@ def cache_limit(config: CacheConfig) -> int:
         return _LIMIT_BYTES
     try:
         return parse_limit(given)
-    except ValueError:
-        logger.warning("%s=%s is no size; give one such as 20GB. The limit is %s", LIMIT_VARIABLE, given, "20GB")
+    except (ValueError, OverflowError):
+        _warn_of_limit(given)
         return _LIMIT_BYTES
 
 
+@functools.cache  # one warning for each text
+def _warn_of_limit(text: str) -> None:
+    logger.warning("%s=%s is no size; give one such as 20GB, which is the limit now", LIMIT_VARIABLE, text[:40])
+
+
 def parse_limit(text: str) -> int:
-    """Bytes of a size such as "20GB" or "500 MB"; ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip())
+    """Bytes of a size such as "20GB" or "500 MB"; ValueError or OverflowError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
     if found is None:
         raise ValueError(text)
-    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
 
 
 def writable_cache(config: CacheConfig) -> Path | None:
@@ -228,16 +233,21 @@ class _LookupFilter(logging.Filter):
 
 _lock = threading.Lock()
 _shown_level = _saved_level = logging.WARNING
+_saved_disabled = False
 _watching = 0
 
 
 @contextlib.contextmanager
 def _debug_level() -> Iterator[None]:
     """Lets the log of JAX's compiler through to filters. Several threads may be inside."""
-    global _shown_level, _watching, _saved_level
+    global _shown_level, _watching, _saved_level, _saved_disabled
     with _lock:
         if _watching == 0:
             _saved_level, _shown_level = _compiler_log.level, _compiler_log.getEffectiveLevel()
+            # A logging configuration disables the loggers that it does not name.
+            _saved_disabled, _compiler_log.disabled = _compiler_log.disabled, False
+            if _saved_disabled:
+                _shown_level = logging.CRITICAL + 1
             _compiler_log.setLevel(logging.DEBUG)
         _watching += 1
     try:
@@ -247,6 +257,7 @@ def _debug_level() -> Iterator[None]:
             _watching -= 1
             if _watching == 0:
                 _compiler_log.setLevel(_saved_level)
+                _compiler_log.disabled = _saved_disabled
 
 
 @contextlib.contextmanager
@@ -264,12 +275,12 @@ def watch_cache(on_miss: Callable[[], None]) -> Iterator[CacheLookup]:
         yield lookup
         return
     listening = _LookupFilter(lookup, on_miss)
-    with _debug_level():
-        _compiler_log.addFilter(listening)
-        try:
+    _compiler_log.addFilter(listening)
+    try:
+        with _debug_level():
             yield lookup
-        finally:
-            _compiler_log.removeFilter(listening)
+    finally:
+        _compiler_log.removeFilter(listening)
 
 
 _open_counts: list[CompileCount] = []

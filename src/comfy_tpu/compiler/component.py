@@ -122,7 +122,10 @@ class Component:
         )
         how = (self.context.attention, sharding)
         traced = (decided_by, how, weights.code)
-        self._origin = None if self._store is None else ProgramOrigin(self._store, traced)
+        self._origin = None if self._store is None else ProgramOrigin(self._store, traced, self._find_foreign_code)
+
+    def _find_foreign_code(self) -> str:
+        return find_foreign_code(self.module)
 
     @functools.cached_property
     def module(self) -> torch.nn.Module:
@@ -139,7 +142,10 @@ class Component:
         def make_stored() -> dict[str, Any]:
             if foreign := find_foreign_code(self.module):
                 raise NotDescribableError(f"{foreign}, which another package has replaced")
-            return make().write()
+            made = make()
+            if unknown := [name for name, found in made.code.items() if not found]:
+                raise NotDescribableError(f"{unknown[0]}, whose source is not found")
+            return made.write()
 
         if self._store is None:
             return make()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,12 +71,16 @@ def _dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype, float32: Sequenc
 
 def _source_modules(module: torch.nn.Module) -> set[str]:
     """The Python modules that define the classes of a module's parts, their bases, and their attention processors."""
-    parts = [*module.modules(), *(part.processor for part in module.modules() if hasattr(part, "processor"))]
-    names = {kind.__module__ for part in parts for kind in type(part).__mro__}
+    names = {kind.__module__ for kind in _classes(module)}
     return {name for name in names if name.partition(".")[0] not in ("builtins", "torch", "comfy_tpu", "abc", "typing")}
 
 
-_LIBRARIES = ("accelerate", "comfy_tpu", "diffusers", "torch", "transformers")
+def _classes(module: torch.nn.Module) -> set[type]:
+    parts = [*module.modules(), *(part.processor for part in module.modules() if hasattr(part, "processor"))]
+    return {kind for part in parts for kind in type(part).__mro__}
+
+
+_LIBRARIES = ("accelerate", "comfy_tpu", "diffusers", "huggingface_hub", "torch", "transformers")
 """Packages that add to each other's classes when they are imported: transformers gives torch's Module a method."""
 
 
@@ -85,10 +90,12 @@ def find_foreign_code(module: torch.nn.Module) -> str:
     A program that is traced with it is not that of the class's own source.
     """
     libraries = {_directory(name) for name in (*_LIBRARIES, "os")}
-    for kind in {kind for part in module.modules() for kind in type(part).__mro__}:
+    for kind in _classes(module):
         known = tuple(filter(None, libraries | {_directory(kind.__module__.partition(".")[0])}))
         for name, method in vars(kind).items():
-            code = getattr(method, "__code__", None)
+            code = getattr(getattr(method, "__func__", method), "__code__", None)
+            if isinstance(method, functools.partial | functools.partialmethod):
+                return f"{kind.__qualname__}.{name}"
             if code is not None and not code.co_filename.startswith((*known, "<")):
                 return f"{kind.__qualname__}.{name}"
     return ""

@@ -25,7 +25,7 @@ from comfy_tpu.bridge.dtypes import numpy_dtype
 from comfy_tpu.bridge.failures import check_constants
 from comfy_tpu.compiler.cache import count_compilations, enable_cache, watch_cache
 from comfy_tpu.compiler.stacking import check_weights
-from comfy_tpu.compiler.stored import ProgramOrigin
+from comfy_tpu.compiler.stored import ProgramOrigin, keep_limit
 from comfy_tpu.compiler.stored.executable import StoredExecutable
 from comfy_tpu.config import CacheConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError, device_errors, see
@@ -299,11 +299,16 @@ class DeviceProgram(abc.ABC):
         key = store.program_key(self.name, traced, placement.mesh, (arguments, static), options)
         if key is None:
             return self._compile(static, arguments, options)
-        if (stored := store.load_program(key, placement.mesh)) is not None:
+        with device_errors(self.name):
+            stored = store.load_program(key, placement.mesh)
+        if stored is not None:
             self._on_event(ProgramEvent(self.name, "compiling", 0.0))
             return stored, ProgramEvent(self.name, "ready", time.perf_counter() - begin, from_cache=True)
         compiled, ready = self._compile(static, arguments, options)
-        store.save_program(key, compiled, ready.cache_key, placement.mesh, name=self.name, device=placement.chip)
+        if foreign := self._origin.find_foreign_code():
+            logger.info("%s is not stored: another package has replaced %s", self.name, foreign)
+        else:
+            store.save_program(key, compiled, ready.cache_key, placement.mesh, name=self.name, device=placement.chip)
         return compiled, ready
 
     def _compile(
@@ -336,6 +341,7 @@ class DeviceProgram(abc.ABC):
             jax.profiler.TraceAnnotation(f"compile {self.name}"),
         ):
             compiled = compile_lowered(lowered, options)
+        keep_limit(self._cache, lookup)
         stages = ProgramStages(traced, lowered, compiled)
         seconds, from_cache = time.perf_counter() - clock, count.compiled == 0
         return compiled, ProgramEvent(self.name, "ready", seconds, from_cache, stages, lookup.key)

@@ -28,8 +28,6 @@ class PlainTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._pad_token = pad_token
         self._pad_id = self._tokenizer.token_to_id(pad_token)
-        if self._pad_id is None:
-            raise ValueError(f"its pad_token {pad_token} is no token")
 
     @classmethod
     def open(cls, folder: Path) -> PlainTokenizer | None:
@@ -46,7 +44,8 @@ class PlainTokenizer:
             return None
         if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():
             return None
-        return cls(tokens, config["pad_token"])
+        made = cls(tokens, config["pad_token"])
+        return None if made._pad_id is None else made  # transformers adds such a token
 
     def num_special_tokens_to_add(self) -> int:
         count: int = self._tokenizer.num_special_tokens_to_add(is_pair=False)

@@ -276,7 +276,7 @@ class VideoPipeline:
         store = self.running.store
         if store is None:
             return make()
-        timing = dataclasses.replace(settings, seed=0, negative_prompt="", fps=0, guidance_scale=0)
+        timing = dataclasses.replace(settings, seed=0, negative_prompt="")
         decided_by = (self.files.schedulers[settings.scheduler], timing, begin)
         return Schedule.read(store.fact("schedule", decided_by, lambda: make().write(), name=settings.scheduler))
 

@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".entry"
 _MAGIC = b"comfy-tpu program store 1\n"
 _PARTIAL = ".partial-"
+FOLDER = "programs"
+"""The folder of our entries inside the compile cache."""
+_JAX_NAME = re.compile(r".+-[0-9a-f]{64}-cache")
+_OWN_NAME = re.compile(rf".+-[0-9a-f]{{40}}{re.escape(SUFFIX)}|{re.escape(_PARTIAL)}[0-9a-f]{{16}}")
 _ABANDONED_SECONDS = 3600
 
 
@@ -61,22 +66,29 @@ class Entries:
         partial: Path | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=_PARTIAL, delete=False) as file:
-                partial = Path(file.name)
-                file.write(_pack(entry))
+            partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
+            partial.write_bytes(_pack(entry))  # as readable as JAX's own entries: a cache may have several users
             partial.replace(self._path(key))
         except OSError as error:
             logger.warning("compile cache %s cannot be written (%s)", self.directory, error.strerror or error)
             if partial is not None:
-                partial.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
 
     def remove(self, key: str) -> None:
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
+    def written(self, key: str) -> float:
+        """When an entry was written, in seconds since the epoch; 0 if there is none."""
+        try:
+            return self._path(key).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
         """All entries that can be read."""
-        for info in list_files(self.directory):
+        for info in list_files(self.directory.parent):
             if info.path.suffix == SUFFIX:
                 with contextlib.suppress(OSError, ValueError):
                     yield info, _unpack(info.path.read_bytes())
@@ -86,9 +98,9 @@ class Entries:
 
 
 def touch(path: Path) -> None:
-    """Marks a file as used now: file systems are often mounted without times of access."""
+    """Marks a file as used now: file systems are often mounted without times of access. When it was written stays."""
     with contextlib.suppress(OSError):
-        os.utime(path)
+        os.utime(path, (time.time(), path.stat().st_mtime))
 
 
 def _pack(entry: Mapping[str, Any]) -> bytes:
@@ -109,10 +121,13 @@ def _unpack(written: bytes) -> Mapping[str, Any]:
 def list_files(directory: Path) -> list[EntryInfo]:
     """The files of a compile cache, ours and JAX's, the least recently used first. Files of others are left alone."""
     found = []
-    for path in (*directory.glob("*-cache"), *directory.rglob(f"*{SUFFIX}"), *directory.rglob(f"{_PARTIAL}*")):
+    for place, names in ((directory, _JAX_NAME), (directory / FOLDER, _OWN_NAME)):
         with contextlib.suppress(OSError):
-            status = path.stat()
-            found.append(EntryInfo(path, status.st_size, max(status.st_mtime, status.st_atime)))
+            for entry in os.scandir(place):
+                if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    status = entry.stat()
+                    info = EntryInfo(Path(entry.path), status.st_size, max(status.st_mtime, status.st_atime))
+                    found.append(info)
     return sorted(found, key=lambda info: info.used)
 
 

@@ -20,13 +20,10 @@ from comfy_tpu.compiler.stored.identity import NotDescribableError
 class StoredExecutable:
     """A program that was read from the store; called as `jax.stages.Compiled` is, with the arguments of its tracing."""
 
-    def __init__(self, header: Mapping[str, Any], cache_entry: bytes, mesh: Mesh) -> None:
-        """`header`: that of `describe_calls`. `cache_entry`: the content of the program's file in JAX's cache."""
-        from jax._src import compilation_cache
+    def __init__(self, header: Mapping[str, Any], serialized: bytes, mesh: Mesh) -> None:
+        """`header`: that of `describe_calls`. `serialized`: as `read_cache_entry` returns it."""
         from jaxlib import _jax
 
-        content = compilation_cache.decompress_executable(cache_entry)
-        serialized, _ = compilation_cache.extract_executable_and_time(content)
         devices = tuple(mesh.devices.flat)
         self._executable = devices[0].client.deserialize_executable(
             serialized, executable_devices=_jax.DeviceList(devices)
@@ -56,6 +53,18 @@ class StoredExecutable:
     def as_text(self) -> str:
         """The optimized HLO."""
         return "\n".join(module.to_string() for module in self._executable.hlo_modules())
+
+
+def read_cache_entry(content: bytes) -> bytes:
+    """The serialised executable in a file of JAX's cache, without the time that it took to compile."""
+    from jax._src import compilation_cache
+
+    serialized, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(content))
+    return serialized
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def describe_calls(compiled: jax.stages.Compiled, mesh: Mesh) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A stored program is found by a hash of all of it, so that one that anything else
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -16,6 +17,7 @@ import os
 import platform
 import re
 import sys
+import time
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,12 +28,14 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from comfy_tpu.bridge.operators import OPERATORS
 from comfy_tpu.json_input import parse_json
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _VERSIONED = ("diffusers", "flax", "jax", "jaxlib", "numpy", "tokamax", "torch", "torchax", "transformers")
 """Packages that are known by their version, unless they are installed from a checkout."""
 _COMPILERS = (
+    "absl-py",  # Pallas for Hopper needs it, and another kernel is chosen without it
     "libtpu",
     *(f"jax-cuda{number}-{part}" for number in (12, 13) for part in ("plugin", "pjrt")),
     *(f"nvidia-{library}{suffix}" for library in ("cudnn", "cublas") for suffix in ("", "-cu12", "-cu13")),
@@ -91,14 +95,22 @@ def describe(value: Any, depth: int = 0) -> Any:
 
 def _function(function: types.FunctionType, inner: Any) -> Any:
     code = function.__code__
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    constants = [constant for constant in code.co_consts if isinstance(constant, (bool, int, float, str, bytes))]
-    body = hashlib.sha256(code.co_code + repr((code.co_names, constants)).encode()).hexdigest()[:16]
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        raise NotDescribableError(f"{function.__qualname__}, which closes over a name without a value") from None
     return {
-        "function": [*_named(function), code.co_firstlineno, body],
+        "function": [*_named(function), code.co_firstlineno, hashlib.sha256(_code_bytes(code)).hexdigest()[:16]],
         "closure": [inner(cell) for cell in cells],
         "defaults": [inner(function.__defaults__), inner(function.__kwdefaults__)],
     }
+
+
+def _code_bytes(code: types.CodeType) -> bytes:
+    """The code of a function, for two that are on one line."""
+    inside = [_code_bytes(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    plain = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
+    return b"".join((code.co_code, repr((code.co_names, plain)).encode(), *inside))
 
 
 def _named(value: Any) -> list[str]:
@@ -138,8 +150,12 @@ def _find_package(name: str) -> Path | None:
 
 def hash_sources(directory: Path) -> str:
     """A hash of the source and the tables of a package; its large assets are none."""
-    files = [path for suffix in ("*.py", "*.json") for path in directory.rglob(suffix) if "assets" not in path.parts]
-    return _hash_files(sorted(files), directory)
+    return _hash_files(_list_sources(directory), directory)
+
+
+def _list_sources(directory: Path) -> list[Path]:
+    found = (path for suffix in ("*.py", "*.json") for path in directory.rglob(suffix))
+    return sorted(path for path in found if "assets" not in path.relative_to(directory).parts)
 
 
 def _hash_files(files: Iterable[Path], directory: Path) -> str:
@@ -152,7 +168,8 @@ def _hash_files(files: Iterable[Path], directory: Path) -> str:
 
 
 def hash_module_sources(modules: Iterable[str]) -> dict[str, str]:
-    """A hash of the source file of each module by its full name. Nothing is imported; "" where there is no file."""
+    """A hash of the source of each module by its full name: its file, or its whole package where the package's version
+    does not tell what else is in it. Nothing is imported; "" where there is no file."""
     return {name: _hash_module(name) for name in sorted(set(modules))}
 
 
@@ -161,11 +178,27 @@ def _hash_module(name: str) -> str:
     root = _find_package(top)
     if root is None:
         return ""
+    if top not in _VERSIONED and root.is_dir():
+        return hash_sources(root)
     path = root if root.is_file() else root.joinpath(*inside)
     for candidate in (path, path.with_name(f"{path.name}.py"), path / "__init__.py"):
         if candidate.is_file():
             return _hash_files([candidate], candidate.parent)
     return ""
+
+
+_BEGIN = time.time()
+
+
+def is_changed_since_start() -> bool:
+    """Whether something that is traced was installed or edited after this process had begun to import it: what it
+    traces is then not what its source says."""
+    homes = [root / "__init__.py" for name in _VERSIONED if (root := _find_package(name)) is not None]
+    for path in (*_list_sources(_PACKAGE), *homes):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime > _BEGIN:
+                return True
+    return False
 
 
 @functools.cache
@@ -186,11 +219,13 @@ def _version(name: str) -> str:
 def _is_checkout(name: str) -> bool:
     """Whether a package is installed from a directory or a repository, so that its version does not say what it is."""
     try:
-        origin = importlib.metadata.distribution(name).read_text("direct_url.json")
+        distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return True
+    origin = distribution.read_text("direct_url.json")
     found = parse_json(origin) if origin else {}
-    return "dir_info" in found or "vcs_info" in found
+    is_elsewhere = Path(str(distribution.locate_file(name))).resolve() != (_find_package(name) or _PACKAGE).resolve()
+    return "dir_info" in found or "vcs_info" in found or is_elsewhere
 
 
 def environment() -> dict[str, Any]:
@@ -198,8 +233,15 @@ def environment() -> dict[str, Any]:
     names = [name for name in jax.config.values if not _IRRELEVANT_SETTINGS.search(name)]
     return {
         "jax": {name: repr(getattr(jax.config, name, jax.config.values[name])) for name in sorted(names)},
-        "variables": {name: sorted(os.environ.get(name, "").split()) for name in _VARIABLES},
+        "variables": {name: os.environ.get(name, "").split() for name in _VARIABLES},
+        "operators": _foreign_operators(),
     }
+
+
+def _foreign_operators() -> list[Any]:
+    """Operators that other packages have added to the table."""
+    added = [entry for entry in OPERATORS.values() if not entry.function.__module__.startswith("comfy_tpu.")]
+    return sorted(([str(each.target), describe(each.function)] for each in added), key=json.dumps)
 
 
 def describe_mesh(mesh: Any) -> Any:

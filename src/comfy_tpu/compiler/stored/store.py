@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from comfy_tpu.compiler.cache import cache_limit, writable_cache
-from comfy_tpu.compiler.stored.entries import Entries, touch, trim_files
-from comfy_tpu.compiler.stored.executable import StoredExecutable, describe_calls
+from comfy_tpu.compiler.cache import CacheLookup, cache_limit, writable_cache
+from comfy_tpu.compiler.stored.entries import FOLDER, Entries, touch, trim_files
+from comfy_tpu.compiler.stored.executable import StoredExecutable, describe_calls, first_line, read_cache_entry
 from comfy_tpu.compiler.stored.identity import (
     NotDescribableError,
     describe,
@@ -23,15 +23,15 @@ from comfy_tpu.compiler.stored.identity import (
     describe_sharding,
     digest,
     environment,
+    is_changed_since_start,
     software,
 )
 from comfy_tpu.config import CacheConfig
+from comfy_tpu.errors import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 STORE_VARIABLE = "COMFY_TPU_PROGRAM_STORE"
-FOLDER = "programs"
-"""The folder inside the compile cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,9 @@ class ProgramOrigin:
 
     store: ProgramStore
     parts: Any
-    """JSON data that decides every program of it, besides inputs and devices."""
+    """Data that decides every program of it, besides inputs and devices."""
+    find_foreign_code: Callable[[], str] = str
+    """Names code that was replaced at run time, after a trace; "" if there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,42 +104,49 @@ class ProgramStore:
         except OSError:
             return None  # removed to keep the limit; JAX compiles it again
         try:
-            if _checksum(content) != entry["checksum"]:
+            serialized = read_cache_entry(content)
+            if _checksum(serialized) != entry["checksum"]:
                 raise ValueError("its content is not what was written")
-            program = StoredExecutable(entry["program"], content, mesh)
-        except Exception as error:  # noqa: BLE001 - whatever a runtime says of bytes that it cannot use
-            logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, _first_line(error))
-            self._entries.remove(key)
-            with contextlib.suppress(OSError):
-                compiled.unlink(missing_ok=True)
+            program = StoredExecutable(entry["program"], serialized, mesh)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._drop(key, compiled, error)
             return None
         touch(compiled)
         return program
+
+    def _drop(self, key: str, compiled: Path, error: Exception) -> None:
+        """Removes an entry that cannot be used, and the executable, unless JAX has compiled that anew meanwhile."""
+        with contextlib.suppress(OSError):
+            if compiled.stat().st_mtime <= self._entries.written(key):
+                logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, first_line(error))
+                compiled.unlink(missing_ok=True)
+        self._entries.remove(key)
 
     def save_program(self, key: str, compiled: jax.stages.Compiled, cache_key: str, mesh: Any, **about: Any) -> None:
         """Stores how a program is called, beside its entry in JAX's cache. `about`: for lists."""
         path = self.directory / f"{cache_key}-cache"
         try:
             program = describe_calls(compiled, mesh)
-            checksum = _checksum(path.read_bytes())
+            checksum = _checksum(read_cache_entry(path.read_bytes()))
         except (NotDescribableError, AttributeError, OSError) as error:
             # AttributeError: a JAX whose objects have other names. Its own cache still has the program.
-            logger.info("%s is traced again in the next process (%s)", key, _first_line(error))
+            logger.info("%s is traced again in the next process (%s)", key, first_line(error))
             return
         entry = {"kind": "program", "program": program, "compiled": path.name, "checksum": checksum, "about": about}
         self._write(key, entry)
 
     def _write(self, key: str, entry: Mapping[str, Any]) -> None:
+        if is_changed_since_start():
+            logger.info("%s is not stored: what it was made by has changed since this process began", key)
+            return
         self._entries.write(key, entry)
         trim_files(self.directory, self.limit)
 
 
 def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _describe_inputs(inputs: Any) -> Any:
@@ -179,3 +188,11 @@ def list_programs(directory: Path) -> list[ListedProgram]:
             about, nbytes = entry["about"], info.nbytes + compiled.stat().st_size
             found.append(ListedProgram(about["name"], about["device"], nbytes, info.used))
     return sorted(found, key=lambda program: program.used, reverse=True)
+
+
+def keep_limit(config: CacheConfig, lookup: CacheLookup) -> None:
+    """Marks the entry that JAX has just read or written as used, and removes what is beyond the limit."""
+    directory = writable_cache(config)
+    if directory is not None and (path := lookup.entry(directory)) is not None:
+        touch(path)
+        trim_files(directory, cache_limit(config))
