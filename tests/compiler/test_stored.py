@@ -159,7 +159,12 @@ def test_a_program_of_another_origin_is_never_used(
 
 @pytest.mark.parametrize(
     "options",
-    [{"mesh": "dp=4,sp=2"}, {"dtype": torch.bfloat16}, {"scan": False}, {"quantize": "int8"}],
+    [
+        {"mesh": "dp=4,sp=2"},
+        {"dtype": torch.bfloat16},
+        pytest.param({"scan": False}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int8"}, marks=pytest.mark.slow),
+    ],
     ids=["mesh", "dtype", "scan", "quantize"],
 )
 def test_other_options_are_other_programs(cache: CacheConfig, options: dict[str, Any]) -> None:
