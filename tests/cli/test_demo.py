@@ -33,6 +33,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
+@pytest.mark.slow  # tests/cli/test_cache.py holds more, of stored programs
 def test_a_second_process_compiles_nothing_and_makes_the_same_video(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

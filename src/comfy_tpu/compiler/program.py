@@ -341,7 +341,7 @@ class DeviceProgram(abc.ABC):
             jax.profiler.TraceAnnotation(f"compile {self.name}"),
         ):
             compiled = compile_lowered(lowered, options)
-        keep_limit(self._cache, lookup)
+        keep_limit(self._cache, lookup, is_new=count.compiled > 0)
         stages = ProgramStages(traced, lowered, compiled)
         seconds, from_cache = time.perf_counter() - clock, count.compiled == 0
         return compiled, ProgramEvent(self.name, "ready", seconds, from_cache, stages, lookup.key)

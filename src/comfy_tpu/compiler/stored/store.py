@@ -190,9 +190,10 @@ def list_programs(directory: Path) -> list[ListedProgram]:
     return sorted(found, key=lambda program: program.used, reverse=True)
 
 
-def keep_limit(config: CacheConfig, lookup: CacheLookup) -> None:
-    """Marks the entry that JAX has just read or written as used, and removes what is beyond the limit."""
+def keep_limit(config: CacheConfig, lookup: CacheLookup, *, is_new: bool) -> None:
+    """Marks the entry that JAX has just read or written as used; removes what a new one puts beyond the limit."""
     directory = writable_cache(config)
     if directory is not None and (path := lookup.entry(directory)) is not None:
         touch(path)
-        trim_files(directory, cache_limit(config))
+        if is_new:
+            trim_files(directory, cache_limit(config))
