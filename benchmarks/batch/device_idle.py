@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.wan_directory import write_small_files
 from comfy_tpu.families.wan.card import TRANSFORMER_14B
-from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 
 
 def make_model(directory: Path) -> None:
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
     torch.set_default_dtype(torch.bfloat16)
@@ -41,18 +40,7 @@ def make_model(directory: Path) -> None:
     AutoencoderKLWan().save_pretrained(directory / "vae")
     config = UMT5Config(d_model=4096, d_ff=1024, num_layers=1, num_heads=64, d_kv=64, vocab_size=1024)
     UMT5EncoderModel(config).save_pretrained(directory / "text_encoder")
-    UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0).save_pretrained(
-        directory / "scheduler"
-    )
-    shutil.copytree(DEMO_DIRECTORY / "tokenizer", directory / "tokenizer")
-    parts = {
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-    }
-    (directory / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **parts}))
+    write_small_files(directory)
 
 
 def measure(model: Path, out: Path, jobs: int, options: list[str]) -> dict[str, Any]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.wan_directory import write_small_files
 from comfy_tpu.families.wan.card import TRANSFORMER_14B
-from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 
 UMT5_XXL = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 256384}
 
 
 def make_blank_model(directory: Path) -> None:
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
     with torch.device("meta"):
@@ -34,17 +33,7 @@ def make_blank_model(directory: Path) -> None:
     vae.save_config(directory / "vae")
     text.config.architectures = ["UMT5EncoderModel"]
     text.config.save_pretrained(directory / "text_encoder")
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    scheduler.save_pretrained(directory / "scheduler")
-    shutil.copytree(DEMO_DIRECTORY / "tokenizer", directory / "tokenizer")
-    parts = {
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-    }
-    (directory / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **parts}))
+    write_small_files(directory)
 
 
 def _write_zeros(path: Path, module: Any) -> None:

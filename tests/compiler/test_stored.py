@@ -316,12 +316,11 @@ def test_descriptions_tell_functions_apart_by_what_they_close_over() -> None:
     assert key({"a": 1, "b": 2}) == key({"b": 2, "a": 1})
 
 
-@pytest.mark.parametrize("value", [object(), make_adder(object()), jax.numpy.ones], ids=["object", "closure", "jitted"])
+@pytest.mark.parametrize("value", [object(), make_adder(object())], ids=["object", "closure"])
 def test_what_cannot_be_described_is_not_stored(value: Any, tmp_path: Path) -> None:
-    if value is not jax.numpy.ones:
-        with pytest.raises(NotDescribableError):
-            describe(value)
-    assert ProgramStore(tmp_path, 10**6).fact("fact", make_adder(object()), lambda: 5) == 5
+    with pytest.raises(NotDescribableError):
+        describe(value)
+    assert ProgramStore(tmp_path, 10**6).fact("fact", value, lambda: 5) == 5
     assert not list(tmp_path.rglob("*"))
 
 
@@ -389,7 +388,6 @@ def test_two_keys_share_an_executable_that_was_compiled_anew(cache: CacheConfig)
     (entry,) = (cache.directory / "programs").glob("transformer.forward*")
     (executable,) = cache.directory.glob("jit_transformer_forward*")
     content = compilation_cache.decompress_executable(executable.read_bytes())
-    time.sleep(0.02)
     executable.write_bytes(compilation_cache.compress_executable((99).to_bytes(4, "big") + content[4:]))
     again = Run(cache, "single")
     assert torch.equal(again(), expected)

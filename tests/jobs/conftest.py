@@ -37,8 +37,9 @@ class S3Server:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    pytest.importorskip("s3fs", reason="s3fs needs an older python-dateutil than constraints.txt has")
-    moto = pytest.importorskip("moto.server", reason="the S3 server of these tests: pip install 'moto[s3,server]'")
+    # Neither is needed by comfy-tpu itself: s3fs is for users of s3://, moto is the server of these tests.
+    pytest.importorskip("s3fs", reason="s3fs is not installed; `make test-ray` installs it and runs these tests")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed; `make test-ray` installs it")
     server = S3Server(moto)
     yield server
     server.stop()

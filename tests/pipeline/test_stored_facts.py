@@ -8,7 +8,6 @@ import pytest
 
 from comfy_tpu.compiler.stored import ProgramStore
 from comfy_tpu.config import CacheConfig, RuntimeConfig
-from comfy_tpu.families.registry import load_family
 from comfy_tpu.pipeline import step_work
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -63,4 +62,3 @@ def test_workloads_of_other_models_are_others(tmp_path: Path) -> None:
     image = ModelFiles.open("demo-image")
     assert demo.workload(demo.defaults, store) != image.workload(image.defaults, store)
     assert len(list(tmp_path.rglob("workload-*"))) == 2
-    assert load_family(demo.family.name) is demo.family
