@@ -237,8 +237,11 @@ class Ledger:
     def _claim(self, name: str, id_: str) -> int | None:
         """The line of another job of this run that writes a file of this name. Those of earlier runs are cancelled."""
         execute = self._database.execute
-        where = "(output = ? OR id IN (SELECT id FROM names WHERE name = ?)) AND id != ? AND state != 'cancelled'"
-        other = execute(f"SELECT line FROM jobs WHERE {where} AND run = ?", (name, name, id_, self.run)).fetchone()
+        # By the few ids of that name, and +run so that no index of all jobs of a run is taken instead: each line read
+        # them all, and a finished batch of 10,000 was resumed in 103 s.
+        named = "SELECT id FROM jobs WHERE output = ? UNION SELECT id FROM names WHERE name = ?"
+        where = f"id IN ({named}) AND id != ? AND state != 'cancelled'"
+        other = execute(f"SELECT line FROM jobs WHERE {where} AND +run = ?", (name, name, id_, self.run)).fetchone()
         if other is not None:
             return int(other[0])
         reason = "another request has its output's name now"
