@@ -19,9 +19,26 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 def rotate_pairs(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Applies RoPE to neighbouring pairs of the last dimension, in float32; the tables hold a value for each pair."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = torch.stack((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-    return pairs.flatten(-2).type_as(x)
+    pairs = x.unflatten(-1, (-1, 2))
+    rotated = _rotate_swapped(pairs, cosine, sine) if _is_on_gpu(x) else _rotate_stacked(pairs, cosine, sine)
+    return rotated.flatten(-2).type_as(x)
+
+
+def _rotate_stacked(pairs: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = pairs.unbind(-1)
+    return torch.stack((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+def _rotate_swapped(pairs: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """The same sums without a concatenation, which XLA writes to a GPU's memory part by part, every other number at a
+    time: 1 % of a step of Flux.1 dev on an H200."""
+    signs = torch.tensor((-1.0, 1.0), device=pairs.device)
+    return pairs * cosine.unsqueeze(-1) + pairs.flip(-1) * (sine.unsqueeze(-1) * signs)
+
+
+def _is_on_gpu(x: torch.Tensor) -> bool:
+    placement = current_trace().placement if isinstance(x, DeviceTensor) else None
+    return placement is not None and placement.platform == "gpu"
 
 
 def rotary_attention(projections: Projections, norms: Norms, tables: Tables, *, heads: int) -> torch.Tensor:

@@ -56,19 +56,11 @@ def hopper_attention(query: Array, key: Array, value: Array, *, scale: float, ti
     """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes."""
     queries, keys = query.shape[2], key.shape[2]
     q, k, v = (_pad_rows(array.swapaxes(1, 2)) for array in (query, key, value))
-    attend = functools.partial(_attention, keys=keys, scale=scale * math.log2(math.e), tile=tile)
-    if query.dtype == jnp.bfloat16:
-        small = _largest_score(q, k) * abs(scale) * math.log2(math.e) < SAFE_EXPONENT
-        out = lax.cond(
-            small,
-            functools.partial(attend, track_maximum=False),
-            functools.partial(attend, track_maximum=True),
-            q,
-            k,
-            v,
-        )
-    else:
-        out = attend(q, k, v, track_maximum=True)
+    scale *= math.log2(math.e)
+    may_be_small = query.dtype == jnp.bfloat16
+    is_small = _largest_score(q, k) * abs(scale) < SAFE_EXPONENT if may_be_small else jnp.zeros((), bool)
+    flag = is_small.astype(jnp.int32).reshape(1)
+    out = _attention(flag, q, k, v, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small)
     return out[:, :queries].swapaxes(1, 2)
 
 
@@ -87,14 +79,18 @@ def _pad_rows(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else array
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "track_maximum"))
-def _attention(q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: Tile, track_maximum: bool) -> Array:
-    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents; `track_maximum`: keep a running maximum,
-    because scores may be of any size."""
+@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small"))
+def _attention(
+    is_small: Array, q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: Tile, may_be_small: bool
+) -> Array:
+    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `is_small`, one number: whether scores
+    are so small that they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host
+    wait for the answer, and the device for the host, in every layer). `may_be_small`: whether it asks at all.
+    """
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
     kernel = plgpu.kernel(
-        functools.partial(_kernel, keys=keys, scale=scale, tile=tile, track_maximum=track_maximum),
+        functools.partial(_kernel, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
         grid=(heads, pl.cdiv(queries, COMPUTE_WARPGROUPS * tile.queries), batch),
@@ -104,7 +100,7 @@ def _attention(q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: T
         scratch_types=_scratch(plgpu, dim, q.dtype, tile),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(q, k, v)
+    return kernel(is_small, q, k, v)
 
 
 def _pallas() -> tuple[Any, Any]:
@@ -144,6 +140,7 @@ def _transpose_ref(plgpu: Any, ref: Any) -> Any:
 
 
 def _kernel(
+    is_small: Any,
     q: Any,
     k: Any,
     v: Any,
@@ -152,7 +149,7 @@ def _kernel(
     keys: int,
     scale: float,
     tile: Tile,
-    track_maximum: bool,
+    may_be_small: bool,
     q_tiles: Any,
     k_tiles: Any,
     v_tiles: Any,
@@ -195,7 +192,9 @@ def _kernel(
         plgpu.barrier_wait(k_ready.at[0])
         pl.when(me == 1)(take_turns)
 
-        def visit(step: Any, carry: tuple[Array, Array, Array], key_count: int) -> tuple[Array, Array, Array]:
+        def visit(
+            step: Any, carry: tuple[Array, Array, Array], key_count: int, track_maximum: bool
+        ) -> tuple[Array, Array, Array]:
             """`key_count`: the number of keys in the tile."""
             total, highest, weight = carry
             slot = slot_of(step)
@@ -236,15 +235,24 @@ def _kernel(
             plgpu.barrier_arrive(v_free.at[slot])
             return total, highest, weight
 
-        nothing = plgpu.layout_cast(jnp.zeros((tile.queries, dim), jnp.float32), plgpu.Layout.WGMMA)
-        carry = (nothing, per_row(-jnp.inf), per_row(0.0))
-        rest = keys % tile.keys
-        carry = lax.fori_loop(0, keys // tile.keys, functools.partial(visit, key_count=tile.keys), carry)
-        if rest:  # a loop of one step, because a step must not be a constant
-            carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit, key_count=rest), carry)
-        total, _, weight = carry
+        def attend(track_maximum: bool) -> None:
+            visit_tile = functools.partial(visit, track_maximum=track_maximum)
+            nothing = plgpu.layout_cast(jnp.zeros((tile.queries, dim), jnp.float32), plgpu.Layout.WGMMA)
+            carry = (nothing, per_row(-jnp.inf), per_row(0.0))
+            rest = keys % tile.keys
+            carry = lax.fori_loop(0, keys // tile.keys, functools.partial(visit_tile, key_count=tile.keys), carry)
+            if rest:  # a loop of one step, because a step must not be a constant
+                carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit_tile, key_count=rest), carry)
+            total, _, weight = carry
+            q_tile[...] = (total / across(weight, dim)).astype(q.dtype)
+
+        if may_be_small:
+            small = is_small[0] > 0
+            pl.when(small)(functools.partial(attend, track_maximum=False))
+            pl.when(jnp.logical_not(small))(functools.partial(attend, track_maximum=True))
+        else:
+            attend(track_maximum=True)
         pl.when(me == 0)(take_turns)
-        q_tile[...] = (total / across(weight, dim)).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_tile, out.at[rows])
         plgpu.wait_smem_to_gmem(0)
