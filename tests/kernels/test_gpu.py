@@ -1,11 +1,19 @@
 """Attention on a real GPU against torch on the CPU: cuDNN, our Hopper kernel, and what neither takes."""
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.errors import MeshError
+from comfy_tpu.kernels import attention
 from comfy_tpu.kernels.choice import Call, hopper_refusal
+from comfy_tpu.kernels.hopper import hopper_attention
+from comfy_tpu.kernels.int8_scores import round_to_int8
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from tests.kernels.attention_reference import Case, relative_error, run
@@ -63,3 +71,26 @@ def test_our_hopper_kernel_matches_torch(placement: Placement, name: str, dtype:
         pytest.skip(f"this kernel is for Hopper GPUs, and this one is {placement.chip}; run it on an H100 or H200")
     config = AttentionConfig(implementation="hopper")
     assert relative_error(*run(HOPPER[name], config, placement, dtype=dtype)) <= tolerance
+
+
+@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
+def test_our_hopper_kernel_multiplies_8_bits(placement: Placement, name: str, dtype: Any, tolerance: float) -> None:
+    """What 8 bits leave of queries and keys, and the same by another kernel in float32."""
+    if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
+        pytest.skip(f"this kernel is for Hopper GPUs, and this one is {placement.chip}; run it on an H100 or H200")
+    case = HOPPER[name]
+    query, key, value = (jnp.asarray(array, dtype) for array in case.inputs().values())
+    scale = abs(case.scale or case.head_dim**-0.5)
+    with jax.default_device(jax.devices("cpu")[0]):
+        q, k, v = (jnp.asarray(np.asarray(array, np.float32)) for array in (query, key, value))
+        expected = attention(
+            *round_to_int8(q, k),
+            v,
+            placement=None,
+            config=AttentionConfig(),
+            scale=scale,
+            enable_gqa=case.heads != case.kv_heads,
+        )
+    out = jax.jit(functools.partial(hopper_attention, scale=scale, int8_scores=True))(query, key, value)
+    assert relative_error(np.asarray(out, np.float32), np.asarray(expected)) <= tolerance

@@ -14,12 +14,12 @@ from comfy_tpu.kernels.hopper import hopper_attention
     ("queries", "keys", "head_dim"), [(32_760, 32_760, 128), (1000, 777, 128), (64, 100, 64)], ids=str
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-def test_lowers(queries: int, keys: int, head_dim: int, dtype: jnp.dtype) -> None:
+@pytest.mark.parametrize("int8_scores", [False, True], ids=["16 bits", "8 bits"])
+def test_lowers(queries: int, keys: int, head_dim: int, dtype: jnp.dtype, int8_scores: bool) -> None:
     query = jax.ShapeDtypeStruct((1, 4, queries, head_dim), dtype)
     key = jax.ShapeDtypeStruct((1, 2, keys, head_dim), dtype)
-    exported = jax.export.export(jax.jit(functools.partial(hopper_attention, scale=0.1)), platforms=["cuda"])(
-        query, key, key
-    )
+    attend = functools.partial(hopper_attention, scale=0.1, int8_scores=int8_scores)
+    exported = jax.export.export(jax.jit(attend), platforms=["cuda"])(query, key, key)
     text = exported.mlir_module()
     # One kernel, which itself chooses the form by the size of the scores: the device does not wait for the host.
     assert text.count("@mosaic_gpu") == 1

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from comfy_tpu.config import AttentionConfig, MeshSizes, Platform, SequenceParallel
+from comfy_tpu.config import AttentionConfig, AttentionImplementation, MeshSizes, Platform, SequenceParallel
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.kernels import cudnn, hopper
 from comfy_tpu.kernels.masking import FULL, Band
@@ -95,7 +95,7 @@ def choose_implementation(
     call: Call, platform: Platform, chip: str, config: AttentionConfig, *, sharded: Strategy | None
 ) -> Implementation:
     """`sharded`: the strategy where sp > 1, None where every device sees whole sequences."""
-    _check_name("implementation", config.implementation, ("auto", "splash", "hopper", "cudnn", "chunked"))
+    _check_name("implementation", config.implementation, get_args(AttentionImplementation))
     fallback: Implementation = "dense" if _is_short(call, config) else "chunked"
     if config.implementation == "chunked":
         return fallback
@@ -115,6 +115,17 @@ def choose_implementation(
     if platform == "gpu" and cudnn_refusal(call, platform, chip, sharded) is None:
         return "cudnn"
     return fallback
+
+
+def has_int8_scores(call: Call, config: AttentionConfig, *, sharded: Strategy | None) -> bool:
+    """Whether queries and keys of this call are to meet in 8 bits.
+
+    The mean of all keys is taken off them first. So they do not where keys are hidden, which may hold anything, nor in
+    a ring, where no device has all of them.
+    """
+    sees_all = call.band.is_full and call.key_mask == "none" and not (call.dense_mask or call.has_lengths or call.tiles)
+    is_long = min(call.queries, call.keys) >= config.int8_min_tokens
+    return config.implementation == "int8" and sees_all and sharded != "ring" and is_long
 
 
 def splash_refusal(call: Call, platform: Platform) -> str | None:

@@ -12,10 +12,17 @@ from jaxtyping import Bool, Float, Int
 
 from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.kernels.choice import Call, Implementation, choose_implementation, choose_strategy
+from comfy_tpu.kernels.choice import (
+    Call,
+    Implementation,
+    choose_implementation,
+    choose_strategy,
+    has_int8_scores,
+)
 from comfy_tpu.kernels.chunked import chunked_attention
 from comfy_tpu.kernels.cudnn import cudnn_attention
 from comfy_tpu.kernels.hopper import hopper_attention
+from comfy_tpu.kernels.int8_scores import round_to_int8
 from comfy_tpu.kernels.masking import Masking, make_band, split_mask
 from comfy_tpu.kernels.sharded import attention_over_mesh, joint_attention_over_mesh
 from comfy_tpu.kernels.splash import splash_attention
@@ -83,7 +90,8 @@ def attention(
     )
     strategy = choose_strategy(call, platform, sizes, config)
     shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
-    implementation = choose_implementation(call, platform, chip, config, sharded=strategy if shares_sequence else None)
+    sharded = strategy if shares_sequence else None
+    implementation = choose_implementation(call, platform, chip, config, sharded=sharded)
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
 
@@ -99,6 +107,7 @@ def attention(
         platform=platform,
         chip=chip,
         config=config,
+        int8_scores=has_int8_scores(call, config, sharded=sharded),
     )
     if placement is None or sizes.device_count == 1:
         return local(query, key, value, masking, partial=False)[0]
@@ -147,6 +156,7 @@ def joint_attention(
         platform=platform,
         chip=placement.chip,
         config=config,
+        int8_scores=has_int8_scores(call, config, sharded=strategy),
     )
     lengths = None if kv_lengths is None else _check_lengths(jnp.asarray(kv_lengths), batch)
     _check_tiles(Masking(tiles=tiles), count, count)
@@ -166,7 +176,10 @@ def _local(
     platform: Platform,
     chip: str,
     config: AttentionConfig,
+    int8_scores: bool = False,
 ) -> tuple[Array, Array | None]:
+    if int8_scores and implementation != "hopper":
+        query, key = round_to_int8(query, key)
     if masking.tiles is not None:
         tokens, lengths = masking.tiles.tokens, masking.lengths
         if implementation == "splash":
@@ -212,7 +225,7 @@ def _local(
             smooth_keys=config.smooth_keys,
         )
     if implementation == "hopper":
-        return hopper_attention(query, key, value, scale=scale), None
+        return hopper_attention(query, key, value, scale=scale, int8_scores=int8_scores), None
     if implementation == "cudnn":
         return cudnn_attention(query, key, value, masking, scale=scale), None
     out, logsumexp = chunked_attention(query, key, value, masking, scale=scale, single_chunk=implementation == "dense")

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from comfy_tpu.kernels import cudnn
+from comfy_tpu.kernels.int8_scores import KEY_ROWS, QUERY_ROWS, center_keys, quantize_blocks
 
 COMPUTE_WARPGROUPS = 2
 """The number of warpgroups that compute. One more fetches keys and values."""
@@ -31,9 +32,9 @@ _REGISTERS = {"computing": 232, "fetching": 40}
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    queries: int = 64
+    queries: int = QUERY_ROWS
     """Rows of each computing warpgroup: a wgmma has 64."""
-    keys: int = 192
+    keys: int = KEY_ROWS
     stages: int = 2
     """Tiles of keys and of values that are in shared memory at a time."""
 
@@ -52,15 +53,27 @@ def is_installed() -> bool:
     return cudnn.is_installed() and importlib.util.find_spec("absl") is not None
 
 
-def hopper_attention(query: Array, key: Array, value: Array, *, scale: float, tile: Tile = TILE) -> Array:
-    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes."""
+def hopper_attention(
+    query: Array, key: Array, value: Array, *, scale: float, int8_scores: bool = False, tile: Tile = TILE
+) -> Array:
+    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes.
+
+    `int8_scores`: queries and keys meet in 8 bits.
+    """
     queries, keys = query.shape[2], key.shape[2]
     q, k, v = (_pad_rows(array.swapaxes(1, 2)) for array in (query, key, value))
     scale *= math.log2(math.e)
+    scales: tuple[Array, ...] = ()
+    if int8_scores:
+        k = _pad_rows(center_keys(k[:, :keys]))
     may_be_small = query.dtype == jnp.bfloat16
     is_small = _largest_score(q, k) * abs(scale) < SAFE_EXPONENT if may_be_small else jnp.zeros((), bool)
+    if int8_scores:
+        blocks = quantize_blocks(q, tile.queries), quantize_blocks(k, tile.keys)
+        (q, k), scales = (each.numbers for each in blocks), (blocks[0].scales * scale, blocks[1].scales)
+        scale = 1.0
     flag = is_small.astype(jnp.int32).reshape(1)
-    out = _attention(flag, q, k, v, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small)
+    out = _attention(flag, q, k, v, scales, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small)
     return out[:, :queries].swapaxes(1, 2)
 
 
@@ -81,26 +94,36 @@ def _pad_rows(array: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small"))
 def _attention(
-    is_small: Array, q: Array, k: Array, v: Array, *, keys: int, scale: float, tile: Tile, may_be_small: bool
+    is_small: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    scales: tuple[Array, ...],
+    *,
+    keys: int,
+    scale: float,
+    tile: Tile,
+    may_be_small: bool,
 ) -> Array:
-    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `is_small`, one number: whether scores
-    are so small that they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host
-    wait for the answer, and the device for the host, in every layer). `may_be_small`: whether it asks at all.
+    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `scales`: of queries and keys in 8 bits,
+    [B, H, tiles] each. `is_small`, one number: whether scores are so small that they need no running maximum, which the
+    kernel asks for itself (`lax.cond` would have the host wait for the answer, and the device for the host, in every
+    layer). `may_be_small`: whether it asks at all.
     """
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
     kernel = plgpu.kernel(
         functools.partial(_kernel, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, v.dtype),
         # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
         grid=(heads, pl.cdiv(queries, COMPUTE_WARPGROUPS * tile.queries), batch),
         grid_names=("head", "rows", "batch"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(plgpu, dim, q.dtype, tile),
+        scratch_types=_scratch(plgpu, dim, q.dtype, v.dtype, tile),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(is_small, q, k, v)
+    return kernel(is_small, q, k, v, *scales)
 
 
 def _pallas() -> tuple[Any, Any]:
@@ -110,11 +133,13 @@ def _pallas() -> tuple[Any, Any]:
     )
 
 
-def _scratch(plgpu: Any, dim: int, dtype: Any, tile: Tile) -> dict[str, Any]:
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+def _scratch(plgpu: Any, dim: int, dtype: Any, value_dtype: Any, tile: Tile) -> dict[str, Any]:
+    """`dtype`: of queries and keys."""
 
-    def tiles(count: int, rows: int) -> Any:
-        return plgpu.SMEM((count, rows, dim), dtype, transforms=transforms)
+    def tiles(count: int, rows: int, dtype: Any) -> Any:
+        swizzle = min(128, dim * jnp.dtype(dtype).itemsize)  # bytes
+        tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+        return plgpu.SMEM((count, rows, dim), dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
     def ready_barrier(count: int) -> Any:
         return plgpu.Barrier(num_barriers=count)
@@ -122,10 +147,13 @@ def _scratch(plgpu: Any, dim: int, dtype: Any, tile: Tile) -> dict[str, Any]:
     def free_barrier(count: int) -> Any:
         return plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=count)
 
+    q_tiles = tiles(COMPUTE_WARPGROUPS, tile.queries, dtype)
     return {
-        "q_tiles": tiles(COMPUTE_WARPGROUPS, tile.queries),
-        "k_tiles": tiles(tile.stages, tile.keys),
-        "v_tiles": tiles(tile.stages, tile.keys),
+        "q_tiles": q_tiles,
+        # Queries are read once, so that their room is free in the end where the result has their dtype.
+        **({} if dtype == value_dtype else {"out_tiles": tiles(COMPUTE_WARPGROUPS, tile.queries, value_dtype)}),
+        "k_tiles": tiles(tile.stages, tile.keys, dtype),
+        "v_tiles": tiles(tile.stages, tile.keys, value_dtype),
         "q_ready": ready_barrier(COMPUTE_WARPGROUPS),
         "k_ready": ready_barrier(tile.stages),
         "v_ready": ready_barrier(tile.stages),
@@ -144,8 +172,7 @@ def _kernel(
     q: Any,
     k: Any,
     v: Any,
-    out: Any,
-    *,
+    *others: Any,
     keys: int,
     scale: float,
     tile: Tile,
@@ -159,8 +186,10 @@ def _kernel(
     k_free: Any,
     v_free: Any,
     turn: Any,
+    out_tiles: Any = None,
 ) -> None:
     pl, plgpu = _pallas()
+    *scales, out = others
     batch, head, me = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     key_head = lax.div(head, jnp.int32(q.shape[2] // k.shape[2]))
     dim = q.shape[-1]
@@ -180,6 +209,7 @@ def _kernel(
         first_row = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * tile.queries) + me * tile.queries
         rows = (batch, pl.ds(first_row, tile.queries), head)  # beyond the last row nothing is read, nothing written
         q_tile = q_tiles.at[me]
+        out_tile = q_tile if out_tiles is None else out_tiles.at[me]
         plgpu.copy_gmem_to_smem(q.at[rows], q_tile, q_ready.at[me])
         plgpu.barrier_wait(q_ready.at[me])
 
@@ -198,26 +228,31 @@ def _kernel(
             """`key_count`: the number of keys in the tile."""
             total, highest, weight = carry
             slot = slot_of(step)
+            factor = scale
+            if scales:
+                block = lax.min(first_row // tile.queries, jnp.int32(scales[0].shape[2] - 1))  # of rows that are there
+                factor = scales[0][batch, head, block] * scales[1][batch, key_head, step]
 
             def multiply(scores: Any) -> Array:
                 plgpu.wgmma(scores, q_tile, _transpose_ref(plgpu, k_tiles.at[slot]))
                 take_turns()
                 return scores[...]
 
-            scores = pl.run_scoped(multiply, plgpu.ACC((tile.queries, tile.keys), jnp.float32))
+            accumulator = plgpu.ACC((tile.queries, tile.keys), jnp.int32 if scales else jnp.float32)
+            scores = pl.run_scoped(multiply, accumulator).astype(jnp.float32)
             plgpu.barrier_arrive(k_free.at[slot])
             if key_count < tile.keys:
                 column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
                 scores = jnp.where(column < key_count, scores, -jnp.inf)
             if track_maximum:
-                now = jnp.maximum(highest, scores.max(axis=1) * scale)
+                now = jnp.maximum(highest, scores.max(axis=1) * factor)
                 fade = jnp.exp2(highest - now)
-                shares = jnp.exp2(scores * scale - across(now, tile.keys))
+                shares = jnp.exp2(scores * factor - across(now, tile.keys))
                 total, weight, highest = total * across(fade, dim), weight * fade, now
             else:
-                shares = jnp.exp2(scores * scale)
+                shares = jnp.exp2(scores * factor)
             weight += shares.sum(axis=1)
-            rounded = shares.astype(q.dtype)
+            rounded = shares.astype(v.dtype)
             # The sum before the barriers: otherwise it is put among the products below, which then wait for it.
             total, highest, weight, rounded = lax.optimization_barrier((total, highest, weight, rounded))
             plgpu.barrier_arrive(turn)
@@ -244,7 +279,7 @@ def _kernel(
             if rest:  # a loop of one step, because a step must not be a constant
                 carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit_tile, key_count=rest), carry)
             total, _, weight = carry
-            q_tile[...] = (total / across(weight, dim)).astype(q.dtype)
+            out_tile[...] = (total / across(weight, dim)).astype(v.dtype)
 
         if may_be_small:
             small = is_small[0] > 0
@@ -254,7 +289,7 @@ def _kernel(
             attend(track_maximum=True)
         pl.when(me == 0)(take_turns)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_tile, out.at[rows])
+        plgpu.copy_smem_to_gmem(out_tile, out.at[rows])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(me == COMPUTE_WARPGROUPS)
