@@ -174,6 +174,7 @@ def test_images_of_every_kind(tmp_path: Path) -> None:
         ({"mesh": "single"}, "runtime"),
         (RuntimeConfig(dtype="fp16"), "dtype"),
         (RuntimeConfig(quantize="fp4"), "quantize"),  # type: ignore[arg-type]
+        (RuntimeConfig(fast=True), "fast"),  # type: ignore[arg-type]
         (RuntimeConfig(attention="splash"), "attention"),  # type: ignore[arg-type]
         (RuntimeConfig(attention=AttentionConfig(sequence_parallel="rings")), "sequence_parallel"),  # type: ignore
         (RuntimeConfig(memory=ResidencyConfig(weights_fraction=5)), "weights_fraction"),

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from comfy_tpu.config import (
+        FAST,
         AttentionConfig,
         CacheConfig,
+        FastPreset,
         GenerationSettings,
         Lora,
         ResidencyConfig,
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FAST",
     "AttentionConfig",
     "CacheConfig",
     "ComfyTpuError",
+    "FastPreset",
     "GenerationSettings",
     "Lora",
     "Pipeline",

@@ -169,6 +169,20 @@ class ResidencyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class FastPreset:
+    """Lossy settings that go together, with `quantize` as the devices have it. A value that the user chooses goes
+    before these, and one that would save nothing is left out."""
+
+    reuse: float = 0.12
+    guidance_until: float = 0.7
+    """43 forwards of Wan 2.1 14B in 50 steps instead of 100. On an H200 at 480p, with 2.15 s a forward in fp8 instead
+    of 2.49 s and 2 s for the text encoder and the VAE, this is 2.66 times faster; 0.8 would be 2.49 to 2.54 times."""
+
+
+FAST = FastPreset()
+
+
+@dataclasses.dataclass(frozen=True)
 class RuntimeConfig:
     """How a model runs: on which devices, in which precision, with which kernels and caches."""
 
@@ -178,8 +192,11 @@ class RuntimeConfig:
     """ "tpu", "gpu", "cpu"; "auto": the first of them that is here."""
     dtype: str = "auto"
     """ "bfloat16" or "float32"; "auto": bfloat16, but float32 on a CPU."""
-    quantize: Quantization = "none"
-    """Large matrix products of the transformer in 8 bits: faster, with slightly different results."""
+    quantize: Quantization | None = None
+    """Large matrix products of the transformer in 8 bits: faster, with slightly different results. None: "none"; with
+    `fast`, the 8-bit format of the devices."""
+    fast: FastPreset | None = None
+    """Replaces the model's defaults: much faster, with different results. None: only what is chosen is lossy."""
     vae_backend: VaeBackend = VAE_BACKEND
     attention: AttentionConfig = AttentionConfig()
     cache: CacheConfig = CacheConfig()

@@ -253,6 +253,7 @@ class Pipeline:
             images_fingerprint=fingerprint(request.images),
             loras=self.stages.loras.text,
             attention_window=self.stages.attention_window,
+            quantization=self.stages.quantization,
         )
         return [
             Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})

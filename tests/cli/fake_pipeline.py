@@ -67,6 +67,9 @@ class FakePipeline:
         pipeline = cls(name, on_progress)
         check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
         pipeline.opened_with = dataclasses.asdict(runtime)
+        pipeline.quantization = runtime.quantize or ""
+        if runtime.fast is not None:
+            pipeline.defaults = dataclasses.replace(pipeline.defaults, **dataclasses.asdict(runtime.fast))
         pipeline.attention_window = str(runtime.attention.window or "")
         notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]
         pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "")

@@ -124,8 +124,9 @@ def test_a_process_after_warm_traces_compiles_and_imports_nothing_for_it(tmp_pat
         ("demo", *SMALL, "--guidance-until", "0.5", "--num-videos", "2"),
         ("demo", *SMALL[:-2], "--mesh", "dp=2,sp=4"),
         ("demo", *SMALL, "--reuse", "0.3"),
+        ("demo", *SMALL, "--fast"),
     ],
-    ids=["image", "two videos, half guided", "mesh", "reuse"],
+    ids=["image", "two videos, half guided", "mesh", "reuse", "fast"],
 )
 def test_warm_compiles_all_that_a_request_needs(arguments: tuple[str, ...], tmp_path: Path) -> None:
     model, *settings = arguments

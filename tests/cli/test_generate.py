@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import StageTimes, format_spans
-from comfy_tpu.config import AttentionConfig, BlockSizes, GenerationSettings, Lora, TileWindow
+from comfy_tpu.config import FAST, AttentionConfig, BlockSizes, GenerationSettings, Lora, TileWindow
 from comfy_tpu.errors import rename_field
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.pipeline import artifacts, media, video
@@ -93,6 +93,7 @@ def test_every_flag_arrives(opened, capsys):
     assert document["settings"] == dataclasses.asdict(expected)
     assert document["outputs"] == ["x-0.npy", "x-1.npy"]
     assert document["model"] == {"name": "other", "fingerprint": "cd34"}
+    assert document["quantize"] == "int8"
     (pipeline,) = opened
     assert pipeline.opened_with["cache"]["directory"] == Path("c")
     names = ("mesh", "platform", "dtype", "quantize", "vae_backend")
@@ -144,18 +145,50 @@ def test_attention_that_cannot_work_is_refused_in_one_sentence(flag, value, mess
     assert files() == []
 
 
-def test_latents_of_another_window_are_made_again(opened, capsys):
+@pytest.mark.parametrize("flags", [("--attention-window", "2x4x4:3x3x3"), ("--quantize", "int8")], ids=str)
+def test_latents_of_another_window_or_precision_are_made_again(flags, opened, capsys):
     assert run(capsys, "encode", PROMPT)[0] == 0
     commands = [("denoise", "text.safetensors"), ("decode", "latents.safetensors")]
-    window = ("--attention-window", "2x4x4:3x3x3")
     ran = []
-    for chosen in ((), (), window, window):
+    for chosen in ((), (), flags, flags):
         for command, path in commands:
             status, _, _ = run(capsys, command, path, *(chosen if command == "denoise" else ()))
             assert status == 0
         ran.append([pipeline.ran for pipeline in opened[-2:]])
     made, kept = [["denoise"], ["decode"]], [[], []]
     assert ran == [made, kept, made, kept]
+
+
+def test_text_is_the_same_in_every_precision_of_the_transformer(opened, capsys):
+    for flags in ((), ("--quantize", "int8"), ("--quantize", "int8")):
+        assert run(capsys, "encode", PROMPT, *flags)[0] == 0
+    assert [pipeline.ran for pipeline in opened] == [["encode"], [], []]
+
+
+def test_fast(opened, capsys):
+    _, out, _ = run(capsys, "generate", PROMPT, "-o", "x.gif", "--json", "--fast", "--guidance-until", "0.9")
+    settings = json.loads(out)["settings"]
+    assert (settings["reuse"], settings["guidance_until"]) == (FAST.reuse, 0.9)
+    assert run(capsys, "generate", PROMPT, "-o", "y.gif", "--fast", "--quantize", "none")[0] == 0
+    presets = [(pipeline.opened_with["fast"], pipeline.opened_with["quantize"]) for pipeline in opened]
+    assert presets == [(dataclasses.asdict(FAST), None), (dataclasses.asdict(FAST), "none")]
+
+
+def test_fast_is_a_choice_of_the_stage_that_denoises(opened, capsys):
+    """Its values go before those of the text's file, and are found in that of the latents."""
+    run(capsys, "encode", PROMPT, "--reuse", "0.5")
+    found = []
+    for flags in ((), ("--fast",), ("--fast", "--reuse", "0")):
+        assert run(capsys, "denoise", "text.safetensors", *flags)[0] == 0
+        settings = artifacts.read_header(Path("latents.safetensors"), "latents").settings
+        found.append((settings.reuse, settings.guidance_until))
+    assert found == [(0.5, 1.0), (FAST.reuse, FAST.guidance_until), (0.0, FAST.guidance_until)]
+
+
+def test_fast_takes_no_value(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", PROMPT, "--fast=0.5"])
+    assert "--fast: ignored explicit argument '0.5'" in capsys.readouterr().err
 
 
 def test_every_setting_has_a_flag():
@@ -176,7 +209,7 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     document = json.loads(out)
     assert set(document) == {
         *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs"),
-        *("reused", "loras", "profile", "dump"),
+        *("reused", "loras", "quantize", "profile", "dump"),
     }
     assert document["reused"] == []
     assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)

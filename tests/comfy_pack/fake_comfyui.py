@@ -27,6 +27,7 @@ NUMBER_OPTIONS = WIDGET_OPTIONS | {"min", "max", "step", "display_mode"}
 OPTIONS = {
     "INT": NUMBER_OPTIONS | {"control_after_generate"},
     "FLOAT": NUMBER_OPTIONS | {"round"},
+    "BOOLEAN": WIDGET_OPTIONS | {"label_on", "label_off"},
     "STRING": WIDGET_OPTIONS | {"multiline", "placeholder", "dynamic_prompts"},
     "COMBO": WIDGET_OPTIONS | {"options", "control_after_generate", "upload", "image_folder", "remote"},
 }

@@ -52,6 +52,7 @@ FOR_FAMILIES = {
     "guidance_until": 0.5,
     "num_videos": 2,
     "attention_window": "video",
+    "fast": True,
 }
 
 
@@ -100,6 +101,14 @@ def run() -> dict[str, object]:
         "latents": list(latents["samples"].shape),
         "frames": [list(images.shape) for images in (frames, whole)],
         "firsts": whole[:: SAMPLING["num_frames"], 0, 0, 0].tolist(),
+        "fast": {
+            name: [options.reuse, options.guidance_until, options.runtime.quantize, options.runtime.fast is not None]
+            for name, options in {
+                "off": node_options(fast=False),
+                "on": node_options(fast=True),
+                "beside others": node_options(fast=True, reuse=0.05, guidance_until=0.9, quantize="int8"),
+            }.items()
+        },
         "bad": {name: refusal(node_options, **{name: value}) for name, value in BAD.items()},
         "bad at run": {
             name: refusal(sampler.execute, **SAMPLING, **embeds, model_id="demo", options=options)

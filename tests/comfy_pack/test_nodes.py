@@ -285,6 +285,7 @@ SPECIFIED = {
             ("attention_window", "STRING", {"default": "full"}),
             ("attention_blocks", "STRING", {"default": "auto"}),
             ("dense_max_tokens", "INT", {"default": 4096, "min": 1, "max": 65536}),
+            ("fast", "BOOLEAN", {"default": False, "optional": True}),
         ],
         [("options", "TPU_OPTIONS")],
     ),

@@ -73,6 +73,14 @@ def test_a_value_that_does_not_suit_the_model_is_refused_by_the_node_that_runs_i
     assert message.startswith(sentence)
 
 
+def test_fast_decides_what_is_at_its_default(ran):
+    assert ran["fast"] == {
+        "off": [0.0, 1.0, None, False],
+        "on": [None, None, None, True],
+        "beside others": [0.05, 0.9, "int8", True],
+    }
+
+
 def test_compile_nodes_refuse_what_only_families_have(ran):
     for name, (field, message) in ran["compile"].items():
         assert field == name

@@ -1,11 +1,14 @@
 """A request: what decides its result, its groups and its name; lines with any flag of `generate`."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from comfy_tpu.cli.batch import parse_values
+from comfy_tpu.config import FAST
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.jobs.opening import make_runtime
 from comfy_tpu.jobs.request import Request, default_output
 
 
@@ -76,6 +79,22 @@ def test_a_line_takes_every_name_of_a_flag() -> None:
     }
 
 
+def test_fast_is_kept_as_the_values_it_stands_for() -> None:
+    """A later version may have others: then it is another job."""
+    own = dataclasses.asdict(FAST)
+    for given in (True, "true", "1", 1, own):
+        assert parse_values({"prompt": "x", "fast": given}, common={}).values == {"prompt": "x", "fast": own}
+    for given in (False, "false", "0", 0, " "):
+        assert parse_values({"prompt": "x", "fast": given}, common={"fast": own}).values == {"prompt": "x"}
+    assert parse_values({"prompt": "x", "fast": None}, common={"fast": own}).values["fast"] == own
+    assert parse_values({"prompt": "x", "quantize": "none"}, common={}).values == {"prompt": "x"}
+    assert parse_values({"prompt": "x", "quantize": "none", "fast": 1}, common={}).values["quantize"] == "none"
+    assert len({identity(), identity(fast=own), identity(fast=own | {"guidance_until": 0.5})}) == 3
+    assert Request({"prompt": "x", "fast": own}).model_key != Request({"prompt": "x"}).model_key
+    assert make_runtime({"fast": own}).fast == make_runtime({"fast": FAST}).fast == FAST
+    assert make_runtime({}).fast is None
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -83,6 +102,8 @@ def test_a_line_takes_every_name_of_a_flag() -> None:
         ({"prompt": "x", "json": True}, "json is of the whole batch"),
         ({"prompt": "x", "seed": [1, 2]}, "seed is a list"),
         ({"prompt": "x", "seed": True}, "seed is a bool"),
+        ({"prompt": "x", "fast": "very"}, "fast='very' is neither true nor false"),
+        ({"prompt": "x", "fast": {"reuse": 1}}, "is neither true nor false"),
         ({"prompt": {"a": 1}}, "prompt is a dict"),
         ({"seed": 1}, "prompt is missing"),
         ({"prompt": "  "}, "prompt is missing"),

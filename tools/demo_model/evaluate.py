@@ -17,7 +17,7 @@ import torch
 from tools.demo_model.captions import Attributes
 from tools.demo_model.clips import FRAMES, SIZE, evaluation_prompts
 from tools.demo_model.model import load
-from tools.demo_model.score import edge_width, observe
+from tools.demo_model.score import Observation, edge_width, observe
 from tools.demo_model.sheet import write_sheet
 
 logger = logging.getLogger("tools.demo_model")
@@ -58,9 +58,12 @@ def generate_compiled(model: Path, prompts: list[str], steps: int, guidance: flo
 
 def tally(videos: np.ndarray, wanted: list[Attributes]) -> dict:
     """Share of right answers for each attribute, and every miss."""
+    return tally_observations([observe(video) for video in videos], wanted)
+
+
+def tally_observations(observations: list[Observation], wanted: list[Attributes]) -> dict:
     right, asked, misses = Counter(), Counter(), []
-    for number, (video, attributes) in enumerate(zip(videos, wanted, strict=True)):
-        seen = observe(video)
+    for number, (seen, attributes) in enumerate(zip(observations, wanted, strict=True)):
         for name, correct in seen.agrees(attributes).items():
             asked[name] += 1
             right[name] += correct

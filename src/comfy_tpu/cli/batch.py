@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_tpu.cli import generate, options
 from comfy_tpu.cli.batch_display import Display, JsonDisplay
 from comfy_tpu.cli.hosts import add_hosts
+from comfy_tpu.config import FAST, FastPreset
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.driver import Batch, FindModel, ModelFacts, Workers
 from comfy_tpu.jobs.folder import Folder
@@ -199,6 +200,7 @@ class _Key:
     field: str
     convert: Callable[[Any], Any]
     is_list: bool
+    is_preset: bool
 
 
 @functools.cache
@@ -214,7 +216,7 @@ def _keys() -> Mapping[str, _Key]:
         is_list = isinstance(action, argparse._AppendAction)
         convert = _number if action.dest in _NUMBERS else _text
         for name in names:
-            keys[name.replace("-", "_")] = _Key(action.dest, convert, is_list)
+            keys[name.replace("-", "_")] = _Key(action.dest, convert, is_list, isinstance(action.const, FastPreset))
     return keys
 
 
@@ -231,6 +233,10 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
         given = value if key.is_list and isinstance(value, list) else [value]
         converted = [_checked(key, name, each) for each in given]
         parsed[key.field] = converted if key.is_list else converted[0]
+        if parsed[key.field] is None:
+            del parsed[key.field]
+    if "fast" not in parsed and parsed.get("quantize") == "none":
+        del parsed["quantize"]  # the default: with or without it, the same job
     prompt = parsed.get("prompt", "")
     options.check_texts(prompt, parsed.get("negative_prompt"))
     if not prompt.strip():
@@ -239,10 +245,23 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
 
 
 def _checked(key: _Key, name: str, value: Any) -> Any:
+    if key.is_preset:
+        return _preset(name, value)
     if isinstance(value, bool | dict | list):
         kind = type(value).__name__
         raise InvalidValueError(f"{name} is a {kind}, expected text or a number", field=name)
     return key.convert(value)
+
+
+def _preset(name: str, value: Any) -> dict[str, Any] | None:
+    """The values that the preset stands for, since a later version may have others; None for false. results.jsonl has
+    values, too, which stay as they are."""
+    if isinstance(value, dict) and set(value) == set(dataclasses.asdict(FAST)):
+        return value
+    chosen = {"true": True, "1": True, "false": False, "0": False, "": False}.get(str(value).strip().lower())
+    if chosen is None:
+        raise InvalidValueError(f"{name}={value!r} is neither true nor false", field=name)
+    return dataclasses.asdict(FAST) if chosen else None
 
 
 _NUMBERS = {option.field for option in options.SETTINGS} - {"negative_prompt", "scheduler"} | {
@@ -278,4 +297,6 @@ def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value of the command line as JSON has it."""
+    if isinstance(value, FastPreset):
+        return dataclasses.asdict(value)
     return value if isinstance(value, int | float | str) else str(value)

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_next_stage(arguments, arguments.latents, header) as session:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.images_fingerprint = header.loras, header.images_fingerprint
-        session.attention_window = header.attention_window
+        session.attention_window, session.quantization = header.attention_window, header.quantization
         settings = session.settings(header.settings)
         own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
         paths = session.choose_outputs(lambda: own, settings)

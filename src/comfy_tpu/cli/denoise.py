@@ -49,8 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
                 settings,
                 session.pipeline,
                 cut=header.cut,
-                images_fingerprint=session.images_fingerprint,
-                loras=session.loras,
-                attention_window=session.attention_window,
+                **session.made_from,
             )
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

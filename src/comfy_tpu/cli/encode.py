@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     there = sessions.read_existing_artifact(output, "text", arguments)
     with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         session.check_outputs(output)
+        session.quantization = ""  # of the transformer, which embeddings do not depend on
         settings = session.settings()
         session.set_images(images)
         if images and session.pipeline.family.card.starts_from_image:

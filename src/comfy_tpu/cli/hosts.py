@@ -23,7 +23,7 @@ FLAGS = ("--coordinator", "--num-processes", "--process-id", "--hosts-timeout")
 
 _SAME = (
     *("model", "mesh", "platform", "dtype", "quantize", "vae_backend", "transformer", "text_encoder", "vae"),
-    *("image_encoder", "attention", "attention_window", "attention_blocks", "dense_max_tokens"),
+    *("image_encoder", "attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Options that must be the same on all hosts. All others are those of the first host."""
 _INPUTS = ("image", "last_image", "text", "latents", "lora")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 from comfy_tpu.cli import card_texts
 from comfy_tpu.config import (
+    FAST,
     INIT_IMAGE_STRENGTH,
     VAE_BACKEND,
     VAE_BACKENDS,
@@ -67,6 +68,7 @@ _SAME_AS_FIELD = (
         "dtype",
         "dump",
         "export",
+        "fast",
         "frames",
         "from",
         "inputs",
@@ -171,6 +173,14 @@ def add_settings(
     for option in SETTINGS:
         if option.field not in without:
             _add_setting(group, option, with_default=from_input is None)
+    if "fast" not in without:
+        group.add_argument(
+            "--fast",
+            action="store_const",
+            const=FAST,
+            help=f"much faster, and not the same video: --reuse {FAST.reuse}, --guidance-until {FAST.guidance_until} "
+            "and --quantize as the devices have it, where these are not given; what saves nothing is left out",
+        )
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:
@@ -233,8 +243,8 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
     group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     group.add_argument(
         "--quantize",
-        default="none",
-        help="fp8 (H100 and newer, TPU v7x) or int8 (TPU v5e, v6e): faster, and not quite the same video",
+        help="fp8 (H100 and newer, TPU v7x) or int8 (TPU v5e, v6e): faster, and not quite the same video; none: "
+        "neither, also with --fast",
     )
     group.add_argument(
         "--cache-dir", type=path_parser("--cache-dir"), metavar="DIR", help="where compiled programs are kept"

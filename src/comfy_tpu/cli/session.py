@@ -10,6 +10,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     settings    all of them, by their Python names
     model       name, fingerprint
     loras       name, fingerprint and strength of each that has one
+    quantize    the 8-bit format of the transformer's products, or none
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
     reused      numbers of the steps, from 1, at which the transformer did not run
@@ -55,6 +56,8 @@ class Session:
         """The LoRAs of the latents, as JSON in artifacts."""
         self.attention_window = pipeline.attention_window
         """The attention window of the latents, as text in artifacts."""
+        self.quantization = pipeline.quantization
+        """The 8-bit format of the latents' transformer, as text in artifacts."""
         self.images_fingerprint = ""
         """The fingerprint of the given images."""
         self._init_image_metadata: dict[str, str] = {}
@@ -63,9 +66,21 @@ class Session:
     def makes_images(self) -> bool:
         return self.pipeline.limits.frames_max == 1
 
+    @property
+    def made_from(self) -> dict[str, str]:
+        """What artifacts and videos say of the latents, besides prompt, settings and model."""
+        return {
+            "images_fingerprint": self.images_fingerprint,
+            "loras": self.loras,
+            "attention_window": self.attention_window,
+            "quantization": self.quantization,
+        }
+
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
         """The model's defaults, or `base`, replaced by the values on the command line."""
         known = dataclasses.asdict(base) if base else {}
+        if (preset := getattr(self.arguments, "fast", None)) is not None:
+            known = {name: value for name, value in known.items() if name not in dataclasses.asdict(preset)}
         said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.presets)
         return self.pipeline.settings(**{**known, **said})
 
@@ -90,14 +105,7 @@ class Session:
     def _is_up_to_date(
         self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]
     ) -> bool:
-        expected = artifacts.describe(
-            prompt,
-            settings,
-            self.pipeline,
-            images_fingerprint=self.images_fingerprint,
-            loras=self.loras,
-            attention_window=self.attention_window,
-        )
+        expected = artifacts.describe(prompt, settings, self.pipeline, **self.made_from)
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
         print_message(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
@@ -132,12 +140,7 @@ class Session:
             for _ in self.pipeline.decode(latents, settings):  # the first host writes what all of them compute
                 pass
             return
-        made_from = {
-            "images_fingerprint": self.images_fingerprint,
-            "loras": self.loras,
-            "attention_window": self.attention_window,
-        }
-        description = artifacts.describe(prompt, settings, self.pipeline, **made_from) | self._init_image_metadata
+        description = artifacts.describe(prompt, settings, self.pipeline, **self.made_from) | self._init_image_metadata
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),
@@ -172,6 +175,7 @@ class Session:
             "settings": dataclasses.asdict(settings),
             "model": {"name": self.pipeline.model_name, "fingerprint": self.pipeline.model_fingerprint},
             "loras": json.loads(self.loras or "[]"),
+            "quantize": self.quantization or "none",
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
             "reused": account.reused,

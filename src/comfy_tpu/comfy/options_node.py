@@ -10,6 +10,7 @@ from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.comfy.inputs import OPTIONS_TYPE, check_integers
 from comfy_tpu.config import (
     ATTENTION_WINDOWS,
+    FAST,
     VAE_BACKENDS,
     AttentionConfig,
     AttentionImplementation,
@@ -32,7 +33,7 @@ class TPUOptions(io.ComfyNode):
             category="TPU",
             description="How a model runs: chips, precision, attention, and ways to save time. For the options input "
             "of any node of this pack that runs a model.",
-            inputs=[*_runtime_inputs(), *_attention_inputs()],
+            inputs=[*_runtime_inputs(), *_attention_inputs(), _fast_input()],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
 
@@ -55,8 +56,12 @@ def make_options(
     attention_window: str,
     attention_blocks: str,
     dense_max_tokens: int,
+    fast: bool = False,
 ) -> RunOptions:
-    """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field."""
+    """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field.
+
+    With `fast`, an input at its default counts as not chosen: a widget always has a value.
+    """
     from comfy_tpu.kernels.windows import parse_blocks, parse_window
     from comfy_tpu.parallel.mesh import check_mesh_text
     from comfy_tpu.pipeline.runtime_checks import check_attention
@@ -71,9 +76,19 @@ def make_options(
     )
     check_attention(config)
     runtime = RuntimeConfig(
-        mesh=mesh.strip(), dtype=dtype, quantize=quantize, vae_backend=vae_backend, attention=config
+        mesh=mesh.strip(),
+        dtype=dtype,
+        quantize=None if quantize == "none" else quantize,
+        fast=FAST if fast else None,
+        vae_backend=vae_backend,
+        attention=config,
     )
-    return RunOptions(runtime, reuse=reuse, guidance_until=guidance_until, num_videos=num_videos)
+    return RunOptions(
+        runtime,
+        reuse=None if fast and reuse == _SETTINGS.reuse else reuse,
+        guidance_until=None if fast and guidance_until == _SETTINGS.guidance_until else guidance_until,
+        num_videos=num_videos,
+    )
 
 
 def _runtime_inputs() -> list[io.Input]:
@@ -93,7 +108,7 @@ def _runtime_inputs() -> list[io.Input]:
         io.Combo.Input(
             "quantize",
             options=list(get_args(Quantization)),
-            default=_RUNTIME.quantize,
+            default="none",
             tooltip="Large matrix products of the transformer in 8 bits: fp8 on H100 and newer and TPU v7x, int8 on "
             "TPU v5e and v6e. Faster, and not quite the same result.",
         ),
@@ -131,6 +146,19 @@ def _runtime_inputs() -> list[io.Input]:
             "another.",
         ),
     ]
+
+
+def _fast_input() -> io.Input:
+    """Optional, because workflows that were saved as API prompts have no value for it, and the last for those that hold
+    the values of widgets in their order."""
+    return io.Boolean.Input(
+        "fast",
+        default=False,
+        optional=True,
+        tooltip=f"Much faster, and not the same result: reuse {FAST.reuse}, guidance_until {FAST.guidance_until} and "
+        "quantize as the chips have it, each where its input is at its default. What saves nothing is left out, and "
+        "the log says why.",
+    )
 
 
 def _attention_inputs() -> list[io.Input]:

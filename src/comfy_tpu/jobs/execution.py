@@ -205,6 +205,7 @@ class Executor:
             images_fingerprint=fingerprint(images),
             loras=pipeline.loras.text,
             attention_window=pipeline.attention_window,
+            quantization=pipeline.quantization,
         )
         if init_image is not None:
             description["strength"] = str(init_image.strength)

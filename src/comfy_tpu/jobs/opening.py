@@ -14,6 +14,7 @@ from comfy_tpu.config import (
     VAE_BACKEND,
     AttentionConfig,
     CacheConfig,
+    FastPreset,
     GenerationSettings,
     RuntimeConfig,
     SingleFiles,
@@ -32,11 +33,13 @@ def make_runtime(values: Mapping[str, Any]) -> RuntimeConfig:
     """The runtime of the chosen values; what is missing has its default."""
     cache = values.get("cache_dir")
     dump = values.get("dump")
+    fast = values.get("fast")  # a request has it as JSON
     return RuntimeConfig(
         mesh=values.get("mesh", "auto"),
         platform=values.get("platform", "auto"),
         dtype=values.get("dtype", "auto"),
-        quantize=values.get("quantize", "none"),
+        quantize=values.get("quantize"),
+        fast=FastPreset(**fast) if isinstance(fast, Mapping) else fast,
         vae_backend=values.get("vae_backend", VAE_BACKEND),
         attention=_make_attention(values),
         cache=CacheConfig(directory=None if cache is None else Path(cache)),

@@ -33,7 +33,7 @@ INPUT_FIELDS = ("image", "last_image", "lora")
 MODEL_FIELDS = (
     *("model", "transformer", "text_encoder", "vae", "image_encoder"),
     *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend"),
-    *("attention", "attention_window", "attention_blocks", "dense_max_tokens"),
+    *("attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Fields that decide which model is opened, and how. A model changes where one of them does."""
 

@@ -27,7 +27,7 @@ _HOPPER_TOKENS = 4096
 _CUDNN_HEAD_DIM = 128
 _CUDNN_HEAD_DIM_HOPPER = 256
 _HOPPER = ("h100", "h200", "gh200")
-_HOPPER_AND_LATER = (*_HOPPER, "b200", "gb200", "b300", "gb300")
+HOPPER_AND_LATER = (*_HOPPER, "b200", "gb200", "b300", "gb300")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def hopper_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy 
 
 def cudnn_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy | None) -> str | None:
     """Why this call cannot be given to cuDNN; None: it can."""
-    largest = _CUDNN_HEAD_DIM_HOPPER if chip.lower() in _HOPPER_AND_LATER else _CUDNN_HEAD_DIM
+    largest = _CUDNN_HEAD_DIM_HOPPER if chip.lower() in HOPPER_AND_LATER else _CUDNN_HEAD_DIM
     band = call.band
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs and the placement is {platform}; choose auto or chunked"

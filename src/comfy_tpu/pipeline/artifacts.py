@@ -67,6 +67,8 @@ class Header:
     """JSON with name, fingerprint and strength of each LoRA; empty without LoRAs."""
     attention_window: str = ""
     """The attention window as text; empty where every token attended to all."""
+    quantization: str = ""
+    """The 8-bit format of the transformer's products; empty without one."""
 
 
 def describe(
@@ -77,9 +79,15 @@ def describe(
     images_fingerprint: str = "",
     loras: str = "",
     attention_window: str = "",
+    quantization: str = "",
 ) -> dict[str, str]:
     """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
-    optional = {"pictures": images_fingerprint, "loras": loras, "attention_window": attention_window}
+    optional = {
+        "pictures": images_fingerprint,
+        "loras": loras,
+        "attention_window": attention_window,
+        "quantize": quantization,
+    }
     description = {
         "prompt": prompt,
         "seed": str(settings.seed),
@@ -94,11 +102,11 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precision and attention window.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions and attention window.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
-    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window")
+    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize")
     return all(found.get(key) == expected.get(key) for key in keys)
 
 
@@ -157,13 +165,10 @@ def save_latents(
     model: Model,
     *,
     cut: str = "",
-    images_fingerprint: str = "",
-    loras: str = "",
-    attention_window: str = "",
+    **made_from: str,
 ) -> None:
-    made_from = {"images_fingerprint": images_fingerprint, "loras": loras, "attention_window": attention_window}
-    description = describe(prompt, settings, model, **made_from)
-    _save(path, "latents", {"latents": latents}, description, cut)
+    """`made_from`: as in `describe`."""
+    _save(path, "latents", {"latents": latents}, describe(prompt, settings, model, **made_from), cut)
 
 
 def load_latents(path: Path, model: Model) -> tuple[torch.Tensor, Header]:
@@ -280,6 +285,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             metadata.get("pictures", ""),
             loras,
             metadata.get("attention_window", ""),
+            metadata.get("quantize", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_error(path, repr(error), MAKER[stage]) from error

@@ -70,18 +70,32 @@ class Curve:
 
 def find_curve(files: ModelFiles) -> Curve:
     """The curve of the model directory, else the published one of the model's size."""
-    own = files.directory / CURVE_FILE
-    if own.exists():
-        return _read(own, files, files.fingerprint)
+    path = _find_file(files)
+    if path is None:
+        raise InvalidValueError(
+            f"reuse needs to know how much the steps of model {files.name} differ, and there is no "
+            f"{_own_file(files)}; run `comfy-tpu calibrate {files.name}` once, or leave reuse at 0",
+            field="reuse",
+        )
+    return _read(path, files, files.fingerprint if path == _own_file(files) else None)
+
+
+def has_curve(files: ModelFiles) -> bool:
+    return _find_file(files) is not None
+
+
+def _find_file(files: ModelFiles) -> Path | None:
+    if (own := _own_file(files)).exists():
+        return own
     config = files.config(files.family.transformer)
     for name, facts in files.family.card.reuse_curves.items():
         if all(config.get(key) == value for key, value in facts.items()):
-            return _read(PUBLISHED_DIRECTORY / name, files, None)
-    raise InvalidValueError(
-        f"reuse needs to know how much the steps of model {files.name} differ, and there is no {own}; run "
-        f"`comfy-tpu calibrate {files.name}` once, or leave reuse at 0",
-        field="reuse",
-    )
+            return PUBLISHED_DIRECTORY / name
+    return None
+
+
+def _own_file(files: ModelFiles) -> Path:
+    return files.directory / CURVE_FILE
 
 
 def save_curve(path: Path, curve: Curve, *, family: str, fingerprint: str | None, made_with: Mapping[str, Any]) -> None:

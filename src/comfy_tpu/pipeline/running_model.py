@@ -17,9 +17,10 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.stored import open_store
-from comfy_tpu.config import Lora, RuntimeConfig
+from comfy_tpu.config import Lora, Quantization, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, trace_errors
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.kernels.quantized import native_format
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -36,6 +37,12 @@ def choose_dtype(name: str, platform: str) -> torch.dtype:
     if name == "auto":
         return DTYPES["float32" if platform == "cpu" else "bfloat16"]
     return DTYPES[name]
+
+
+def choose_quantization(runtime: RuntimeConfig, placement: Placement) -> Quantization:
+    if runtime.quantize is not None:
+        return runtime.quantize
+    return "none" if runtime.fast is None else native_format(placement.platform, placement.chip)
 
 
 class WeightsKey(NamedTuple):
@@ -72,6 +79,7 @@ class RunningModel:
         self.store = open_store(runtime.cache) if runtime.dump is None else None
         """Programs of earlier processes. None with a dump, which shows what is traced, and without a cache."""
         self.dtype = choose_dtype(runtime.dtype, placement.platform)
+        self.quantize = choose_quantization(runtime, placement)
         self.vae = vae_functions(runtime.vae_backend, files.family)
         self.on_progress = on_progress
         """May be replaced between two runs."""
@@ -137,7 +145,7 @@ class RunningModel:
         options: dict[str, Any] = {"dtype": self.dtype, "attention": attention, "cache": runtime.cache}
         limits = skeleton_limits(tensor.shape for tensor in self.files.checkpoint(spec).tensors.values())
         component = Component(
-            spec, config, placement, quantize=runtime.quantize, limits=limits, store=self.store, **options
+            spec, config, placement, quantize=self.quantize, limits=limits, store=self.store, **options
         )
         if spec is self.family.vae.component and self.vae.make_component is not None:
             return self.vae.make_component(config, placement, **options)  # torch's module could be built
@@ -181,7 +189,7 @@ class RunningModel:
             return loaded
 
         backend = self.runtime.vae_backend if spec is self.family.vae.component else ""
-        precision = (self.dtype, self.runtime.quantize, self._blank)
+        precision = (self.dtype, self.quantize, self._blank)
         key = WeightsKey(self.files.fingerprint, spec.name, component.placement.mesh, precision, loras.key, backend)
         taken = self._take_from_other_mesh(key, component)
         self._resident.add(key)

@@ -8,6 +8,7 @@ from typing import get_args
 from comfy_tpu.config import (
     AttentionConfig,
     AttentionImplementation,
+    FastPreset,
     Quantization,
     ResidencyConfig,
     RuntimeConfig,
@@ -25,10 +26,19 @@ def check_runtime(runtime: RuntimeConfig) -> None:
     if not isinstance(given, RuntimeConfig):
         raise InvalidValueError(f"runtime is a {type(given).__name__}, expected a RuntimeConfig", field="runtime")
     _check_choice("dtype", runtime.dtype, ("auto", *DTYPES))
-    _check_choice("quantize", runtime.quantize, get_args(Quantization))
+    if runtime.quantize is not None:
+        _check_choice("quantize", runtime.quantize, get_args(Quantization))
+    _check_preset(runtime.fast)
     check_attention(runtime.attention)
     if runtime.memory is not None:
         _check_memory(runtime.memory)
+
+
+def _check_preset(given: object) -> None:
+    if given is not None and not isinstance(given, FastPreset):
+        raise InvalidValueError(
+            f"fast is a {type(given).__name__}, expected a FastPreset such as comfy_tpu.FAST", field="fast"
+        )
 
 
 def _check_memory(memory: ResidencyConfig) -> None:

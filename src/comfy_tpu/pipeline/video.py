@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from PIL import Image
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
-from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
 from comfy_tpu.families.model_family import ModelFamily
@@ -33,6 +34,7 @@ from comfy_tpu.pipeline.checks import (
 )
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
+from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
 from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
 from comfy_tpu.pipeline.images import fingerprint
@@ -51,6 +53,8 @@ from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
+logger = logging.getLogger(__name__)
+
 
 class VideoPipeline:
     """The stages of a model. `running` holds its weights and programs."""
@@ -62,6 +66,9 @@ class VideoPipeline:
         self.files = running.files
         self.defaults: GenerationSettings = running.files.defaults
         self._placements: dict[Hashable, Placement] = {}
+        self._has_placed_steps = False
+        self._left_out: set[str] = set()
+        """What was said of parts of the preset that are left out."""
 
     @classmethod
     def open(
@@ -141,6 +148,11 @@ class VideoPipeline:
         return self.running.dtype_name
 
     @property
+    def quantization(self) -> str:
+        """The 8-bit format of the transformer's products; empty without one."""
+        return "" if self.running.quantize == "none" else self.running.quantize
+
+    @property
     def attention_window(self) -> str:
         """The attention window as text; empty where every token attends to all."""
         window = self.running.runtime.attention.window
@@ -164,8 +176,25 @@ class VideoPipeline:
         self.running.on_progress = callback
 
     def settings(self, **chosen: Any) -> GenerationSettings:
-        """The model's defaults, replaced by the chosen values (None: not chosen), checked."""
-        return make_settings(self.defaults, chosen, self.limits)
+        """The model's defaults, replaced by the runtime's preset and the chosen values (None: not chosen), checked."""
+        settings, preset = make_settings(self.defaults, chosen, self.limits), self.running.runtime.fast
+        if preset is None:
+            return settings
+        open_choices = [name for name in dataclasses.asdict(preset) if chosen.get(name) is None]
+        return self._apply_preset(preset, settings, open_choices)
+
+    def _apply_preset(
+        self, preset: FastPreset, settings: GenerationSettings, open_choices: Collection[str]
+    ) -> GenerationSettings:
+        """`open_choices`: the settings that the user has not chosen."""
+        unusable = find_unusable(self.files, settings, self.choose_placement(settings))
+        asked = {*open_choices, *(("quantize",) if self.running.runtime.quantize is None else ())}
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in unusable.items() if name in asked)
+        if reasons and reasons not in self._left_out:
+            self._left_out.add(reasons)
+            logger.warning("fast is used without %s", reasons, extra={"field": "fast"})
+        values = {name: getattr(preset, name) for name in open_choices if name not in unusable}
+        return make_settings(settings, values, self.limits)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings that `encode` returns for a prompt, by name, without the batch dimension."""
@@ -192,7 +221,9 @@ class VideoPipeline:
         check_window(self.running.runtime.attention, self.files, settings)
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
-        if not self._placements:  # the first request: later ones may be encoded while another one's steps are computed
+        # The first request: later ones may be encoded while another one's steps are computed.
+        if not self._has_placed_steps:
+            self._has_placed_steps = True
             running.place_steps(self.choose_placement(settings))
         running.check_components(*self.family.components)
         guided = self._is_guided(settings)
@@ -327,7 +358,8 @@ class VideoPipeline:
                 "those of another model; decode with the model they were made with"
             )
         videos, _, frames, height, width = latents.shape
-        settings = self.settings(**chosen)  # first: a wrong choice is not the latents' fault
+        # First: a wrong choice is not the latents' fault.
+        settings = make_settings(self.defaults, chosen, self.limits)
         sizes = {
             "num_videos": videos,
             "num_frames": (frames - 1) * card.temporal_scale + 1,

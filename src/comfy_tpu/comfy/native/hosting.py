@@ -61,21 +61,20 @@ def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choi
     if options is None:
         return Choices(**widgets)
     runtime, attention = options.runtime, options.runtime.attention
-    default = RuntimeConfig()
     unused = {
-        "quantize": (runtime.quantize, default.quantize),
-        "vae_backend": (runtime.vae_backend, default.vae_backend),
+        "quantize": (runtime.quantize, "none"),
+        "fast": (runtime.fast is not None, False),
+        "vae_backend": (runtime.vae_backend, RuntimeConfig.vae_backend),
         "reuse": (options.reuse, GenerationSettings.reuse),
         "guidance_until": (options.guidance_until, GenerationSettings.guidance_until),
         "num_videos": (options.num_videos, GenerationSettings.num_videos),
-        "attention_window": (attention.window, None),
+        "attention_window": (attention.window, "full"),
     }
     for name, (chosen, neutral) in unused.items():
         if chosen not in (neutral, None):
-            usual = "full" if neutral is None else neutral
             raise InvalidValueError(
                 f"{name}={chosen} in TPU Options is for the nodes of a model family, and ComfyUI's own models run "
-                f"without it; choose {usual}",
+                f"without it; choose {neutral}",
                 field=name,
             )
     return Choices(

@@ -1,0 +1,63 @@
+"""fp8 of every family: the layers that have it, and how far the velocity of a step is from float32's."""
+
+import copy
+import fnmatch
+import re
+
+import pytest
+import torch
+
+from comfy_tpu.bridge import build_skeleton
+from comfy_tpu.config import Quantization, RuntimeConfig
+from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.registry import load_families
+from comfy_tpu.pipeline.video import VideoPipeline
+from tests.tracing import relative_error
+from tools.aten_operators.usage import SMALL, SmallFamily
+
+ONE_ROW = {"norm1.linear", "norm1_context.linear", "norm.linear"}
+"""Modulations: a product of one row for each video."""
+ONCE = {"attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"}
+"""Keys and values of the prompt and of images, which are computed once for all steps."""
+TEXT_TOKENS = {
+    *(f"attn.add_{name}_proj" for name in "qkv"),
+    *("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"),
+}
+"""HunyuanVideo-1.5 has 2,000 tokens of text and images beside 48,000 of a video (480p, 121 frames)."""
+LEFT_IN_FULL = {"HunyuanVideo-1.5": ONE_ROW | TEXT_TOKENS, "HunyuanVideo-1.5 image-to-video": ONE_ROW | TEXT_TOKENS}
+
+
+@pytest.mark.parametrize("family", load_families(), ids=lambda family: family.name)
+def test_large_products_are_in_8_bits(family: ModelFamily) -> None:
+    spec, config = family.transformer, next(iter(family.card.published.values()))
+    module = build_skeleton(lambda: spec.build(copy.deepcopy(dict(config))))
+    linears = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    small = {name for name in linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in spec.quantized)}
+    assert all(any(fnmatch.fnmatchcase(name, pattern) for name in small) for pattern in spec.quantized)
+    in_blocks = [re.sub(r"^\w*blocks\.\d+\.", "", name) for name in linears if re.match(r"\w*blocks\.\d+\.", name)]
+    full = {name for name in in_blocks if not any(each.endswith(f".{name}") for each in small)}
+    assert full <= LEFT_IN_FULL.get(family.name, ONE_ROW | ONCE)
+
+
+FOUND = {
+    "Wan 2.1": 0.0189,
+    "Wan 2.2": 0.0160,
+    "Flux.1": 0.0064,
+    "Flux.2": 0.0023,
+    "HunyuanVideo-1.5": 0.0180,
+    "LTX-Video": 0.0416,
+}
+"""The relative error of the first velocity, after guidance, of small random models."""
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_step_in_fp8_is_near_float32(family: str) -> None:
+    exact, small = (first_velocity(SMALL[family][0], kind) for kind in ("none", "fp8"))
+    assert 0.5 * FOUND[family] < relative_error(small, exact) < 1.5 * FOUND[family]
+
+
+def first_velocity(small: SmallFamily, quantize: Quantization) -> torch.Tensor:
+    path = small.directory() if small.variant is None else small.directory(small.variant)
+    pipeline = VideoPipeline.open(path, RuntimeConfig(mesh="single", quantize=quantize))
+    settings = pipeline.settings(**small.changes)
+    return next(pipeline.velocities(pipeline.encode("a red circle moving left", settings), settings))
