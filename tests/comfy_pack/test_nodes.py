@@ -62,7 +62,7 @@ FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 CHOICES = [
     ("mesh", "COMBO", {"default": "auto", "options": ["auto", "single", "seed"]}),
     ("precision", "COMBO", {"default": "auto", "options": ["auto", "bfloat16", "float32"]}),
-    ("attention", "COMBO", {"default": "auto", "options": ["auto", "splash", "hopper", "cudnn", "chunked"]}),
+    ("attention", "COMBO", {"default": "auto", "options": ["auto", "splash", "hopper", "cudnn", "chunked", "int8"]}),
 ]
 
 FLUX = ["black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"]

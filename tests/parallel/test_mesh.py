@@ -88,7 +88,9 @@ def test_no_platform_at_all(monkeypatch):
         ("TPU v7x", "v7x"),
         ("NVIDIA H200", "h200"),
         ("cpu", "cpu"),
-        ("NVIDIA H100 80GB HBM3", "nvidia h100 80gb hbm3"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia a100-sxm4-80gb"),
         ("TPU v55", "tpu v55"),
     ],
 )

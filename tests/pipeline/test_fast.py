@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from comfy_tpu.config import FAST, FastPreset, GenerationSettings, Quantization, RuntimeConfig
+from comfy_tpu.config import FAST, AttentionConfig, FastPreset, GenerationSettings, Quantization, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.kernels.quantized import native_format
@@ -80,7 +80,7 @@ def test_products_in_8_bits(chosen: dict[str, Any], quantize: str, caplog: pytes
     ("platform", "chip", "found"),
     [
         ("gpu", "h200", "fp8"),
-        ("gpu", "nvidia h100 80gb hbm3", "fp8"),
+        ("gpu", "h100", "fp8"),
         ("gpu", "nvidia a100-sxm4-80gb", "none"),
         ("tpu", "v7x", "fp8"),
         ("tpu", "v6e", "int8"),
@@ -90,6 +90,27 @@ def test_products_in_8_bits(chosen: dict[str, Any], quantize: str, caplog: pytes
 )
 def test_the_8_bit_format_of_a_chip(platform: Any, chip: str, found: Quantization) -> None:
     assert native_format(platform, chip) == found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "implementation"),
+    [
+        ({}, "int8"),
+        ({"attention": AttentionConfig(implementation="cudnn")}, "cudnn"),
+        ({"quantize": "none"}, "auto"),
+        ({"fast": None}, "auto"),
+    ],
+    ids=["preset", "chosen", "no 8 bits", "not fast"],
+)
+def test_attention_in_8_bits(chosen: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_model, "has_int8_kernel", lambda platform, chip: True)
+    pipeline = opened(**chosen)
+    assert pipeline.running.attention.implementation == implementation
+    assert ("int8 scores" in pipeline.quantization) == (implementation == "int8")
+
+
+def test_attention_without_such_a_kernel() -> None:
+    assert opened().running.attention.implementation == "auto"
 
 
 def test_what_cannot_be_used_is_named_once_and_the_rest_is_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -179,7 +179,8 @@ def add_settings(
             action="store_const",
             const=FAST,
             help=f"much faster, and not the same video: --reuse {FAST.reuse}, --guidance-until {FAST.guidance_until} "
-            "and --quantize as the devices have it, where these are not given; what saves nothing is left out",
+            "and --quantize and --attention as the devices have it, where these are not given; what saves nothing is "
+            "left out",
         )
 
 

@@ -10,7 +10,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     settings    all of them, by their Python names
     model       name, fingerprint
     loras       name, fingerprint and strength of each that has one
-    quantize    the 8-bit format of the transformer's products, or none
+    quantize    what the transformer computes in 8 bits, such as "fp8, int8 scores", or none
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
     reused      numbers of the steps, from 1, at which the transformer did not run
@@ -57,7 +57,7 @@ class Session:
         self.attention_window = pipeline.attention_window
         """The attention window of the latents, as text in artifacts."""
         self.quantization = pipeline.quantization
-        """The 8-bit format of the latents' transformer, as text in artifacts."""
+        """What the latents' transformer computed in 8 bits, as text in artifacts."""
         self.images_fingerprint = ""
         """The fingerprint of the given images."""
         self._init_image_metadata: dict[str, str] = {}

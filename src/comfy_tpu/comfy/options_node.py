@@ -156,8 +156,8 @@ def _fast_input() -> io.Input:
         default=False,
         optional=True,
         tooltip=f"Much faster, and not the same result: reuse {FAST.reuse}, guidance_until {FAST.guidance_until} and "
-        "quantize as the chips have it, each where its input is at its default. What saves nothing is left out, and "
-        "the log says why.",
+        "quantize and attention as the chips have it, each where its input is at its default. What saves nothing is "
+        "left out, and the log says why.",
     )
 
 

@@ -117,6 +117,11 @@ def choose_implementation(
     return fallback
 
 
+def has_int8_kernel(platform: Platform, chip: str) -> bool:
+    """Whether attention is faster here where queries and keys meet in 8 bits."""
+    return platform == "gpu" and chip in _HOPPER and hopper.is_installed()
+
+
 def has_int8_scores(call: Call, config: AttentionConfig, *, sharded: Strategy | None) -> bool:
     """Whether queries and keys of this call are to meet in 8 bits.
 

@@ -51,7 +51,7 @@ def quantize_blocks(array: Float[Array, "batch rows heads head_dim"], rows: int)
 def round_to_int8(
     query: Float[Array, "batch heads queries head_dim"], key: Float[Array, "batch heads keys head_dim"]
 ) -> tuple[Array, Array]:
-    """Queries and keys as 8 bits leave them, for kernels that have no products of integers: the same results, slower."""
+    """Queries and keys as 8 bits leave them, for kernels without products of integers: the same results, slower."""
     rounded = (
         quantize_blocks(query.swapaxes(1, 2), QUERY_ROWS),
         quantize_blocks(center_keys(key.swapaxes(1, 2)), KEY_ROWS),

@@ -22,8 +22,7 @@ def native_format(platform: Platform, chip: str) -> Quantization:
     """The 8-bit format that a chip multiplies faster than bfloat16; "none" where there is none."""
     if platform == "tpu":
         return _TPU_FORMATS.get(chip, "none")
-    # A driver says more than the chip's name: "nvidia h100 80gb hbm3".
-    return "fp8" if platform == "gpu" and not set(chip.lower().split()).isdisjoint(HOPPER_AND_LATER) else "none"
+    return "fp8" if platform == "gpu" and chip in HOPPER_AND_LATER else "none"
 
 
 def quantized_linear(

@@ -52,7 +52,7 @@ _CHIPS = (
     ("tpu v6e", "v6e"),
     ("tpu v7x", "v7x"),
     ("tpu7x", "v7x"),
-    ("nvidia h200", "h200"),
+    *((f"nvidia {chip}", chip) for chip in ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300")),
 )
 
 # What a driver calls the chip, and its cores: Pallas asks an abstract mesh for both while lowering without devices.

@@ -68,7 +68,7 @@ class Header:
     attention_window: str = ""
     """The attention window as text; empty where every token attended to all."""
     quantization: str = ""
-    """The 8-bit format of the transformer's products; empty without one."""
+    """What the transformer computed in 8 bits; empty: nothing."""
 
 
 def describe(

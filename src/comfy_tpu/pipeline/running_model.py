@@ -17,9 +17,10 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.stored import open_store
-from comfy_tpu.config import Lora, Quantization, RuntimeConfig
+from comfy_tpu.config import AttentionConfig, Lora, Quantization, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, trace_errors
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.kernels.choice import has_int8_kernel
 from comfy_tpu.kernels.quantized import native_format
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
@@ -43,6 +44,14 @@ def choose_quantization(runtime: RuntimeConfig, placement: Placement) -> Quantiz
     if runtime.quantize is not None:
         return runtime.quantize
     return "none" if runtime.fast is None else native_format(placement.platform, placement.chip)
+
+
+def choose_attention(runtime: RuntimeConfig, placement: Placement) -> AttentionConfig:
+    """With the preset, attention in 8 bits where it is faster, unless a kernel is chosen or 8 bits are not wanted."""
+    is_open = runtime.fast is not None and runtime.attention.implementation == "auto" and runtime.quantize != "none"
+    if is_open and has_int8_kernel(placement.platform, placement.chip):
+        return dataclasses.replace(runtime.attention, implementation="int8")
+    return runtime.attention
 
 
 class WeightsKey(NamedTuple):
@@ -80,6 +89,7 @@ class RunningModel:
         """Programs of earlier processes. None with a dump, which shows what is traced, and without a cache."""
         self.dtype = choose_dtype(runtime.dtype, placement.platform)
         self.quantize = choose_quantization(runtime, placement)
+        self.attention = choose_attention(runtime, placement)
         self.vae = vae_functions(runtime.vae_backend, files.family)
         self.on_progress = on_progress
         """May be replaced between two runs."""
@@ -138,7 +148,7 @@ class RunningModel:
 
     def _make_component(self, spec: ComponentSpec, placement: Placement) -> Any:
         config, runtime = self.files.config(spec), self.runtime
-        attention = runtime.attention
+        attention = self.attention
         if spec not in self.family.denoiser.transformers:
             # The choice of a kernel is for the transformers: not every kernel takes the masks of text encoders.
             attention = dataclasses.replace(attention, implementation="auto", block_sizes=None)

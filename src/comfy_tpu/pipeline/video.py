@@ -149,8 +149,10 @@ class VideoPipeline:
 
     @property
     def quantization(self) -> str:
-        """The 8-bit format of the transformer's products; empty without one."""
-        return "" if self.running.quantize == "none" else self.running.quantize
+        """What the transformer computes in 8 bits, such as "fp8, int8 scores"; empty: nothing."""
+        products = () if self.running.quantize == "none" else (self.running.quantize,)
+        scores = ("int8 scores",) if self.running.attention.implementation == "int8" else ()
+        return ", ".join((*products, *scores))
 
     @property
     def attention_window(self) -> str:
