@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import folder_paths
 from comfy_api.latest import io
 
 from comfy_tpu.comfy import inputs
+from comfy_tpu.config import AttentionImplementation
 
 if TYPE_CHECKING:
     from comfy_tpu.comfy.native.hosting import Choices
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 CATEGORY = "TPU"
 PRECISIONS = ["auto", "bfloat16", "float32"]
 MESHES = ["auto", "single", "seed"]
-ATTENTIONS = ["auto", "splash", "hopper", "cudnn", "chunked"]
 
 
 def _choices() -> list[io.Input]:
@@ -36,7 +36,7 @@ def _choices() -> list[io.Input]:
         ),
         io.Combo.Input(
             "attention",
-            options=ATTENTIONS,
+            options=list(get_args(AttentionImplementation)),
             default="auto",
             tooltip="The attention kernel. auto: splash on TPU for long sequences, hopper or cuDNN on GPU, chunked "
             "otherwise.",
