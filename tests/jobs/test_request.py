@@ -26,9 +26,11 @@ def test_what_decides_the_result() -> None:
         identity(lora=["a.safetensors"]),
         identity(lora=["b.safetensors"]),
         identity(image=["a.png"]),
+        identity(attention="int8"),
     ]
     assert len({base, *others}) == len(others) + 1
     assert identity(mesh="tp=8") == identity(platform="cpu") == identity(output="x.mp4") == base
+    assert identity(attention="cudnn") == base
 
 
 def test_the_content_of_a_file_decides() -> None:

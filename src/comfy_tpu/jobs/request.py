@@ -75,7 +75,7 @@ class Request:
 
     def identity(self, model_fingerprint: str, file_fingerprint: Fingerprint) -> str:
         """Equal for requests whose videos are the same."""
-        decisive = {name: value for name, value in self.values.items() if name not in MACHINE_FIELDS}
+        decisive = {name: value for name, value in self.values.items() if _is_decisive(name, value)}
         files: dict[str, list[Any]] = {
             name: [file_fingerprint(each) for each in _as_list(self.values[name])]
             for name in FILE_FIELDS
@@ -124,6 +124,11 @@ def split_lora(text: str) -> tuple[str, dict[str, Any]]:
             break
         path = rest
     return path, chosen
+
+
+def _is_decisive(name: str, value: Any) -> bool:
+    """Whether the field decides what a video shows. Of the attention kernels one rounds."""
+    return name not in MACHINE_FIELDS or (name, value) == ("attention", "int8")
 
 
 def _is_file(text: str) -> bool:
