@@ -109,7 +109,7 @@ MODELS = {
 }
 """By name."""
 
-_FEW_LAYERS = {
+_FEW_LAYERS: dict[str, dict[str, Any]] = {
     "sdxl": {"model_channels": 32, "num_head_channels": 16},
     "sd3.5-large": {
         "depth": 2,
