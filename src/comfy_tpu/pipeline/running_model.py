@@ -41,6 +41,7 @@ def choose_dtype(name: str, platform: str) -> torch.dtype:
 
 
 def choose_quantization(runtime: RuntimeConfig, placement: Placement) -> Quantization:
+    """The chosen quantization; where none is chosen, none, or the devices' own with the preset."""
     if runtime.quantize is not None:
         return runtime.quantize
     return "none" if runtime.fast is None else native_format(placement.platform, placement.chip)
