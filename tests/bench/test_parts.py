@@ -19,7 +19,7 @@ from comfy_tpu.bench.vae import VaeStream, vae_inputs
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.program import ProgramEvent
 from comfy_tpu.compiler.weights import alias_torch_tensor
-from comfy_tpu.config import MeshSizes
+from comfy_tpu.config import FAST, MeshSizes
 from comfy_tpu.families.reference import load_references
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.parallel.chips import parse_slice
@@ -35,7 +35,8 @@ def run(part, model, tmp_path, **options):
     """Rows by what and peer."""
     emitted = []
     chosen = {"size": find_bench_model(model).default_sizes[0], "dtype": "float32", "repeats": 1, "steps": 1}
-    job = Job(part, model=model, peers=("ours", "eager"), cache_directory=str(tmp_path), **{**chosen, **options})
+    chosen |= {"peers": ("ours", "eager"), **options}
+    job = Job(part, model=model, cache_directory=str(tmp_path), **chosen)
     runner.run_part(job, emitted.append)
     rows = [message for message in emitted if isinstance(message, Row)]
     assert not [row.traceback for row in rows if row.failure]
@@ -64,6 +65,14 @@ def test_every_part_of_every_model(part, model, tmp_path):
         directions = ["vae decode", "vae encode"] if takes_images else ["vae decode"]
         assert {f"{what}, cold" for what in ["transformer", *directions, "text encoder"]} <= whats
         assert not any(row.facts["from_cache"] for row in rows.values())
+
+
+def test_the_preset_end_to_end(tmp_path):
+    rows = run("end-to-end", "small", tmp_path, peers=("ours", "fast"), steps=4)
+    facts = rows["4 steps with guidance", "fast"].facts
+    assert facts["forwards"] == 4 + 3, "all steps, for want of a curve, and three of them with guidance"
+    assert (facts["reuse"], facts["guidance_until"], facts["quantize"]) == (0.0, FAST.guidance_until, "none")
+    assert "forwards" not in rows["4 steps with guidance", "ours"].facts
 
 
 @pytest.mark.slow  # tests/cli/test_bench.py has one by default

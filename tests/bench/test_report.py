@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.bench import plots, report
+from comfy_tpu.bench.job import LOSSY_PEERS
 from comfy_tpu.bench.page_texts import ENGLISH, LANGUAGES, read_texts
 from comfy_tpu.bench.report import RunFiles, draw_run, format_tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
@@ -53,12 +54,14 @@ def test_blocks_compiled_one_by_one_are_named_so():
     assert "torch.compile of each block<" in draw_run(regional)
 
 
-def test_8_bits_are_compared_with_ours_alone():
-    run = make_run(*PEERS, forward("fp8", 2.0), *CEILINGS)
+@pytest.mark.parametrize("peer", LOSSY_PEERS)
+def test_lossy_peers_are_compared_with_ours_alone(peer):
+    run = make_run(*PEERS, forward(peer, 2.0), *CEILINGS)
     lines = format_tables(run).splitlines()
-    (line,) = (line for line in lines if "fp8 (lossy)" in line)
+    (line,) = (line for line in lines if f"{peer} (lossy)" in line)
     cells = dict(zip(*([cell.strip() for cell in each.split("|")] for each in (lines[2], line)), strict=True))
-    assert cells["fp8 is faster"] == "1.25×"
+    assert cells[f"{peer} is faster"] == "1.25×"
+    assert (cells["TFLOP/s"] == "") == (peer == "fast"), "it leaves out forwards"
     assert cells["ours is faster"] == cells["of the floor"] == "", "the ceilings are not those of 8 bits"
 
 

@@ -39,8 +39,8 @@ def bench(*arguments):
     [
         (["--what", "transformer,speed"], "--what names 'speed'; choose from transformer, accuracy, vae"),
         (["--what", ","], "--what is empty; choose from"),
-        (["--peers", "jit"], "--peers names 'jit'; choose from ours, fp8, eager, compile"),
-        (["--peers", ""], "--peers is empty; choose from ours, fp8, eager, compile"),
+        (["--peers", "jit"], "--peers names 'jit'; choose from ours, fp8, fast, eager, compile"),
+        (["--peers", ""], "--peers is empty; choose from ours, fp8, fast, eager, compile"),
         (["--what", ""], "--what is empty; choose from"),
         (
             ["--what", "text", "--peers", "fp8"],

@@ -1,10 +1,12 @@
 """A request: what decides its result, its groups and its name; lines with any flag of `generate`."""
 
+import argparse
 import dataclasses
 from typing import Any
 
 import pytest
 
+from comfy_tpu.cli import batch
 from comfy_tpu.cli.batch import parse_values
 from comfy_tpu.config import FAST
 from comfy_tpu.errors import InvalidValueError
@@ -95,6 +97,15 @@ def test_fast_is_kept_as_the_values_it_stands_for() -> None:
     assert Request({"prompt": "x", "fast": own}).model_key != Request({"prompt": "x"}).model_key
     assert make_runtime({"fast": own}).fast == make_runtime({"fast": FAST}).fast == FAST
     assert make_runtime({}).fast is None
+
+
+def test_fast_of_the_command_line_holds_for_all_lines() -> None:
+    parser = argparse.ArgumentParser()
+    batch.add_arguments(parser)
+    for flags, common in (([], {}), (["--fast"], {"fast": dataclasses.asdict(FAST)})):
+        arguments = parser.parse_args(["jobs.txt", "-o", "videos", *flags])
+        arguments.parser = parser
+        assert batch._common_values(arguments) == common
 
 
 @pytest.mark.parametrize(

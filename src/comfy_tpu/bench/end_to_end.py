@@ -5,6 +5,7 @@ torch.compile is given the transformer, as its users do; text encoders and VAE a
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from comfy_tpu.bench.random_modules import PROMPT, RandomFiles
 from comfy_tpu.bench.results import Emit, Row
 from comfy_tpu.bench.timing import Candidate, compile_module, measure_peers
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
+from comfy_tpu.config import FAST, FastPreset, GenerationSettings, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.step import is_guided
@@ -52,7 +53,10 @@ def measure_end_to_end(job: Job, emit: Emit) -> None:
     measure_peers(
         bench,
         row,
-        ours={"ours": lambda: _ours(bench, files, settings, row.facts)},
+        ours={
+            "ours": lambda: _ours(bench, files, settings, row.facts),
+            "fast": lambda: _ours(bench, files, settings, row.facts, FAST),
+        },
         by_torch={
             "eager": lambda: _diffusers_call(files, transformer, settings),
             "compile": lambda: _diffusers_call(files, compile_module(transformer, parts), settings),
@@ -62,12 +66,23 @@ def measure_end_to_end(job: Job, emit: Emit) -> None:
     )
 
 
-def _ours(bench: Bench, files: RandomFiles, settings: GenerationSettings, facts: Mapping[str, Any]) -> Candidate:
+def _ours(
+    bench: Bench,
+    files: RandomFiles,
+    settings: GenerationSettings,
+    facts: Mapping[str, Any],
+    fast: FastPreset | None = None,
+) -> Candidate:
     dtype = str(bench.dtype).removeprefix("torch.")
-    runtime = RuntimeConfig(dtype=dtype, cache=bench.cache, vae_backend=bench.job.vae_backend)
+    runtime = RuntimeConfig(dtype=dtype, fast=fast, cache=bench.cache, vae_backend=bench.job.vae_backend)
     running = RunningModel(files, bench.placement, runtime, residency=Residency(ResidencyConfig()))
-    pipeline = VideoPipeline(running)
-    return Candidate(lambda: torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1), facts=dict(facts))
+    pipeline, own = VideoPipeline(running), dict(facts)
+    if fast is not None:
+        chosen = {name: value for name, value in dataclasses.asdict(settings).items() if not hasattr(fast, name)}
+        settings = pipeline.settings(**chosen)
+        lossy = {name: getattr(settings, name) for name in dataclasses.asdict(fast)}
+        own |= {**lossy, "quantize": running.quantize, "forwards": pipeline.plan(settings).forwards}
+    return Candidate(lambda: torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1), facts=own)
 
 
 def _diffusers_call(files: RandomFiles, transformer: Any, settings: GenerationSettings) -> Callable[[], torch.Tensor]:

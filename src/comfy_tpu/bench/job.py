@@ -9,20 +9,23 @@ from typing import Literal
 from comfy_tpu.config import VAE_BACKEND, VaeBackend
 from comfy_tpu.errors import InvalidValueError
 
-Peer = Literal["ours", "fp8", "eager", "compile"]
-"""fp8: ours, with 8-bit products in the transformer. eager, compile: diffusers, without and with torch.compile."""
-PEERS: tuple[Peer, ...] = ("ours", "fp8", "eager", "compile")
+Peer = Literal["ours", "fp8", "fast", "eager", "compile"]
+"""fp8: ours, with 8-bit products in the transformer. fast: ours, with the preset `fast`. eager, compile: diffusers,
+without and with torch.compile."""
+PEERS: tuple[Peer, ...] = ("ours", "fp8", "fast", "eager", "compile")
+LOSSY_PEERS: tuple[Peer, ...] = ("fp8", "fast")
 SMALL_PEERS: tuple[Peer, ...] = ("ours", "eager")
 """The default on a CPU and for small models: torch.compile would take longer than the rest, and fp8 is emulated."""
-_UNQUANTIZED: tuple[Peer, ...] = ("ours", "eager", "compile")
+_LOSSLESS: tuple[Peer, ...] = ("ours", "eager", "compile")
+_OF_A_FORWARD: tuple[Peer, ...] = ("ours", "fp8", "eager", "compile")
 
 PART_PEERS: Mapping[str, tuple[Peer, ...]] = {
-    "transformer": PEERS,
-    "accuracy": PEERS,
-    "vae": _UNQUANTIZED,
-    "text": _UNQUANTIZED,
+    "transformer": _OF_A_FORWARD,
+    "accuracy": _OF_A_FORWARD,
+    "vae": _LOSSLESS,
+    "text": _LOSSLESS,
     "compile": ("ours",),
-    "end-to-end": _UNQUANTIZED,
+    "end-to-end": ("ours", "fast", "eager", "compile"),
     "scaling": ("ours", "fp8", "eager"),  # torch.compile: every size would cost minutes, and its slope is the same
 }
 """The peers of every part."""

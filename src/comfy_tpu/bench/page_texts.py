@@ -83,9 +83,9 @@ Made by `comfy-tpu bench report` from the JSON files of `comfy-tpu bench`; chang
 
 Seconds are wall time with the device waited for: medians of the samples after a warm-up call, smallest and largest
 beside them. Peers of a row run in one process with the same weights, in turns; "ours is faster" compares within that
-run only, and so does "fp8 is faster", with ours that is not quantized. Weights are random. TFLOP/s count products,
-convolutions and attention; "of the floor" is how near a forward comes to one whose products and attention each run at
-the best rate measured beside it (of 8-bit products none is). The error is the norm of the difference from a
+run only, and so do "fp8 is faster" and "fast is faster", with ours without loss. Weights are random. TFLOP/s count
+products, convolutions and attention; "of the floor" is how near a forward comes to one whose products and attention
+each run at the best rate measured beside it (of 8-bit products none is). The error is the norm of the difference from a
 float32 reference over the norm of the reference; the transformer's is that of two of its blocks at their full width,
 because a float32 copy of a large model does not fit beside the others.
 """

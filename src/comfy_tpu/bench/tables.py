@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from comfy_tpu.bench.job import LOSSY_PEERS
 from comfy_tpu.bench.page_texts import ENGLISH, PageTexts
 from comfy_tpu.bench.results import Row, Run
 
@@ -23,6 +24,7 @@ PEER_NAMES = {
     "fp8": "comfy-tpu, fp8 (lossy)",
     "eager": "diffusers eager",
     "compile": "diffusers + torch.compile",
+    "fast": "comfy-tpu, fast (lossy)",
 }
 _REGIONAL = ("transformer", "accuracy", "end-to-end")
 """Parts in which `--compile-regional` means something."""
@@ -80,23 +82,33 @@ def floor_seconds(run: Run, row: Row) -> float | None:
         kind = ceiling.what.split()[0]
         best[kind] = max(best.get(kind, 0.0), ceiling.tflops or 0.0)
     attention = row.facts.get("attention_flops")
-    if row.peer == "fp8" or row.flops is None or attention is None or not all(map(best.get, ("matmul", "attention"))):
+    has_rates = all(map(best.get, ("matmul", "attention")))
+    if row.peer in LOSSY_PEERS or row.flops is None or attention is None or not has_rates:
         return None
     return ((row.flops - attention) / best["matmul"] + attention / best["attention"]) / 1e12
 
 
 def speedup(run: Run, row: Row) -> float | None:
-    """Seconds of this peer over seconds of ours, in this run; of fp8 the other way round, which is how much faster it
-    is than ours without quantization."""
+    """Seconds of this peer over seconds of ours, in this run; of lossy ones the other way round, which is how much
+    faster they are than ours without loss."""
     ours = next((other.median_s for other in run.find(row.part, row.what, row.size) if other.peer == "ours"), None)
     if row.peer == "ours" or ours is None or row.median_s is None:
         return None
-    return ours / row.median_s if row.peer == "fp8" else row.median_s / ours
+    return ours / row.median_s if row.peer in LOSSY_PEERS else row.median_s / ours
 
 
 def _floor_share(run: Run, row: Row) -> float | None:
     floor = floor_seconds(run, row)
     return floor / row.median_s if floor and row.median_s else None
+
+
+def _tflops(run: Run, row: Row) -> float | None:
+    """Of all forwards; the preset `fast` leaves some of them out."""
+    return row.tflops if row.peer != "fast" else None
+
+
+def _column_of(lossy: str) -> tuple[Callable[[Run, Row], Any], Callable[[Any], str]]:
+    return lambda run, row: speedup(run, row) if row.peer == lossy else None, "{:.2f}×".format
 
 
 def _fact(name: str) -> Callable[[Run, Row], Any]:
@@ -117,10 +129,10 @@ _COLUMNS: dict[str, tuple[Callable[[Run, Row], Any], Callable[[Any], str]]] = {
         lambda spread: f"{format_seconds(spread[0])} – {format_seconds(spread[1])}",
     ),
     "n": (lambda run, row: len(row.samples) or None, str),
-    "TFLOP/s": (lambda run, row: row.tflops, lambda value: f"{value:.0f}" if value >= 10 else f"{value:.2g}"),
+    "TFLOP/s": (_tflops, lambda value: f"{value:.0f}" if value >= 10 else f"{value:.2g}"),
     "of the floor": (_floor_share, "{:.0%}".format),
-    "ours is faster": (lambda run, row: speedup(run, row) if row.peer != "fp8" else None, "{:.2f}×".format),
-    "fp8 is faster": (lambda run, row: speedup(run, row) if row.peer == "fp8" else None, "{:.2f}×".format),
+    "ours is faster": (lambda run, row: speedup(run, row) if row.peer not in LOSSY_PEERS else None, "{:.2f}×".format),
+    **{f"{peer} is faster": _column_of(peer) for peer in LOSSY_PEERS},
     "error": (lambda run, row: row.error, "{:.2e}".format),
     "first call": (lambda run, row: row.first_s, format_seconds),
     "import": (_fact("import_s"), format_seconds),

@@ -54,6 +54,8 @@ class TextEncoder:
     tokens for every prompt. None: those two, padded to length."""
     length: int | None = None
     """The fixed number of tokens. None: settings.max_sequence_length."""
+    zeroes_padding: bool = False
+    """Whether the embeddings of padding are zeros, and those of the prompt do not depend on its length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Denoiser:
     """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
     prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     """How outputs of `prepare` are split over the mesh. Others are whole, until a step splits its batch."""
+    merges_padding: bool = False
+    """Whether `prepare` also takes `padding_count`, [batch]: the number of tokens that the last one of `text` stands
+    for."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
     token_grid: TokenGrid | None = None

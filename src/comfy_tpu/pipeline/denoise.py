@@ -17,6 +17,7 @@ from comfy_tpu.parallel.global_arrays import fetch_global
 from comfy_tpu.pipeline.checks import check_finite, check_latents
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
+from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
@@ -53,7 +54,8 @@ def denoise_steps(
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
-                prompt_weights, prepared = _prepare(programs, loaded, current, guided, settings)
+                rows = _prompt_rows(running, current, guided, settings)
+                prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
             if done == 0:
                 running.report("denoising", "", 0, len(plan), size=size)
@@ -94,15 +96,12 @@ def _first_sample(
     return sigma * image_noise(shape, settings.seed)[1] + (1 - sigma) * init_image.latents
 
 
-def _prepare(
-    programs: StepPrograms,
-    loaded: dict[str, jax.Array],
-    embeddings: PromptEmbeddings,
-    guided: bool,
-    settings: GenerationSettings,
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Weights and inputs of a step from the prompt and, with guidance, the negative prompt."""
-    shared = {**embeddings.shared, **programs.denoiser.settings_inputs(settings)}
+def _prompt_rows(
+    running: RunningModel, embeddings: PromptEmbeddings, guided: bool, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
+    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt."""
+    denoiser = running.family.denoiser
+    shared = {**embeddings.shared, **denoiser.settings_inputs(settings)}
     names = [*embeddings.positive, *shared]
     branches = [
         {**branch, **shared}
@@ -113,7 +112,7 @@ def _prepare(
         name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in branches])
         for name in names
     }
-    return split_prepared(programs.prepare(names)(loaded, **rows))
+    return rows | merge_padding(rows["text"]) if denoiser.merges_padding and running.skips_padding else rows
 
 
 def _advance(
@@ -124,7 +123,7 @@ def _advance(
     prepared: dict[str, jax.Array],
     state: State,
 ) -> State:
-    """Runs one step. `weights` are the transformer's and those that `_prepare` made of the prompt."""
+    """Runs one step. `weights` are the transformer's and those that were prepared from the prompt."""
     samples, outputs = state
     given = {"samples": samples, "outputs": outputs, "coefficients": torch.from_numpy(step.coefficients)}
     if step.scale is not None:

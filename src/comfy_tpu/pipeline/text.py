@@ -84,6 +84,8 @@ def merge_embeddings(prompts: Sequence[PromptEmbeddings]) -> PromptEmbeddings:
 class Tokens:
     inputs: dict[str, torch.Tensor]
     """Inputs of the text encoder, by name."""
+    length: int
+    """Tokens of each prompt, with its padding."""
     cut: tuple[str, ...]
     """The end of each prompt that exceeded the token limit."""
 
@@ -133,7 +135,7 @@ def _tokenize(
         limits = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
     # An encoder that always reads the same few tokens stands beside one that reads the rest.
     cut = ("" if encoder.length else _find_cut_text(tokenizer, *pair) for pair in zip(cleaned, limits, strict=True))
-    return Tokens(inputs, tuple(cut))
+    return Tokens(inputs, inputs["input_ids"].shape[1], tuple(cut))
 
 
 def _token_limits(inputs: Mapping[str, torch.Tensor], empty: Mapping[str, torch.Tensor]) -> list[int]:

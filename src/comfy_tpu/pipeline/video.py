@@ -41,6 +41,7 @@ from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -238,11 +239,15 @@ class VideoPipeline:
             cut = cut or tokens.cut[0]
             if any(tokens.cut[1:]):
                 warn_of_cut("negative_prompt", tokens.cut[1])
+            trims = encoder.zeroes_padding and running.skips_padding
+            inputs = trim_tokens(tokens.inputs) if trims else tokens.inputs
             program = running.program(encoder.component, encoder.encode)
             with running.weights(encoder.component) as weights:
                 running.report("encoding", "prompt", done, len(encoders))
                 with jax.profiler.TraceAnnotation(f"encode prompt with {encoder.component.name}"):
-                    made = {name: to_host(array) for name, array in program(weights, **tokens.inputs).items()}
+                    made = {name: to_host(array) for name, array in program(weights, **inputs).items()}
+                if trims:
+                    made = {name: restore_padding(row, tokens.length) for name, row in made.items()}
                 check_finite(f"the {encoder.component.name}", made, self.dtype_name)
                 rows |= made
                 running.report("encoding", "prompt", done + 1, len(encoders))

@@ -67,10 +67,14 @@ def embed_image(module: Any, pixel_values: torch.Tensor) -> dict[str, torch.Tens
 
 
 def prompt_cache(
-    module: Any, text: torch.Tensor, condition: torch.Tensor, image: torch.Tensor | None = None
+    module: Any,
+    text: torch.Tensor,
+    condition: torch.Tensor,
+    image: torch.Tensor | None = None,
+    padding_count: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The prompt's keys and values, those of CLIP's tokens if the model reads them, and the image's latents."""
-    prepared = transformer.prompt_cache(module, text) | {"condition": condition}
+    prepared = transformer.prompt_cache(module, text, padding_count) | {"condition": condition}
     if image is not None:
         dtype = module.blocks.template.attn2.to_k.weight.dtype
         embedder = module.condition_embedder.image_embedder
@@ -150,9 +154,12 @@ FIRST_FRAME_ENCODING = ImageEncoding(
 
 
 def prepare_first_frame(
-    module: Any, text: torch.Tensor, condition: torch.Tensor | None = None
+    module: Any,
+    text: torch.Tensor,
+    condition: torch.Tensor | None = None,
+    padding_count: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    prepared = transformer.prompt_cache(module, text)
+    prepared = transformer.prompt_cache(module, text, padding_count)
     return prepared if condition is None else prepared | {"condition": condition}
 
 

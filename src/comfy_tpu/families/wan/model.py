@@ -14,7 +14,7 @@ from comfy_tpu.families.wan.nnx_vae import nnx_functions
 from comfy_tpu.families.wan.single_files import SINGLE_FILES
 
 _TEXT = TextEncoding(
-    encoders=(TextEncoder(text.TEXT_ENCODER, text.encode_prompt),),
+    encoders=(TextEncoder(text.TEXT_ENCODER, text.encode_prompt, zeroes_padding=True),),
     embedding_shapes=text.embedding_shapes,
     clean_prompt=text.clean_prompt,
 )
@@ -25,6 +25,7 @@ _DENOISER = Denoiser(
     prepare=transformer.prompt_cache,
     prepared_axes=transformer.PROMPT_AXES,
     predict=transformer.predict,
+    merges_padding=True,
     token_grid=transformer.token_grid,
     lora_names=lora_names,
 )

@@ -51,7 +51,8 @@ class WanProcessor:
         given = (attn.prompt_key, attn.prompt_value)
         key, value = keys_and_values(attn, prompt) if attn.prompt_key is None else given
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        bias = mask if attn.prompt_bias is None else attn.prompt_bias
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         if attn.image_key is not None:  # what the model sees of a given image
             seen = (x.transpose(1, 2) for x in (attn.image_key, attn.image_value))
             out = out + F.scaled_dot_product_attention(query, *seen)
@@ -72,7 +73,7 @@ def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     model.patch_embedding = PatchEmbedding.like(model.patch_embedding)
     for block in model.blocks:
         block.attn1.processor = block.attn2.processor = WanProcessor()
-        for name in ("prompt_key", "prompt_value", "image_key", "image_value"):
+        for name in ("prompt_key", "prompt_value", "prompt_bias", "image_key", "image_value"):
             block.attn2.register_buffer(name, None)
     return model
 
@@ -116,12 +117,17 @@ TRANSFORMER = ComponentSpec(
 )
 
 
-def prompt_cache(module: Any, text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Keys and values of every cross-attention, which no step changes: [layers, batch, tokens, heads, head_dim]."""
+def prompt_cache(module: Any, text: torch.Tensor, padding_count: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Keys and values of every cross-attention, which no step changes: [layers, batch, tokens, heads, head_dim]. With
+    `padding_count`, also what is added to scores, [layers, batch, 1, 1, tokens]."""
     dtype = module.blocks.template.attn2.to_k.weight.dtype
     context = module.condition_embedder.text_embedder(text.to(dtype))
     keys, values = module.blocks.map(lambda block: keys_and_values(block.attn2, context))
-    return {"blocks.*.attn2.prompt_key": keys, "blocks.*.attn2.prompt_value": values}
+    prepared = {"blocks.*.attn2.prompt_key": keys, "blocks.*.attn2.prompt_value": values}
+    if padding_count is not None:
+        bias = F.pad(padding_count.log()[:, None], (text.shape[1] - 1, 0))[:, None, None].to(dtype)
+        prepared["blocks.*.attn2.prompt_bias"] = bias.expand(keys.shape[0], *bias.shape)
+    return prepared
 
 
 PROMPT_AXES = dict.fromkeys(("blocks.*.attn2.prompt_key", "blocks.*.attn2.prompt_value"), (None, "dp", None, "tp"))
