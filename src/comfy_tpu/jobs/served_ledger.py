@@ -1,0 +1,205 @@
+"""The ledger of a server: jobs of clients, which go on in the next process, in a fair order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.jobs.ledger import Job, Ledger, NewJob, OutputFile, State
+from comfy_tpu.jobs.request import Request
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS served (
+    id TEXT PRIMARY KEY,
+    client TEXT NOT NULL,
+    key TEXT,
+    body TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    created_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS served_by_key ON served (client, key);
+CREATE INDEX IF NOT EXISTS served_by_client ON served (client, created_at, id);
+"""
+
+Kind = Literal["image", "video"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a client asks for."""
+
+    client: str
+    kind: Kind
+    key: str | None
+    """Its idempotency key: two orders of a client with one key are one job."""
+    body: str
+    """A digest of everything that the client said, to tell another order with the same key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A job as its client may see it."""
+
+    id: str
+    kind: Kind
+    state: State
+    request: Request
+    created_at: float
+    finished_at: float | None
+    error: str
+    outputs: tuple[OutputFile, ...]
+    seconds: dict[str, float]
+
+
+class QueueFullError(ComfyTpuError):
+    """As many jobs wait as the server takes."""
+
+
+class KeyUsedError(ComfyTpuError):
+    """An idempotency key was given with another order before."""
+
+
+class ServedLedger(Ledger):
+    """Servers that share a directory, at once or one after the other, share its jobs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with self._write():
+            for statement in filter(str.strip, _TABLE.split(";")):
+                self._database.execute(statement)
+            # One run for ever: what waited when a server ended is carried out by the next.
+            self._database.execute("UPDATE drivers SET run = 1 WHERE token = ?", (self.token,))
+        self.run = 1
+
+    def accept(self, job: NewJob, order: Order, *, queue_limit: int) -> str:
+        """The id of the order's job, which is in the ledger when this returns: a new one, or the one that the client
+        ordered with the same key."""
+        with self._write():
+            if order.key is not None:
+                known = self._database.execute(
+                    "SELECT id, body FROM served WHERE client = ? AND key = ?", (order.client, order.key)
+                ).fetchone()
+                if known is not None and known[1] != order.body:
+                    raise KeyUsedError("this idempotency key was used with another request; choose a new one")
+                if known is not None:
+                    return str(known[0])
+            (waiting,) = self._database.execute(
+                "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
+            ).fetchone()
+            if waiting >= queue_limit:
+                raise QueueFullError(f"{waiting} jobs wait already; try again later")
+            now = time.time()
+            (line,) = self._database.execute("SELECT coalesce(max(line), 0) + 1 FROM jobs").fetchone()
+            self._submit(dataclasses.replace(job, line=line), None)
+            self._database.execute(
+                "INSERT INTO served (id, client, key, body, kind, created_at) VALUES (?, ?, ?, ?, ?, ?)",
+                (job.id, order.client, order.key, order.body, order.kind, now),
+            )
+        return job.id
+
+    def lease_fairly(self, count: int, *, shape_key: str | None = None) -> list[Job]:
+        """Up to `count` jobs of one shape: that of the client who has the fewest at work, and of the one who came first
+        among those. Others of this shape go with it, also in that order. `shape_key`: preferred among equals."""
+        # A client's first waiting job has the number of its jobs at work, the next one more, and so on.
+        ranked = """
+            SELECT jobs.id, jobs.request, jobs.output, jobs.attempts, jobs.line, jobs.shape_key,
+                row_number() OVER (PARTITION BY served.client ORDER BY jobs.line) + (
+                    SELECT count(*) FROM jobs AS busy JOIN served AS theirs ON theirs.id = busy.id
+                    WHERE busy.run = 1 AND busy.state IN ('leased', 'running') AND theirs.client = served.client
+                ) AS turn
+            FROM jobs JOIN served ON served.id = jobs.id WHERE jobs.run = 1 AND jobs.state = 'submitted'
+        """
+        with self._write():
+            rows = self._database.execute(
+                f"SELECT * FROM ({ranked}) ORDER BY turn, shape_key != ?, line", (shape_key or "",)
+            ).fetchall()
+            chosen = [row for row in rows if row[5] == rows[0][5]][:count]
+            self._database.executemany(
+                "UPDATE jobs SET state = 'leased', driver = ? WHERE id = ?", [(self.token, row[0]) for row in chosen]
+            )
+        return [Job(row[0], Request.from_json(row[1]), row[2], row[3] + 1, row[4]) for row in chosen]
+
+    def cancel(self, id_: str, reason: str) -> State | None:
+        """Ends a job that is not over; the state that it was in, None where there is no such job."""
+        with self._write():
+            row = self._database.execute("SELECT state FROM jobs WHERE id = ?", (id_,)).fetchone()
+            if row is not None and row[0] in ("submitted", "leased", "running"):
+                self._database.execute(
+                    "UPDATE jobs SET state = 'cancelled', driver = NULL, error = ?, finished_at = ? WHERE id = ?",
+                    (reason, time.time(), id_),
+                )
+        return None if row is None else row[0]
+
+    def remove(self, id_: str) -> None:
+        """Forgets a job that is over, and its idempotency key."""
+        with self._write():
+            for table in ("jobs", "served", "names"):
+                self._database.execute(f"DELETE FROM {table} WHERE id = ?", (id_,))
+
+    def find(self, id_: str, client: str | None = None) -> Record | None:
+        """A job; of this client, if one is named."""
+        return next(self._records("jobs.id = ?", (id_,), client, limit=1), None)
+
+    def list_jobs(
+        self, client: str | None, kind: Kind, *, limit: int, after: str | None = None, newest_first: bool = True
+    ) -> list[Record]:
+        """Jobs in the order in which they came, behind the one named `after`."""
+        where, values = "served.kind = ?", [kind]
+        if after is not None:
+            sign = "<" if newest_first else ">"
+            where += f" AND (served.created_at, served.id) {sign} (SELECT created_at, id FROM served WHERE id = ?)"
+            values.append(after)
+        return list(self._records(where, tuple(values), client, limit=limit, newest_first=newest_first))
+
+    def _records(
+        self, where: str, values: tuple[Any, ...], client: str | None, *, limit: int, newest_first: bool = True
+    ) -> Iterator[Record]:
+        if client is not None:
+            where, values = f"{where} AND served.client = ?", (*values, client)
+        order = "DESC" if newest_first else "ASC"
+        columns = "jobs.id, kind, state, request, created_at, finished_at, error, outputs, seconds"
+        with self._lock:
+            rows = self._database.execute(
+                f"SELECT {columns} FROM jobs JOIN served ON served.id = jobs.id WHERE {where}"
+                f" ORDER BY created_at {order}, jobs.id {order} LIMIT ?",
+                (*values, limit),
+            ).fetchall()
+        for id_, kind, state, request, created_at, finished_at, error, outputs, seconds in rows:
+            yield Record(
+                id_,
+                kind,
+                state,
+                Request.from_json(request),
+                created_at,
+                finished_at,
+                error or "",
+                tuple(OutputFile(**each) for each in json.loads(outputs or "[]")),
+                json.loads(seconds or "{}"),
+            )
+
+    def position(self, id_: str) -> int:
+        """How many jobs were accepted before this one and wait, too."""
+        with self._lock:
+            (ahead,) = self._database.execute(
+                "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
+                " AND line < (SELECT line FROM jobs WHERE id = ?)",
+                (id_,),
+            ).fetchone()
+        return int(ahead)
+
+    def finished_before(self, moment: float) -> list[Record]:
+        """Jobs that were over by then, the oldest first."""
+        return list(self._records("finished_at < ?", (moment,), None, limit=1000, newest_first=False))
+
+    def finished_bytes(self) -> list[tuple[str, int]]:
+        """The jobs with files, newest first, and the bytes of each."""
+        with self._lock:
+            rows = self._database.execute(
+                "SELECT id, outputs FROM jobs WHERE run = 1 AND state = 'done' ORDER BY finished_at DESC"
+            ).fetchall()
+        return [(id_, sum(each["size"] for each in json.loads(outputs))) for id_, outputs in rows]
