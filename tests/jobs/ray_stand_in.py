@@ -17,6 +17,8 @@ from comfy_tpu.pipeline.progress import Progress
 
 
 class Executor:
+    current_jobs = ()
+
     def __init__(self, folder, *, batch_size, on_outcome, on_progress):
         self._folder = folder
         self._on_outcome = on_outcome

@@ -30,8 +30,10 @@ class SlowExecutor:
     def __init__(self, on_outcome, on_progress):
         self._on_outcome, self._on_progress = on_outcome, on_progress
         self.is_running = threading.Event()
+        self.current_jobs = ()
 
     def run(self, jobs):
+        self.current_jobs = tuple(job.id for job in jobs)
         self.is_running.set()
         try:
             while True:
@@ -61,6 +63,29 @@ def test_cancelled_jobs_are_all_returned():
     outcomes = [item for item in worker.wait(0.0) if not isinstance(item, Event)]
     assert outcomes == [Outcome(f"id-{number}", "returned") for number in (1, 2, 3)]
     assert worker.capacity(10) == 0  # it takes no more
+
+
+def test_one_job_is_cancelled_and_the_next_begins():
+    executors = []
+
+    def make(*callbacks):
+        executors.append(SlowExecutor(*callbacks))
+        return executors[0]
+
+    worker = WorkerThread("worker", 1, make)
+    worker.give([make_job(1)])
+    worker.give([make_job(2), make_job(3)])
+    assert executors[0].is_running.wait(10)
+    worker.cancel_job("id-2")  # before it has begun
+    worker.cancel_job("id-1")
+    seen = []
+    while Outcome("id-1", "returned") not in seen or executors[0].current_jobs != ("id-3",):
+        seen += [item for item in worker.wait(10.0) if isinstance(item, Outcome)]
+    assert seen == [Outcome("id-1", "returned"), Outcome("id-2", "returned")]
+    while not any(isinstance(item, Event) and item.jobs == ("id-3",) for item in worker.wait(10.0)):
+        pass
+    worker.cancel()
+    worker.close()
 
 
 class FullFolder(Folder):

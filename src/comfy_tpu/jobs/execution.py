@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -65,8 +66,14 @@ class Executor:
         """Jobs of `run` that have neither an outcome yet nor a writer to tell it."""
         self.is_cancelled = False
         """Whether a run ended inside a group. Other hosts that were given it may wait for this one."""
+        self._thread = threading.local()
         self._inputs = Inputs()
         self._lanes = Lanes(lambda: Writer(folder, on_outcome))
+
+    @property
+    def current_jobs(self) -> tuple[str, ...]:
+        """The ids of the jobs that this thread works on."""
+        return getattr(self._thread, "jobs", ())
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Carries out jobs of one shape, the last of them perhaps after it has returned. Outcomes are reported when
@@ -139,6 +146,7 @@ class Executor:
         return rows, runs_beside(pipeline, dataclasses.replace(settings, num_videos=rows * settings.num_videos))
 
     def _run_group(self, pipeline: VideoPipeline, jobs: Sequence[Job], writer: Writer) -> None:
+        self._thread.jobs = tuple(job.id for job in jobs)
         started, seconds = time.monotonic(), dict[str, float]()
         rows, init_image = list[Row](), None
         try:

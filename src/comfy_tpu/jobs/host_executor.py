@@ -19,6 +19,10 @@ class LeadingExecutor:
         self._is_in_step = True
         """Whether the others wait for jobs. Where a group ended early, they are inside it until the run fails."""
 
+    @property
+    def current_jobs(self) -> tuple[str, ...]:
+        return self._executor.current_jobs
+
     def run(self, jobs: Sequence[Job]) -> None:
         self._is_in_step = False
         hosts.first_host_value(lambda: len(jobs))

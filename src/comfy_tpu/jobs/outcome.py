@@ -20,6 +20,8 @@ class Event:
     what: str
     done: int
     total: int
+    jobs: tuple[str, ...] = ()
+    """The ids of the jobs that it is for; none where it is for all that follow, such as loading a model."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,7 +149,7 @@ class ServedLedger(Ledger):
         self, client: str | None, kind: Kind, *, limit: int, after: str | None = None, newest_first: bool = True
     ) -> list[Record]:
         """Jobs in the order in which they came, behind the one named `after`."""
-        where, values = "served.kind = ?", [kind]
+        where, values = "served.kind = ?", list[str]([kind])
         if after is not None:
             sign = "<" if newest_first else ">"
             where += f" AND (served.created_at, served.id) {sign} (SELECT created_at, id FROM served WHERE id = ?)"

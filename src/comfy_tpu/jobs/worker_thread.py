@@ -22,6 +22,11 @@ GROUPS_AHEAD = 2
 class JobExecutor(Protocol):
     """What carries jobs out: `execution.Executor`."""
 
+    @property
+    def current_jobs(self) -> tuple[str, ...]:
+        """The ids of the jobs that the calling thread works on."""
+        ...
+
     def run(self, jobs: Sequence[Job]) -> None:
         """Reports an outcome for each job, perhaps after it has returned."""
         ...
@@ -48,6 +53,8 @@ class WorkerThread:
         self._given = 0
         self._carried_out = 0
         self._is_cancelled = threading.Event()
+        self._unwanted: set[str] = set()
+        """The ids of jobs that were cancelled one by one."""
         self._failure: BaseException | None = None
         self._executor = make_executor(self._happened.put, self._on_progress)
         self._thread = threading.Thread(target=self._run, name="jobs")
@@ -81,6 +88,10 @@ class WorkerThread:
         """At the end of the step that is running. The jobs that were given are returned."""
         self._is_cancelled.set()
 
+    def cancel_job(self, id_: str) -> None:
+        """Ends one job at the end of the step that is running. Those that share its steps go on, and it with them."""
+        self._unwanted.add(id_)
+
     def close(self) -> None:
         """Waits for the jobs that were given, or for the step that is running where they were cancelled."""
         self._groups.put(None)
@@ -89,11 +100,13 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             while (jobs := self._groups.get()) is not None:
-                if self._is_cancelled.is_set():
-                    for job in jobs:
+                wanted = [] if self._is_cancelled.is_set() else [job for job in jobs if job.id not in self._unwanted]
+                for job in jobs:
+                    if job not in wanted:
                         self._happened.put(Outcome(job.id, "returned"))
-                else:
-                    self._executor.run(jobs)
+                if wanted:
+                    self._executor.run(wanted)
+                self._unwanted.difference_update(job.id for job in jobs)
                 self._carried_out += 1
         except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
             self._failure = error
@@ -101,6 +114,7 @@ class WorkerThread:
             self._executor.close()
 
     def _on_progress(self, progress: Progress) -> None:
-        if self._is_cancelled.is_set():
+        jobs = self._executor.current_jobs
+        if self._is_cancelled.is_set() or (jobs and self._unwanted.issuperset(jobs)):
             raise CancelledError
-        self._happened.put(Event(self._name, progress.stage, progress.label, progress.done, progress.total))
+        self._happened.put(Event(self._name, progress.stage, progress.label, progress.done, progress.total, jobs))
