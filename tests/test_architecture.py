@@ -85,6 +85,7 @@ def test_a_circle_is_found(tmp_path, monkeypatch):
 LAYERS = [
     "comfy",
     "cli",
+    "serving",
     "bench",
     "comfyui_api",
     "diagnosis",

@@ -34,6 +34,7 @@ TWINS = [
     ("docs/porting.md", "docs/porting.zh-CN.md"),
     ("docs/python.md", "docs/python.zh-CN.md"),
     ("docs/requirements.md", "docs/requirements.zh-CN.md"),
+    ("docs/serve.md", "docs/serve.zh-CN.md"),
     ("docs/torchax-vs-flax.md", "docs/torchax-vs-flax.zh-CN.md"),
 ]
 DOCUMENTS = [*(name for pair in TWINS for name in pair), "CONTRIBUTING.md", "docs/aten-operators.md"]

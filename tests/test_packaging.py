@@ -128,7 +128,7 @@ def test_torchvision_and_torchaudio_are_never_asked_for(requirements):
 
 
 def test_extras(metadata):
-    assert set(metadata.get_all("Provides-Extra")) == {"tpu", "cuda", "comfy", "ray", "nnx", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"tpu", "cuda", "comfy", "ray", "serve", "nnx", "bench", "dev"}
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):

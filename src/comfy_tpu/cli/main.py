@@ -45,6 +45,7 @@ class Command:
 COMMANDS = (
     Command("generate", "make a video or an image from a prompt", "comfy_tpu.cli.generate"),
     Command("batch", "make a video of every line of a file, going on where it was", "comfy_tpu.cli.batch"),
+    Command("serve", "answer requests in the form of OpenAI's images and videos API", "comfy_tpu.cli.serve"),
     Command("encode", "first stage of generate: the prompt to a file of embeddings", "comfy_tpu.cli.encode"),
     Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
     Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),

@@ -1,0 +1,149 @@
+"""comfy-tpu serve: OpenAI's images and videos API. Jobs are on the disk before they are answered, and go on after a
+restart."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.cli import options
+from comfy_tpu.cli.terminal import print_message
+from comfy_tpu.errors import InvalidValueError
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+_PACKAGES = ("fastapi", "uvicorn", "multipart")
+_COMMON = ("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "attention")
+_KEYS_VARIABLE = "COMFY_TPU_API_KEYS"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="directories, hub ids, demo; the first is the default of requests"
+    )
+    parser.add_argument("--host", default=DEFAULT_HOST, help=f"others than this machine need keys ({DEFAULT_HOST})")
+    parser.add_argument("--port", type=options.number_parser(int), default=DEFAULT_PORT, help=f"({DEFAULT_PORT})")
+    parser.add_argument(
+        "-d",
+        "--directory",
+        type=options.path_parser("--directory"),
+        default=Path("served"),
+        metavar="DIR",
+        help="of the jobs and their files; started again with the same one, a server goes on where it was (served)",
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="NAME=KEY",
+        help=f"a client and its key, which clients must send then; may be repeated; also in {_KEYS_VARIABLE}, "
+        "separated by commas, where no other process sees them",
+    )
+    parser.add_argument(
+        "--lora-directory",
+        type=options.path_parser("--lora-directory"),
+        metavar="DIR",
+        help="LoRA files that clients may choose by name",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=options.number_parser(int),
+        metavar="N",
+        help="the most requests that share a step (default: as many as keep the devices busy and fit)",
+    )
+    parser.add_argument(
+        "--queue-limit", type=options.number_parser(int), default=1000, metavar="N", help="jobs that may wait (1000)"
+    )
+    options.add_machine(parser)
+    options.add_vae_backend(parser)
+    options.add_attention(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_packages()
+    keys = parse_keys(arguments.api_key, os.environ)
+    check_host(arguments.host, keys)
+    import uvicorn
+
+    from comfy_tpu.jobs.local_worker import LocalWorker
+    from comfy_tpu.serving.api import make_app
+    from comfy_tpu.serving.config import Limits, ServeConfig
+    from comfy_tpu.serving.service import Service, open_served_model
+
+    config = ServeConfig(
+        tuple(arguments.models),
+        arguments.directory.absolute(),
+        keys=keys,
+        common=_common_values(arguments),
+        lora_directory=arguments.lora_directory,
+        batch_size=arguments.batch_size,
+        limits=Limits(queued_jobs=arguments.queue_limit),
+    )
+    models = {name: open_served_model(name) for name in config.models}
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)  # a prompt may be in an address
+    with contextlib.closing(
+        Service(config, models, lambda folder: LocalWorker(folder, batch_size=config.batch_size))
+    ) as service:
+        service.start()
+        print_message(
+            f"http://{arguments.host}:{arguments.port} serves {', '.join(models)}; jobs in {config.directory}"
+        )
+        uvicorn.run(
+            make_app(service),
+            host=arguments.host,
+            port=arguments.port,
+            log_level="warning",
+            timeout_keep_alive=10,
+            limit_concurrency=2000,
+        )
+    return 0
+
+
+def check_packages() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidValueError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; a server needs more packages: "
+            "pip install 'comfy-tpu[serve]'"
+        )
+
+
+def parse_keys(given: list[str], environment: Mapping[str, str]) -> dict[str, str]:
+    texts = [*given, *filter(None, environment.get(_KEYS_VARIABLE, "").split(","))]
+    keys: dict[str, str] = {}
+    for text in texts:
+        name, equals, key = text.strip().partition("=")
+        if not (name and equals and key):
+            raise InvalidValueError("api_key is not NAME=KEY; give a name to each key", field="api_key")
+        if len(key) < 16:
+            raise InvalidValueError(f"the api_key of {name} has fewer than 16 characters", field="api_key")
+        if name in keys:
+            raise InvalidValueError(f"api_key names {name} twice", field="api_key")
+        keys[name] = key
+    return keys
+
+
+def check_host(host: str, keys: Mapping[str, str]) -> None:
+    """Raises InvalidValueError where strangers could call without a key."""
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback and not keys:
+        raise InvalidValueError(
+            f"host={host} lets other machines call, and there is no key; give --api-key NAME=KEY, or {DEFAULT_HOST}",
+            field="host",
+        )
+
+
+def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    chosen = {name: getattr(arguments, name) for name in _COMMON}
+    return {
+        name: str(value) for name, value in chosen.items() if value not in (None, arguments.parser.get_default(name))
+    }

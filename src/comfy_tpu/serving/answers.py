@@ -1,0 +1,62 @@
+"""Answers in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.jobs.ledger import State
+from comfy_tpu.jobs.served_ledger import Record
+from comfy_tpu.serving.service import JobProgress, ServedModel
+
+_STATUS: dict[State, str] = {
+    "submitted": "queued",
+    "leased": "queued",
+    "running": "in_progress",
+    "done": "completed",
+    "failed": "failed",
+    "cancelled": "failed",  # a word that clients of OpenAI's know
+}
+
+
+def describe_video(
+    record: Record, model: ServedModel | None, progress: JobProgress, expires_after: float
+) -> dict[str, Any]:
+    values = record.request.values
+    defaults = GenerationSettings() if model is None else model.defaults
+    width, height = values.get("width", defaults.width), values.get("height", defaults.height)
+    frames, fps = values.get("num_frames", defaults.num_frames), values.get("fps", defaults.fps)
+    finished = record.finished_at
+    answer: dict[str, Any] = {
+        "id": record.id,
+        "object": "video",
+        "model": record.request.model,
+        "status": _STATUS[record.state],
+        "progress": 100 if record.state == "done" else progress.percent,
+        "created_at": int(record.created_at),
+        "completed_at": int(finished) if record.state == "done" and finished else None,
+        "expires_at": int(finished + expires_after) if finished else None,
+        "size": f"{width}x{height}",
+        "seconds": f"{frames / fps:g}",
+        "prompt": record.request.prompt,
+        "error": None,
+        "stage": progress.stage if record.state == "running" else _STATUS[record.state],
+    }
+    if record.state in ("failed", "cancelled"):
+        answer["error"] = {"code": record.state, "message": record.error}
+    return answer
+
+
+def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "comfy-tpu",
+        "kind": model.kind,
+        "takes_images": model.card.image is not None,
+    }
+
+
+def describe_error(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

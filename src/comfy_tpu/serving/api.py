@@ -1,0 +1,214 @@
+"""The HTTP API: OpenAI's images and videos, progress as events, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.jobs.served_ledger import KeyUsedError, Kind, QueueFullError, Record
+from comfy_tpu.serving.answers import describe_error, describe_model, describe_video
+from comfy_tpu.serving.guards import BodyGuard, find_client
+from comfy_tpu.serving.metrics import render_metrics
+from comfy_tpu.serving.service import Service
+from comfy_tpu.serving.uploads import read_body
+
+_POLL_SECONDS = 0.2
+"""How often a request that waits for a job looks at it."""
+_OVER = ("done", "failed", "cancelled")
+_OPEN_PATHS = ("/healthz", "/readyz")
+"""They need no key: whoever watches the machine asks them."""
+
+
+class NotFoundError(InvalidValueError):
+    """There is no such job, or it is another client's."""
+
+
+def make_app(service: Service) -> FastAPI:
+    app = FastAPI(title="comfy-tpu", docs_url=None, redoc_url=None)
+    app.add_middleware(BodyGuard, most_bytes=service.config.limits.body_bytes)
+    _add_errors(app)
+
+    @app.middleware("http")
+    async def authenticate(request: Request, call_next: Any) -> Response:
+        client = find_client(request.headers.get("authorization", ""), service.config.keys)
+        if client is None and request.url.path not in _OPEN_PATHS:
+            return _error(401, "the key is missing or unknown; send Authorization: Bearer KEY", code="invalid_api_key")
+        request.state.client = client or ""
+        response: Response = await call_next(request)
+        return response
+
+    _add_machine_routes(app, service)
+    _add_video_routes(app, service)
+    _add_image_routes(app, service)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(InvalidValueError)
+    async def invalid(_: Request, error: InvalidValueError) -> Response:
+        return _error(400, str(error), param=error.field)
+
+    @app.exception_handler(NotFoundError)
+    async def not_found(_: Request, error: NotFoundError) -> Response:
+        return _error(404, str(error), code="not_found")
+
+    @app.exception_handler(QueueFullError)
+    async def full(_: Request, error: QueueFullError) -> Response:
+        response = _error(429, str(error), code="queue_full")
+        response.headers["Retry-After"] = "10"
+        return response
+
+    @app.exception_handler(KeyUsedError)
+    async def used(_: Request, error: KeyUsedError) -> Response:
+        return _error(409, str(error), code="idempotency_key_in_use")
+
+    @app.exception_handler(ComfyTpuError)
+    async def failed(_: Request, error: ComfyTpuError) -> Response:
+        return _error(503, str(error), kind="server_error")
+
+
+def _error(
+    status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    return JSONResponse(describe_error(message, kind, param=param, code=code), status)
+
+
+def _add_machine_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/healthz")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        if service.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "the first step has not been made"}, 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(render_metrics(service), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        listed = [describe_model(model, service.started_at) for model in service.models.values()]
+        return {"object": "list", "data": listed}
+
+
+def _add_video_routes(app: FastAPI, service: Service) -> None:
+    def describe(record: Record) -> dict[str, Any]:
+        model = service.models.get(record.request.model)
+        return describe_video(record, model, service.progress(record), service.config.retention.seconds)
+
+    def find(id_: str, request: Request) -> Record:
+        record = service.find(id_, request.state.client)
+        if record is None or record.kind != "video":
+            raise NotFoundError(f"there is no video {id_[:60]!r}")
+        return record
+
+    @app.post("/v1/videos")
+    async def create(request: Request) -> dict[str, Any]:
+        return describe(await _accept(service, request, "video"))
+
+    @app.get("/v1/videos")
+    async def list_videos(
+        request: Request,
+        after: str | None = None,
+        limit: int = Query(20, ge=1, le=100),
+        order: str = Query("desc", pattern="^(asc|desc)$"),
+    ) -> dict[str, Any]:
+        records = service.ledger.list_jobs(
+            request.state.client or None, "video", limit=limit + 1, after=after, newest_first=order == "desc"
+        )
+        shown = [describe(record) for record in records[:limit]]
+        return {
+            "object": "list",
+            "data": shown,
+            "has_more": len(records) > limit,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+        }
+
+    @app.get("/v1/videos/{id_}")
+    async def retrieve(id_: str, request: Request) -> dict[str, Any]:
+        return describe(find(id_, request))
+
+    @app.delete("/v1/videos/{id_}")
+    async def delete(id_: str, request: Request) -> dict[str, Any]:
+        await run_in_threadpool(service.remove, find(id_, request))
+        return {"id": id_, "object": "video.deleted", "deleted": True}
+
+    @app.post("/v1/videos/{id_}/cancel")
+    async def cancel(id_: str, request: Request) -> dict[str, Any]:
+        await run_in_threadpool(service.cancel, find(id_, request).id)
+        return describe(find(id_, request))
+
+    @app.get("/v1/videos/{id_}/content")
+    async def content(id_: str, request: Request) -> Response:
+        record = find(id_, request)
+        path = service.output_path(record, 0)
+        if path is None:
+            return _error(409, f"video {id_} has no file: it is {describe(record)['status']}", code="not_completed")
+        return FileResponse(path, media_type="video/mp4", filename=path.name)
+
+    @app.get("/v1/videos/{id_}/events")
+    async def events(id_: str, request: Request) -> Response:
+        find(id_, request)
+        return StreamingResponse(_stream(id_, request), media_type="text/event-stream")
+
+    async def _stream(id_: str, request: Request) -> AsyncIterator[str]:
+        last = ""
+        while not await request.is_disconnected():
+            record = service.find(id_, request.state.client)
+            if record is None:
+                return
+            text = json.dumps(describe(record))
+            if text != last:
+                yield f"event: video\ndata: {text}\n\n"
+                last = text
+            if record.state in _OVER:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+def _add_image_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/images/generations")
+    @app.post("/v1/images/edits")
+    async def generate(request: Request) -> Response:
+        record = await _accept(service, request, "image")
+        while record.state not in _OVER:
+            if await request.is_disconnected():
+                await run_in_threadpool(service.cancel, record.id)
+                return Response(status_code=499)
+            await asyncio.sleep(_POLL_SECONDS)
+            found = service.find(record.id, request.state.client)
+            if found is None:
+                raise NotFoundError("the image was removed while it was made")
+            record = found
+        if record.state != "done":
+            return _error(
+                500 if record.state == "failed" else 409, record.error, kind="server_error", code=record.state
+            )
+        paths = [service.output_path(record, index) for index in range(len(record.outputs))]
+        data = [
+            {"b64_json": base64.b64encode(await run_in_threadpool(path.read_bytes)).decode()} for path in paths if path
+        ]
+        return JSONResponse({"created": int(time.time()), "data": data, "id": record.id})
+
+
+async def _accept(service: Service, request: Request, kind: Kind) -> Record:
+    body, images = await read_body(request, service.config.limits)
+    if kind == "image" and body.get("n") not in (None, ""):
+        body = {**body, "num_videos": body["n"]}
+    key = request.headers.get("idempotency-key")
+    if key is not None and len(key) > 255:
+        raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
+    return await run_in_threadpool(service.accept, body, kind, request.state.client, key, images)

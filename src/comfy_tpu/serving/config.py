@@ -1,0 +1,44 @@
+"""How a server is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a client may ask for at most."""
+
+    body_bytes: int = 32 * 2**20
+    prompt_characters: int = 10_000
+    images: int = 4
+    image_pixels: int = 4096 * 4096
+    queued_jobs: int = 1000
+    """Jobs of all clients that wait; more are refused with 429."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which finished jobs are forgotten, with their files."""
+
+    seconds: float = 7 * 86400.0
+    bytes: int = 50 * 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    models: tuple[str, ...]
+    """The names by which clients may choose a model: hub ids, directories, "demo"."""
+    directory: Path
+    """Of the ledger and the files; servers that share it share the jobs."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Clients' keys, by the client's name. None: everybody is welcome, on loopback only."""
+    common: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Fields of every request that a client cannot choose, such as mesh and dtype."""
+    lora_directory: Path | None = None
+    batch_size: int | None = None
+    """The most requests that share a step; None: as many as there is room for."""
+    limits: Limits = Limits()
+    retention: Retention = Retention()

@@ -1,0 +1,88 @@
+"""Who may call, and how much may be sent how slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from comfy_tpu.serving.answers import describe_error
+
+BODY_SECONDS = 60.0
+"""A body that has not arrived by then is not waited for."""
+
+
+def find_client(authorization: str, keys: Mapping[str, str]) -> str | None:
+    """The name of the client with this key; "" where there are no keys, None for a stranger. Every key is compared, in
+    the same time whether or not it is right."""
+    if not keys:
+        return ""
+    scheme, _, given = authorization.partition(" ")
+    found = None
+    for name, key in keys.items():
+        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+            found = name
+    return found
+
+
+class BodyGuard:
+    """Refuses bodies that are too large (413) or too slow (408)."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int, seconds: float = BODY_SECONDS) -> None:
+        self._app, self._most, self._seconds = app, most_bytes, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._most:
+            await _refuse(send, 413, f"the body has {int(length)} bytes, and {self._most} are the most")
+            return
+        received, is_complete, is_answered = 0, False, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
+
+        async def guarded() -> Message:
+            nonlocal received, is_complete
+            if is_complete:  # what follows says that the client is gone, and may take its time
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _RefusedError(408, "the body did not arrive in time") from None
+            received += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if received > self._most:
+                raise _RefusedError(413, f"the body has more than {self._most} bytes")
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal is_answered
+            is_answered = True
+            await send(message)
+
+        try:
+            await self._app(scope, guarded, watched)
+        except _RefusedError as refusal:
+            if not is_answered:
+                await _refuse(send, refusal.status, str(refusal))
+
+
+class _RefusedError(BaseException):
+    """Not an Exception: no handler between shall take it for one of its own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    content = json.dumps(describe_error(message, "invalid_request_error")).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

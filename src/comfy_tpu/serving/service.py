@@ -1,0 +1,230 @@
+"""The jobs of clients: accepted, looked at, cancelled, removed; one worker in this process carries them out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.settings import make_settings
+from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.ledger import Job, NewJob
+from comfy_tpu.jobs.opening import choose_settings
+from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.request import Request
+from comfy_tpu.jobs.served_ledger import Kind, Order, Record, ServedLedger
+from comfy_tpu.serving.config import ServeConfig
+from comfy_tpu.serving.orders import make_request
+from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP = "warm-up"
+_SWEEP_SECONDS = 60.0
+_STAGES = ("loading", "compiling", "encoding", "denoising", "decoding")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    name: str
+    card: ModelCard
+    defaults: GenerationSettings
+
+    @property
+    def kind(self) -> Kind:
+        return "image" if self.card.makes_images else "video"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobProgress:
+    stage: str = "queued"
+    done: int = 0
+    total: int = 0
+
+    @property
+    def percent(self) -> int:
+        """Of the steps: what comes before and after them is short."""
+        return 100 * self.done // self.total if self.stage == "denoising" and self.total else 0
+
+
+class Service:
+    def __init__(
+        self, config: ServeConfig, models: Mapping[str, ServedModel], make_workers: Callable[[Folder], JobWorkers]
+    ) -> None:
+        self.config, self.models = config, models
+        self.folder = Folder(str(config.directory))
+        self.folder.prepare()
+        self.inputs = config.directory / "inputs"
+        self.inputs.mkdir(exist_ok=True)
+        self.ledger = ServedLedger(self.folder.ledger_path)
+        self.started_at = time.time()
+        self._progress: dict[str, JobProgress] = {}
+        self._is_ready = threading.Event()
+        self._is_closed = threading.Event()
+        self.seconds: dict[str, float] = dict.fromkeys((*_STAGES, "total"), 0.0)
+        """Of all finished jobs of this process, by stage."""
+        self.finished = {"done": 0, "failed": 0, "cancelled": 0}
+        self._workers = make_workers(self.folder)
+        self._scheduler = Scheduler(
+            self.ledger, self.folder, self._workers, on_event=self._on_event, on_outcome=self._on_outcome
+        )
+        self._sweeper = threading.Thread(target=self._sweep, name="retention", daemon=True)
+
+    def start(self) -> None:
+        """Makes one step with the first model, and begins with the jobs that wait."""
+        first = next(iter(self.models.values()))
+        suffix = _suffix(first.kind)
+        values = {**self.config.common, "model": first.name, "prompt": "warm-up", "num_inference_steps": 1}
+        self._workers.give([Job(_WARM_UP, Request(values), f"{_WARM_UP}{suffix}", 1)])
+        self._scheduler.start()
+        self._sweeper.start()
+
+    def close(self) -> None:
+        """Running jobs are given back, for the next server."""
+        self._is_closed.set()
+        self._scheduler.close()
+        self.ledger.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step was made in this process, and the next would be."""
+        return self._is_ready.is_set() and self._scheduler.failure is None
+
+    def find_model(self, name: Any) -> ServedModel:
+        if name is None or name == "":
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise InvalidValueError(
+                f"model={str(name)[:80]!r} is not served here; choose from {', '.join(self.models)}", field="model"
+            )
+        return self.models[name]
+
+    def accept(
+        self, body: Mapping[str, Any], kind: Kind, client: str, key: str | None, images: Sequence[bytes] = ()
+    ) -> Record:
+        """The job of an order, which is in the ledger by then. Raises InvalidValueError, QueueFullError or
+        KeyUsedError."""
+        model = self.find_model(body.get("model"))
+        if model.kind != kind:
+            raise InvalidValueError(f"model={model.name} makes {model.kind}s, not {kind}s", field="model")
+        self._check_images(model, images)
+        id_ = f"{kind}_{secrets.token_hex(12)}"
+        paths = [self.inputs / f"{id_}-{number}" for number in range(len(images))]
+        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, paths)
+        make_settings(model.defaults, choose_settings(request.values, model.card.presets), model.card.limits)
+        said = json.dumps([dict(body), [hashlib.sha256(each).hexdigest() for each in images]], sort_keys=True)
+        order = Order(client, kind, key, hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest())
+        for path, content in zip(paths, images, strict=True):
+            path.write_bytes(content)
+        try:
+            job = NewJob(id_, 0, request, f"{id_}{_suffix(kind)}")
+            accepted = self.ledger.accept(job, order, queue_limit=self.config.limits.queued_jobs)
+        except BaseException:
+            self._remove_inputs(id_)
+            raise
+        if accepted != id_:
+            self._remove_inputs(id_)
+        record = self.ledger.find(accepted)
+        assert record is not None
+        return record
+
+    @staticmethod
+    def _check_images(model: ServedModel, images: Sequence[bytes]) -> None:
+        takes = model.card.image
+        if images and takes is None:
+            raise InvalidValueError(f"model={model.name} takes no images; leave them out", field="image")
+        if not images and takes is not None and takes.required:
+            raise InvalidValueError(f"model={model.name} begins with an image; give one", field="image")
+
+    def find(self, id_: str, client: str) -> Record | None:
+        return self.ledger.find(id_, None if client == "" else client)
+
+    def progress(self, record: Record) -> JobProgress:
+        return self._progress.get(record.id, JobProgress())
+
+    def cancel(self, id_: str) -> None:
+        self.ledger.cancel(id_, "cancelled by the client")
+        self._scheduler.cancel_job(id_)
+        self._forget(id_)
+
+    def remove(self, record: Record) -> None:
+        """Ends the job, and removes its files."""
+        self.cancel(record.id)
+        for output in record.outputs:
+            (self.config.directory / output.name).unlink(missing_ok=True)
+        self._remove_inputs(record.id)
+        self.ledger.remove(record.id)
+
+    def output_path(self, record: Record, index: int) -> Path | None:
+        """The file of a finished job; None where there is none."""
+        if record.state != "done" or not 0 <= index < len(record.outputs):
+            return None
+        path = self.config.directory / record.outputs[index].name
+        return path if path.is_file() else None
+
+    def _on_event(self, event: Event) -> None:
+        if event.stage == "denoising" and event.done:
+            self._is_ready.set()
+        for id_ in event.jobs:
+            self._progress[id_] = JobProgress(event.stage, event.done, event.total)
+
+    def _on_outcome(self, outcome: Outcome, state: str) -> None:
+        if outcome.id == _WARM_UP:
+            for output in outcome.outputs:
+                (self.config.directory / output.name).unlink(missing_ok=True)
+            if outcome.error:
+                logger.error("the first step failed: %s", outcome.error)
+            return
+        self._forget(outcome.id)
+        if state in self.finished:
+            self.finished[state] += 1
+        for stage, seconds in outcome.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        if state == "cancelled":  # its client did not wait for the file
+            for output in outcome.outputs:
+                (self.config.directory / output.name).unlink(missing_ok=True)
+        logger.info("job %s: %s", outcome.id, state, extra={"job": outcome.id, "state": state})
+
+    def _forget(self, id_: str) -> None:
+        self._progress.pop(id_, None)
+
+    def _remove_inputs(self, id_: str) -> None:
+        for path in self.inputs.glob(f"{id_}-*"):
+            path.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        while not self._is_closed.wait(_SWEEP_SECONDS):
+            self.enforce_retention()
+
+    def enforce_retention(self) -> None:
+        """Removes what is too old, and the oldest files beyond the limit of bytes."""
+        kept = self.config.retention
+        for record in self.ledger.finished_before(time.time() - kept.seconds):
+            self.remove(record)
+        total = 0
+        for id_, size in self.ledger.finished_bytes():
+            total += size
+            if total > kept.bytes and (found := self.ledger.find(id_)) is not None:
+                self.remove(found)
+
+
+def _suffix(kind: Kind) -> str:
+    return ".png" if kind == "image" else ".mp4"
+
+
+def open_served_model(name: str) -> ServedModel:
+    """Finds a model, and downloads it if needed."""
+    from comfy_tpu.pipeline.model_files import ModelFiles
+
+    files = ModelFiles.open(name)
+    return ServedModel(name, files.family.card, files.defaults)

@@ -1,0 +1,199 @@
+"""The API without a model: what is accepted, refused, shown, cancelled and removed."""
+
+import contextlib
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from comfy_tpu.jobs.served_ledger import ServedLedger
+from comfy_tpu.serving.config import Limits, Retention
+from tests.serving.stand_in import running
+
+KEYS = {"ann": "a-key-of-ann-0001", "bob": "a-key-of-bob-0001"}
+
+
+def create(client: Any, prompt: str = "a cat", **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/videos", json={"prompt": prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def wait_for(client: Any, id_: str, *statuses: str, **options: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        video = client.get(f"/v1/videos/{id_}", **options).json()
+        if video["status"] in statuses:
+            return video
+    raise AssertionError(video)
+
+
+def test_a_video_from_order_to_file(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        made = create(client, model="demo", size="64x64", seconds="1", seed=7)
+        assert (made["object"], made["size"], made["prompt"]) == ("video", "64x64", "a cat")
+        video = wait_for(client, made["id"], "completed")
+        assert video["progress"] == 100
+        content = client.get(f"/v1/videos/{made['id']}/content")
+        assert content.content == b"a cat"
+        part = client.get(f"/v1/videos/{made['id']}/content", headers={"Range": "bytes=2-3"})
+        assert (part.status_code, part.content) == (206, b"ca")
+        assert [each["id"] for each in client.get("/v1/videos").json()["data"]] == [made["id"]]
+        assert client.delete(f"/v1/videos/{made['id']}").json()["deleted"] is True
+        assert client.get(f"/v1/videos/{made['id']}").status_code == 404
+        assert [path.name for path in tmp_path.iterdir() if path.suffix == ".mp4"] == []
+
+
+def test_a_failed_job_says_why(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        video = wait_for(client, create(client, "fail")["id"], "failed")
+        assert video["error"] == {"code": "failed", "message": "ValueError: no such luck"}
+        content = client.get(f"/v1/videos/{video['id']}/content")
+        assert content.status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "x" * 10_001}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"model": "/etc/passwd"}, "model"),
+        ({"size": "7x7"}, "width"),
+        ({"size": "../.."}, "size"),
+        ({"seconds": "-1"}, "seconds"),
+        ({"seconds": "nan"}, "seconds"),
+        ({"steps": "many"}, "steps"),
+        ({"steps": True}, "steps"),
+        ({"lora": "../../secret"}, "lora"),
+        ({"image": ["/etc/passwd"]}, "image"),
+        ({"input_reference": {"image_url": "http://10.0.0.1/x.png"}}, "image"),
+        ({"output": "../x.mp4"}, "output"),
+        ({"mesh": "tp=8"}, "mesh"),
+    ],
+)
+def test_bad_orders_are_refused_at_once(fields: dict[str, Any], param: str, tmp_path: Path) -> None:
+    with running(tmp_path) as (client, service, _):
+        answer = client.post("/v1/videos", json={"prompt": "a cat", **fields})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in (param, "height")
+        assert service.ledger.counts().total == 0
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_bodies_that_are_no_orders(content: bytes, tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        answer = client.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+
+
+def png(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"GIF89a", "damaged"), (png(8, 8)[:40], "damaged"), (png(200, 200), "pixels"), (png(8, 8), "takes no images")],
+)
+def test_images_that_are_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    with running(tmp_path, limits=Limits(image_pixels=100 * 100)) as (client, _, _):
+        answer = client.post("/v1/videos", data={"prompt": "x"}, files={"input_reference": ("x.png", content)})
+        assert answer.status_code == 400
+        assert reason in answer.json()["error"]["message"]
+        assert list((tmp_path / "inputs").iterdir()) == []
+
+
+def test_a_large_body_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, limits=Limits(body_bytes=1000)) as (client, _, _):
+        assert client.post("/v1/videos", json={"prompt": "x" * 2000}).status_code == 413
+        parts = (b"x" * 100 for _ in range(20))  # of no announced length
+        assert client.post("/v1/videos", content=parts).status_code == 413
+
+
+def test_a_full_queue(tmp_path: Path) -> None:
+    with running(tmp_path, limits=Limits(queued_jobs=1)) as (client, _, executor):
+        wait_for(client, create(client, "wait")["id"], "in_progress")
+        codes = [client.post("/v1/videos", json={"prompt": "wait"}).status_code for _ in range(4)]
+        assert codes[-1] == 429
+        answer = client.post("/v1/videos", json={"prompt": "x"})
+        assert answer.headers["Retry-After"]
+        executor.may_go_on.set()
+
+
+def test_a_running_job_is_cancelled(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        made = wait_for(client, create(client, "wait")["id"], "in_progress")
+        cancelled = client.post(f"/v1/videos/{made['id']}/cancel").json()
+        assert (cancelled["status"], cancelled["error"]["code"]) == ("failed", "cancelled")
+        wait_for(client, create(client, "another")["id"], "completed")  # the worker is free again
+
+
+def test_a_key_is_needed_where_there_are_keys(tmp_path: Path) -> None:
+    with running(tmp_path, keys=KEYS) as (client, _, _):
+        assert client.get("/healthz").status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": KEYS["ann"]},
+            {"Authorization": "Bearer "},
+        ):
+            for path in ("/v1/videos", "/v1/models", "/metrics", "/openapi.json"):
+                assert client.get(path, headers=headers).status_code == 401, (path, headers)
+        ann, bob = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+        made = client.post("/v1/videos", json={"prompt": "a cat"}, headers=ann).json()
+        assert client.get(f"/v1/videos/{made['id']}", headers=ann).status_code == 200
+        for method, path in (("get", ""), ("delete", ""), ("get", "/content"), ("post", "/cancel"), ("get", "/events")):
+            answer = client.request(method, f"/v1/videos/{made['id']}{path}", headers=bob)
+            assert answer.status_code == 404, path
+        assert client.get("/v1/videos", headers=bob).json()["data"] == []
+
+
+def test_an_order_with_a_key_is_one_job(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        headers = {"Idempotency-Key": "k"}
+        first, second = (client.post("/v1/videos", json={"prompt": "a cat"}, headers=headers) for _ in range(2))
+        assert first.json()["id"] == second.json()["id"]
+        assert client.post("/v1/videos", json={"prompt": "a dog"}, headers=headers).status_code == 409
+
+
+def test_events_end_with_the_job(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        made = create(client)
+        text = client.get(f"/v1/videos/{made['id']}/events").text
+        last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+        assert (last["id"], last["status"]) == (made["id"], "completed")
+
+
+def test_ready_after_a_step_and_metrics(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        wait_for(client, create(client)["id"], "completed")
+        assert client.get("/readyz").status_code == 200
+        assert 'comfy_tpu_finished_total{state="done"} 1' in client.get("/metrics").text
+
+
+def test_jobs_go_on_in_the_next_server(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        made = wait_for(client, create(client, "wait")["id"], "in_progress")
+        later = create(client, "a cat")
+    with running(tmp_path) as (client, _, executor):
+        executor.may_go_on.set()
+        for id_ in (made["id"], later["id"]):
+            assert wait_for(client, id_, "completed")["progress"] == 100
+
+
+def test_old_and_many_files_are_removed(tmp_path: Path) -> None:
+    with running(tmp_path, retention=Retention(bytes=7)) as (client, service, _):
+        made = [wait_for(client, create(client, f"cat {number}")["id"], "completed") for number in range(3)]
+        service.enforce_retention()  # of five bytes each
+        assert [each["id"] for each in client.get("/v1/videos").json()["data"]] == [made[-1]["id"]]
+    with running(tmp_path, retention=Retention(seconds=0.0)) as (client, service, _):
+        service.enforce_retention()
+        assert client.get("/v1/videos").json()["data"] == []
+    with contextlib.closing(ServedLedger(tmp_path / ".comfy-tpu" / "ledger.sqlite3")) as ledger:
+        assert ledger.counts().total == 0
