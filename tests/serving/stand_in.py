@@ -39,15 +39,20 @@ class Executor:
         if prompt == "fail":
             raise ValueError("no such luck")
         with self._folder.writing() as directory:
-            (directory / job.output).write_text(prompt)
-            return Outcome(job.id, "done", tuple(self._folder.place(directory, [job.output])), seconds={"total": 1.0})
+            names = [
+                job.output,
+                *(f"{job.output}.{more}" for more in range(1, job.request.values.get("num_videos", 1))),
+            ]
+            for name in names:
+                (directory / name).write_text(prompt)
+            return Outcome(job.id, "done", tuple(self._folder.place(directory, names)), seconds={"total": 1.0})
 
     def close(self) -> None:
         pass
 
 
 @contextlib.contextmanager
-def running(directory: Path, **options: Any) -> Iterator[tuple[TestClient, Service, Executor]]:
+def running(directory: Path, model: str = "demo", **options: Any) -> Iterator[tuple[TestClient, Service, Executor]]:
     executors: list[Executor] = []
 
     def make_workers(folder: Folder) -> WorkerThread:
@@ -57,8 +62,8 @@ def running(directory: Path, **options: Any) -> Iterator[tuple[TestClient, Servi
 
         return WorkerThread("stand-in", 1, make)
 
-    config = ServeConfig(("demo",), directory, **options)
-    service = Service(config, {"demo": open_served_model("demo")}, make_workers)
+    config = ServeConfig((model,), directory, **options)
+    service = Service(config, {model: open_served_model(model)}, make_workers)
     service.start()
     try:
         with TestClient(make_app(service)) as client:

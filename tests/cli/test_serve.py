@@ -1,0 +1,49 @@
+"""How a server is started, and what it refuses to start with."""
+
+import importlib.util
+
+import pytest
+
+from comfy_tpu.cli import serve
+from comfy_tpu.errors import InvalidValueError
+
+KEY = "0123456789abcdef"
+
+
+def test_keys_of_the_command_line_and_the_environment() -> None:
+    assert serve.parse_keys([], {}) == {}
+    given = serve.parse_keys([f"ann={KEY}"], {"COMFY_TPU_API_KEYS": f"bob={KEY}=1, eve={KEY}2"})
+    assert given == {"ann": KEY, "bob": f"{KEY}=1", "eve": f"{KEY}2"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([KEY], "is not NAME=KEY"),
+        (["ann="], "is not NAME=KEY"),
+        (["ann=short"], "fewer than 16"),
+        ([f"ann={KEY}", f"ann={KEY}2"], "twice"),
+    ],
+)
+def test_keys_that_are_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(InvalidValueError, match=reason) as caught:
+        serve.parse_keys(keys, {})
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    serve.check_host(host, {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.com", ""])
+def test_other_machines_need_one(host: str) -> None:
+    serve.check_host(host, {"ann": KEY})
+    with pytest.raises(InvalidValueError, match="there is no key"):
+        serve.check_host(host, {})
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else object())
+    with pytest.raises(InvalidValueError, match=r"uvicorn is not installed.*comfy-tpu\[serve\]"):
+        serve.check_packages()
