@@ -187,6 +187,7 @@ def test_nothing_else_parses_json_that_others_wrote() -> None:
         "diagnosis/model_probe.py",
         "jobs/ledger.py",
         "jobs/request.py",
+        "jobs/served_ledger.py",
         "json_input.py",
         "parallel/coordination.py",
         "parallel/host_link.py",

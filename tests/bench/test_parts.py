@@ -67,6 +67,7 @@ def test_every_part_of_every_model(part, model, tmp_path):
         assert not any(row.facts["from_cache"] for row in rows.values())
 
 
+@pytest.mark.slow
 def test_the_preset_end_to_end(tmp_path):
     rows = run("end-to-end", "small", tmp_path, peers=("ours", "fast"), steps=4)
     facts = rows["4 steps with guidance", "fast"].facts

@@ -104,6 +104,7 @@ def run(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_process_after_warm_traces_compiles_and_imports_nothing_for_it(tmp_path: Path) -> None:
     """In the cache of all tests, where another run may have been before."""

@@ -111,7 +111,11 @@ def test_every_flag_arrives(opened, capsys):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--attention", "flash", "--attention 'flash' is unknown; choose from auto, splash, hopper, cudnn, chunked"),
+        (
+            "--attention",
+            "flash",
+            "--attention 'flash' is unknown; choose from auto, splash, hopper, cudnn, chunked, int8",
+        ),
         (
             "--attention-window",
             "4x16x16",

@@ -114,6 +114,7 @@ def results(
     return place, run(installed, "-c", COMMANDS, json.dumps(commands, default=str), place)
 
 
+@pytest.mark.slow
 def test_generate_makes_what_the_original_makes(results: Any, tmp_path: Path) -> None:
     place, made = results
     original = tmp_path / "original.npy"
@@ -123,6 +124,7 @@ def test_generate_makes_what_the_original_makes(results: Any, tmp_path: Path) ->
     assert re.search(r"family broken \(package broken_family\) is left out: .*a_package_that_is_not_there", made.stderr)
 
 
+@pytest.mark.slow
 def test_plan_knows_its_published_model(results: Any) -> None:
     place, _ = results
     ours, original = json.loads((place / "plan").read_text()), find_model("LTX-Video")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from typing import Any
 
 from fastapi import Request
@@ -13,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.json_input import parse_json
 from comfy_tpu.serving.config import Limits
 
 _IMAGE_FIELDS = ("image", "image[]", "input_reference")
@@ -28,8 +28,8 @@ async def read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], l
     if kind not in ("application/json", ""):
         raise InvalidValueError(f"content-type {kind[:60]} is not understood; send JSON or a form")
     try:
-        body = json.loads(await request.body() or b"{}")
-    except (ValueError, RecursionError):
+        body = parse_json(await request.body() or b"{}")
+    except ValueError:
         raise InvalidValueError("the body is no JSON") from None
     if not isinstance(body, dict):
         raise InvalidValueError("the body is JSON, but no object")
