@@ -2,8 +2,9 @@
 
     python -m benchmarks.schedule.parts benchmarks/schedule/results/parts
 
-One JSON file each: nothing runs on a TPU. Needs libtpu (x86_64), minutes each. The programs are those of a pipeline:
-both prompts of a guided request in one batch, and a latent frame behind the first, which all but one of a video are.
+One JSON file each: nothing runs on a TPU. Needs libtpu (x86_64), minutes each; with --no-compile only the operations
+and transfers of XLA's partitioned program are counted. The programs are those of a pipeline: both prompts of a guided
+request in one batch, and a latent frame behind the first, which all but one of a video are.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from comfy_tpu.config import MeshSizes
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.registry import load_family
 from comfy_tpu.families.shared.published_configs import UMT5_XXL
-from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.parallel.traffic import Traffic, sent_bytes, transfer_seconds
 from comfy_tpu.pipeline.vae_backend import split_columns, vae_functions
-from comfy_tpu.planning.compilation import compile_exported
+from comfy_tpu.planning.compilation import compile_exported, partition_exported
+from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.program import cpu_only, serialize
 
 TOKENS = 512
@@ -79,16 +82,38 @@ def vae_config() -> dict[str, Any]:
 PARTS = {
     "umt5-v6e-1": Part("v6e-1", MeshSizes(), export_text_encoder),
     "umt5-v6e-8": Part("v6e-8", GUIDED, export_text_encoder),
+    "umt5-v6e-8-tp": Part("v6e-8", MeshSizes(dp=2, tp=4), export_text_encoder),
     "wan-vae-480p-v6e-1": Part("v6e-1", MeshSizes(), export_decoder(480, 832)),
     "wan-vae-480p-v6e-8": Part("v6e-8", GUIDED, export_decoder(480, 832)),
     "wan-vae-720p-v6e-8": Part("v6e-8", GUIDED, export_decoder(720, 1280)),
 }
 
 
+def count(module: Module, slice_: Slice, sizes: MeshSizes) -> dict[str, Any]:
+    """Operations and transfers of one device, by XLA's partitioner; seconds by the traffic model, all in a row."""
+    transfers: dict[str, dict[str, float]] = {}
+    for found in module.collectives():
+        axes, group = found.axes(sizes), len(found.group)
+        traffic = Traffic("", found.kind, axes, group, 1, sent_bytes(found.kind, group, found.nbytes))
+        total = transfers.setdefault(
+            f"{found.kind} over {'×'.join(axes)}", {"times": 0, "sent_bytes": 0, "seconds": 0.0}
+        )
+        total["times"] += found.times
+        total["sent_bytes"] += found.times * traffic.nbytes
+        total["seconds"] += found.times * transfer_seconds(traffic, slice_, sizes)
+    operations = {
+        "products": module.product_flops(),
+        "convolutions": module.convolution_flops(),
+        "kernels": module.kernel_flops(),
+    }
+    return {"operations": operations, "transfers": transfers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    parser.add_argument("--no-compile", action="store_true", help="count the partitioned programs only")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
@@ -97,16 +122,18 @@ def main() -> None:
         with cpu_only():
             placement = abstract_placement(part.sizes, platform="tpu", chip=slice_.chip.name)
             exported = part.export(placement, load_family("Wan 2.1"))
-        step, report = compile_exported(bytes(serialize(exported)), slice_, part.sizes)
+        program = bytes(serialize(exported))
         result = {
             "tpu": part.tpu,
             "mesh": dataclasses.asdict(part.sizes),
-            **summarize_schedule(schedule_document(step)),
-            "compile_seconds": report["seconds"],
-            "allocated_bytes": report["memory"],
+            "counted": count(partition_exported(program, slice_, part.sizes), slice_, part.sizes),
         }
-        (arguments.directory / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        print(name, result["seconds"], flush=True)
+        if not arguments.no_compile:
+            step, report = compile_exported(program, slice_, part.sizes)
+            result |= summarize_schedule(schedule_document(step))
+            result |= {"compile_seconds": report["seconds"], "allocated_bytes": report["memory"]}
+        (arguments.directory / f"{name}.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(name, result.get("seconds", "counted"), flush=True)
 
 
 if __name__ == "__main__":

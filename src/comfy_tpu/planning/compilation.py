@@ -100,6 +100,15 @@ def compile_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> tupl
         return read_step(directory / SCHEDULE_DIRECTORY, text, slice_, sizes, report["compiler"]), report
 
 
+def partition_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> Module:
+    """One device's part of any program that jax.export wrote, as XLA's partitioner makes it: needs no TPU compiler.
+
+    Raises CompilationError.
+    """
+    with _run_worker(serialized, slice_, sizes, "partition", schedule=False) as directory:
+        return Module((directory / "program.hlo").read_text(encoding="utf-8"))
+
+
 def read_counts(directory: Path, facts: ProgramFacts, mode: Mode, *, schedule: bool = False) -> ProgramCounts:
     """The counts of what the worker left in its directory."""
     text = (directory / "program.hlo").read_text(encoding="utf-8")
