@@ -132,7 +132,8 @@ def main() -> None:
             step, report = compile_exported(program, slice_, part.sizes)
             result |= summarize_schedule(schedule_document(step))
             result |= {"compile_seconds": report["seconds"], "allocated_bytes": report["memory"]}
-        (arguments.directory / f"{name}.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+        (arguments.directory / f"{name}.json").write_text(text, encoding="utf-8")
         print(name, result.get("seconds", "counted"), flush=True)
 
 
