@@ -57,19 +57,26 @@ def main() -> None:
 
 
 def summarize(compiled: dict[str, Any] | None) -> dict[str, Any]:
-    """What is kept of a compiled layout: totals, and every instruction that takes a thousandth of the step."""
+    """What is kept of a compiled layout."""
     step = compiled and compiled["schedule"]
     if not compiled or not step:
         return {"seconds": None, "reason": compiled and compiled["schedule_refused"]}
-    longest = [item for item in step["operations"] if item["times"] * item["seconds"] >= 1e-3 * step["seconds"]]
-    kept = ("estimate", "compiler", "clock", "seconds", "by_part", "by_bound", "memory_bytes", "collectives")
+    kept = summarize_schedule(step)
+    operations = kept.pop("operations")
     return {
-        **{key: step[key] for key in (*kept, "branches", "unscheduled", "uncounted_loops")},
+        **kept,
         "compile_seconds": compiled["seconds"],
         "peak_bytes": compiled["peak_bytes"],
         "allocated_bytes": compiled["memory"],
-        "operations": longest,
+        "operations": operations,
     }
+
+
+def summarize_schedule(step: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a schedule: totals, and every instruction that takes a thousandth of the time."""
+    longest = [item for item in step["operations"] if item["times"] * item["seconds"] >= 1e-3 * step["seconds"]]
+    kept = ("estimate", "compiler", "clock", "seconds", "by_part", "by_bound", "memory_bytes", "collectives")
+    return {**{key: step[key] for key in (*kept, "branches", "unscheduled", "uncounted_loops")}, "operations": longest}
 
 
 if __name__ == "__main__":

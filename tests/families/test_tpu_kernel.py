@@ -14,6 +14,7 @@ from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.families import small_flux, small_flux2, small_hunyuan, small_ltx, wan_pipelines
 from tests.families.meshes import AUTO
+from tests.pipeline import small_pipeline
 
 SETTINGS: dict[str, Any] = {"width": 48, "height": 32, "num_inference_steps": 2, "seed": 7, "max_sequence_length": 32}
 VIDEO: dict[str, Any] = {"num_frames": 5}
@@ -23,7 +24,7 @@ KERNEL = AttentionConfig(
     implementation="splash", dense_max_tokens=1, block_sizes=BlockSizes(query=128, key=128, key_compute=128)
 )
 MODELS: dict[str, tuple[Callable[[], Path], dict[str, Any], tuple[str, ...]]] = {
-    "Wan 2.1": (functools.partial(wan_pipelines.directory, "2.2"), VIDEO, ("dp=2,sp=4", "sp=8")),
+    "Wan 2.1": (small_pipeline.directory, VIDEO, ("dp=2,sp=4", "sp=8")),
     "Wan with heads of whole lanes": (
         functools.partial(wan_pipelines.directory, wan_pipelines.WHOLE_LANES),
         LARGE,

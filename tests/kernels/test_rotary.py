@@ -16,7 +16,7 @@ from comfy_tpu.kernels import rotary
 from comfy_tpu.kernels.rotary import rotate_heads
 
 interpreted = jax.jit(
-    functools.partial(rotate_heads, chip="v6e", interpret=True), static_argnames=("head_dim", "shares", "epsilon")
+    functools.partial(rotate_heads, chip="v6e", interpret=True), static_argnames=("head_dim", "groups", "epsilon")
 )
 
 
@@ -39,10 +39,10 @@ def to_torch(array: Any) -> torch.Tensor:
     return tensor.bfloat16() if array.dtype == jnp.bfloat16 else tensor
 
 
-def in_torch(x: torch.Tensor, cosine: Any, sine: Any, head_dim: int, shares: int) -> np.ndarray:
+def in_torch(x: torch.Tensor, cosine: Any, sine: Any, head_dim: int, groups: int) -> np.ndarray:
     tables = (to_torch(table)[:, None] for table in (cosine, sine))
     rotated = rotate_pairs(x.unflatten(2, (-1, head_dim)), *tables).flatten(2)
-    return torch.stack(rotated.chunk(shares, dim=2)).float().numpy()
+    return torch.stack(rotated.chunk(groups, dim=2)).float().numpy()
 
 
 def ulps(got: Any, wanted: np.ndarray) -> float:
@@ -53,20 +53,27 @@ def ulps(got: Any, wanted: np.ndarray) -> float:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("batch", "rows", "heads", "head_dim", "shares"),
+    ("batch", "rows", "heads", "head_dim", "groups"),
     [(1, 16, 2, 128, 1), (1, 37, 2, 128, 2), (2, 50, 4, 128, 4), (1, 5, 8, 128, 4), (2, 37, 2, 256, 2)],
     ids=["one block", "ragged", "batch of two", "less than a block", "two registers a head"],
 )
-def test_pairs_are_rotated(batch: int, rows: int, heads: int, head_dim: int, shares: int, dtype: Any) -> None:
+def test_pairs_are_rotated(batch: int, rows: int, heads: int, head_dim: int, groups: int, dtype: Any) -> None:
     x, cosine, sine = draw(batch, rows, heads, head_dim, dtype)
-    got = interpreted(x, cosine, sine, head_dim=head_dim, shares=shares)
-    wanted = in_torch(to_torch(x), cosine, sine, head_dim, shares)
-    assert got.shape == (shares, batch, rows, heads * head_dim // shares)
+    got = interpreted(x, cosine, sine, head_dim=head_dim, groups=groups)
+    wanted = in_torch(to_torch(x), cosine, sine, head_dim, groups)
+    assert got.shape == (groups, batch, rows, heads * head_dim // groups)
     assert got.dtype == dtype
     if dtype == jnp.float32:
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
     else:
         assert ulps(got, wanted) <= 1
+
+
+def test_padded_rows_come_after_those_of_x() -> None:
+    x, cosine, sine = draw(1, 37, 2, 128)
+    got = rotate_heads(x, cosine, sine, head_dim=128, padded_rows=48, chip="v6e", interpret=True)
+    assert got.shape == (1, 1, 48, 256)
+    np.testing.assert_allclose(got[:, :, :37], in_torch(to_torch(x), cosine, sine, 128, 1), rtol=0, atol=1e-6)
 
 
 def test_blocks_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +108,7 @@ def test_norm_before_the_rotation(is_given: bool, has_weight: bool, dtype: Any) 
     weight = jnp.linspace(-2, 3, 512).astype(dtype) if has_weight else None
     squares = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=2, keepdims=True)
     options = {"inverse_rms": jax.lax.rsqrt(squares + 1e-6)} if is_given else {"epsilon": 1e-6}
-    got = interpreted(x, cosine, sine, head_dim=128, shares=2, weight=weight, **options)
+    got = interpreted(x, cosine, sine, head_dim=128, groups=2, weight=weight, **options)
 
     normed = torch.nn.functional.rms_norm(
         to_torch(x).float(), (512,), None if weight is None else to_torch(weight).float(), 1e-6
@@ -137,7 +144,7 @@ def test_one_kernel_and_no_copy_of_x_in_a_tpu_program(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     x = jax.ShapeDtypeStruct((1, 18_900, 5120), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((18_900, 64), jnp.float32)
-    call = jax.jit(functools.partial(rotate_heads, head_dim=128, shares=4, chip="v6e", interpret=False))
+    call = jax.jit(functools.partial(rotate_heads, head_dim=128, groups=4, chip="v6e", interpret=False))
     text = jax.export.export(call, platforms=["tpu"])(x, table, table).mlir_module()
     assert text.count("tpu_custom_call") == 1
     producers = [line for line in text.splitlines() if "= stablehlo." in line and "x5120x" in line.split("->")[-1]]
@@ -149,7 +156,10 @@ def test_one_kernel_and_no_copy_of_x_in_a_tpu_program(monkeypatch: pytest.Monkey
     [
         ({"head_dim": 64}, "head_dim=64 is not a multiple of 128"),
         ({"head_dim": 384}, "x has 512 columns; expected whole heads of head_dim=384"),
-        ({"shares": 3}, "heads=4 is not divisible by shares=3"),
+        ({"groups": 3}, "heads=4 is not divisible by groups=3"),
+        ({"padded_rows": 7}, "padded_rows=7 does not suit the 8 rows of x; expected 8 to 16"),
+        ({"padded_rows": 0}, "padded_rows=0 does not suit the 8 rows of x; expected 8 to 16"),
+        ({"padded_rows": 17}, "padded_rows=17 does not suit the 8 rows of x; expected 8 to 16"),
         ({"sine": jnp.zeros((9, 64))}, r"sine has shape \[9, 64\]; expected .* \[8, 64\]"),
         ({"x": jnp.zeros((8, 512))}, r"x is float32\[8, 512\]; expected bfloat16 or float32 \[batch"),
         ({"x": jnp.zeros((1, 8, 512), jnp.float16)}, "x is float16"),

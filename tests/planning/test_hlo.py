@@ -29,6 +29,20 @@ def test_every_collective_as_often_as_it_runs():
     }
 
 
+def test_operations_of_a_convolution():
+    text = """HloModule m
+
+ENTRY %main (x: bf16[1,96,6,34,20], k: bf16[32,96,3,3,3]) -> bf16[1,32,4,32,20] {
+  %x = bf16[1,96,6,34,20]{4,3,2,1,0} parameter(0)
+  %k = bf16[32,96,3,3,3]{4,3,2,1,0} parameter(1)
+  ROOT %c = bf16[1,32,4,32,20]{4,3,2,1,0} convolution(%x, %k), window={size=3x3x3}, dim_labels=bf012_oi012->bf012
+}
+"""
+    assert Module(text).convolution_flops() == 2 * (96 * 27) * (32 * 4 * 32 * 20)
+    with pytest.raises(UnsupportedError, match="the convolution c is printed in a form that is not known"):
+        Module(text.replace("dim_labels", "labels")).convolution_flops()
+
+
 def test_a_collective_that_runs_beside_other_work_is_counted_once():
     assert PROGRAM.count('chain_id="0"') == 2
     assert [item.operation for item in Module(PROGRAM).collectives()].count("beside") == 1

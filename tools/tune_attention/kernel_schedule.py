@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comfy_tpu.config import BlockSizes
+from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.planning.schedule_files import Region, list_programs, make_dump_flags, read_schedules
 from comfy_tpu.planning.worker import make_environment
 
@@ -130,6 +130,7 @@ def _compile(chip: str, topology: str, head_dim: int, tile: list[int], dtype: st
             blocks=blocks,
             interpret=False,
             partial=False,
+            smooth_keys=AttentionConfig().smooth_keys,
         )[0]
 
     compiled = jax.jit(call).trace(query, key, key).lower(lowering_platforms=("tpu",)).compile()

@@ -47,16 +47,16 @@ def rotate_heads(
     head_dim: int,
     chip: str,
     interpret: bool,
-    shares: int = 1,
+    groups: int = 1,
     padded_rows: int | None = None,
     weight: Float[Array, " columns"] | None = None,
     epsilon: float | None = None,
     inverse_rms: Float[Array, "batch rows 1"] | None = None,
-) -> Float[Array, "shares batch padded_rows share"]:
-    """Applies RoPE to neighbouring pairs of each head, in float32, and splits the heads into `shares` equal groups.
+) -> Float[Array, "groups batch padded_rows group_columns"]:
+    """Applies RoPE to neighbouring pairs of each head, in float32, and splits the heads into equal `groups`.
 
     `x` has its heads side by side in the columns. The tables hold a value for each pair of a head, the same for all
-    heads and sequences. The result has the dtype of `x`, and anything in the rows up to `padded_rows`.
+    heads and sequences. The result has the dtype of `x`. Rows beyond those of `x`, up to `padded_rows`, hold anything.
 
     With `epsilon`, `x` goes through an RMS norm over its columns first, as in torch's `rms_norm`: computed in float32
     and rounded to the dtype of `x` before the rotation. `inverse_rms` is for a row whose columns are on several
@@ -64,10 +64,10 @@ def rotate_heads(
 
     Raises InvalidValueError for shapes and options that do not fit together.
     """
-    _check(x, cosine, sine, head_dim, shares, weight, epsilon, inverse_rms)
+    _check(x, cosine, sine, head_dim, groups, padded_rows, weight, epsilon, inverse_rms)
     batch, rows, columns = x.shape
-    share = columns // shares
-    padded_rows = padded_rows or rows
+    group_columns = columns // groups
+    padded_rows = rows if padded_rows is None else padded_rows
     block = _block_rows(columns * x.dtype.itemsize, padded_rows)
     # One table of whole lanes: two of half the width would each be padded to as much, 9.7 MB at 18,900 rows.
     table = jnp.concatenate((cosine, sine), axis=1).astype(jnp.float32)
@@ -94,10 +94,10 @@ def rotate_heads(
             has_inverse_rms=inverse_rms is not None,
             has_weight=weight is not None,
         ),
-        out_shape=jax.ShapeDtypeStruct((shares, batch, padded_rows, share), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((groups, batch, padded_rows, group_columns), x.dtype),
         grid=(pl.cdiv(padded_rows, block), batch),
         in_specs=in_specs,
-        out_specs=pl.BlockSpec((shares, None, block, share), lambda i, b: (0, b, i, 0)),
+        out_specs=pl.BlockSpec((groups, None, block, group_columns), lambda i, b: (0, b, i, 0)),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_limit(chip)
         ),
@@ -118,7 +118,8 @@ def _check(
     cosine: Array,
     sine: Array,
     head_dim: int,
-    shares: int,
+    groups: int,
+    padded_rows: int | None,
     weight: Array | None,
     epsilon: float | None,
     inverse_rms: Array | None,
@@ -136,10 +137,16 @@ def _check(
         )
     if not columns or columns % head_dim:
         raise InvalidValueError(f"x has {columns} columns; expected whole heads of head_dim={head_dim}", field="x")
-    if shares <= 0 or columns // head_dim % shares:
+    if groups <= 0 or columns // head_dim % groups:
         raise InvalidValueError(
-            f"heads={columns // head_dim} is not divisible by shares={shares}; expected equal groups of heads",
-            field="shares",
+            f"heads={columns // head_dim} is not divisible by groups={groups}; expected groups of as many heads each",
+            field="groups",
+        )
+    most = pl.cdiv(rows, _STEP_ROWS) * _STEP_ROWS  # further rows could be a block of which x has nothing
+    if padded_rows is not None and not rows <= padded_rows <= most:
+        raise InvalidValueError(
+            f"padded_rows={padded_rows} does not suit the {rows} rows of x; expected {rows} to {most}",
+            field="padded_rows",
         )
     for name, table in (("cosine", cosine), ("sine", sine)):
         if table.shape != (rows, head_dim // 2):
@@ -183,7 +190,7 @@ def _kernel(
     weight_ref = refs[has_inverse_rms] if has_weight else None
     out_ref = refs[-1]
     block, columns = x_ref.shape
-    share = out_ref.shape[2]
+    group_columns = out_ref.shape[2]
     lane = lax.broadcasted_iota(jnp.int32, (_STEP_ROWS, LANES), 1)
 
     def permute(values: Array, lanes: Array) -> Array:
@@ -223,7 +230,7 @@ def _kernel(
             # A permutation, not a product with a matrix of ones: NaN stays in its pair. Two rolls and a selection take
             # 272,412 bundles. Permuting bfloat16 instead saves 8 % with the norm on v6e and costs 40 % on v5e.
             rotated = values * cosines[part] + permute(values, lane ^ 1) * sines[part]
-            group, column = divmod(start, share)
+            group, column = divmod(start, group_columns)
             out_ref[group, rows, column : column + LANES] = rotated.astype(out_ref.dtype)
 
     lax.fori_loop(0, block // _STEP_ROWS, rotate_rows, None, unroll=_UNROLLED)

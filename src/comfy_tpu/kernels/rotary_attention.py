@@ -94,7 +94,7 @@ def rotary_attention(
             arrays["cosine"],
             arrays["sine"],
             head_dim=head_dim,
-            shares=sizes.sp,
+            groups=sizes.sp,
             padded_rows=shares.rows,
             weight=arrays[f"{name}_weight"],
             epsilon=rotary.epsilon if sizes.tp == 1 else None,

@@ -66,7 +66,7 @@ def splash_attention(
     blocks: BlockSizes | None,
     interpret: bool,
     partial: bool,
-    smooth_keys: bool = True,
+    smooth_keys: bool,
 ) -> tuple[Array, Array | None]:
     """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] -> [B, Hq, Lq, Dv].
 
@@ -209,8 +209,13 @@ def _attend(
     scale: float,
     smooth_keys: bool,
     tile: BlockSizes,
+    shares: Shares | None,
+    band: Band,
     may_hide: bool,
-    **options: Any,
+    has_float_bias: bool,
+    vmem_limit_bytes: int,
+    interpret: bool,
+    partial: bool,
 ) -> tuple[Array, Array | None]:
     queries, keys = query.shape[1], key.shape[1]
     center, longest = measure_keys(key, kv_heads, visible, smooth=smooth_keys)
@@ -234,9 +239,14 @@ def _attend(
         factor=scale * math.log2(math.e),
         queries=queries,
         tile=tile,
+        shares=shares,
+        band=band,
         # Without any of these no score is ever hidden, and the kernel carries no code to hide it.
         may_hide=may_hide or keys % tile.key != 0,
-        **options,
+        has_float_bias=has_float_bias,
+        vmem_limit_bytes=vmem_limit_bytes,
+        interpret=interpret,
+        partial=partial,
     )
     if logsumexp is None:
         return out[:, :queries], None

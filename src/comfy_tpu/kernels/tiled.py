@@ -86,7 +86,7 @@ def splash_tiles(
     scale: float,
     chip: str,
     interpret: bool,
-    smooth_keys: bool = True,
+    smooth_keys: bool,
 ) -> Array:
     """As `chunked_tiles`, by the splash kernel: a block is a tile, padded to whole lanes. Video tokens only."""
     batch, heads, total, _ = query.shape

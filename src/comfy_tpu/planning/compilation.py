@@ -85,8 +85,28 @@ def has_tpu_compiler() -> bool:
 def count_program(program: StepProgram, mode: Mode, *, schedule: bool = False) -> ProgramCounts:
     """Counts what is in a program; with `schedule` also reads the static schedules of a compiled one."""
     facts = program.facts
-    with _run_worker(program, mode, schedule=schedule) as directory:
+    with _run_worker(program.serialized, facts.slice, facts.sizes, mode, schedule=schedule) as directory:
         return read_counts(directory, facts, mode, schedule=schedule)
+
+
+def compile_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> tuple[StepSchedule, Mapping[str, Any]]:
+    """The schedule of any program that jax.export wrote, and the worker's report: memory, cost, compiler, seconds.
+
+    Raises CompilationError, ScheduleError.
+    """
+    with _run_worker(serialized, slice_, sizes, "compile", schedule=True) as directory:
+        text = (directory / "program.hlo").read_text(encoding="utf-8")
+        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+        return read_step(directory / SCHEDULE_DIRECTORY, text, slice_, sizes, report["compiler"]), report
+
+
+def partition_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> Module:
+    """One device's part of any program that jax.export wrote, as XLA's partitioner makes it: needs no TPU compiler.
+
+    Raises CompilationError.
+    """
+    with _run_worker(serialized, slice_, sizes, "partition", schedule=False) as directory:
+        return Module((directory / "program.hlo").read_text(encoding="utf-8"))
 
 
 def read_counts(directory: Path, facts: ProgramFacts, mode: Mode, *, schedule: bool = False) -> ProgramCounts:
@@ -117,11 +137,11 @@ def read_counts(directory: Path, facts: ProgramFacts, mode: Mode, *, schedule: b
 
 
 @contextlib.contextmanager
-def _run_worker(program: StepProgram, mode: Mode, *, schedule: bool) -> Iterator[Path]:
+def _run_worker(serialized: bytes, slice_: Slice, sizes: MeshSizes, mode: Mode, *, schedule: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="comfy-tpu-plan-") as name:
         directory = Path(name)
-        (directory / "program").write_bytes(program.serialized)
-        request = _request(program.facts.slice, program.facts.sizes, mode, directory, schedule=schedule)
+        (directory / "program").write_bytes(serialized)
+        request = _request(slice_, sizes, mode, directory, schedule=schedule)
         (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
         _run_process(directory, mode)
         yield directory

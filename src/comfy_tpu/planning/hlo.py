@@ -210,6 +210,22 @@ class Module:
                 total += 2.0 * times * depth * math.prod(_shapes(instruction.result)[0][1])
         return total
 
+    def convolution_flops(self) -> float:
+        """Operations of convolutions in a step, padding included; strides and dilations are in the sizes."""
+        total = 0.0
+        for instruction in self.instructions():
+            times = self.times.get(instruction.computation, 0)
+            if instruction.operation == "convolution" and times:
+                operands = re.search(r"convolution\(%([\w.\-]+), %([\w.\-]+)\)", instruction.text)
+                labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.text)
+                if operands is None or labels is None:
+                    raise UnsupportedError(f"the convolution {instruction.name} is printed in a form that is not known")
+                kernel = self._shape_of(instruction.computation, operands[2])
+                # A kernel's inputs are those of one group already.
+                taps = math.prod(kernel) // kernel[labels[1].index("o")]
+                total += 2.0 * times * taps * math.prod(_shapes(instruction.result)[0][1])
+        return total
+
     def kernel_flops(self) -> float:
         """Operations of Pallas kernels in a step, by the kernels' own cost estimates."""
         total = 0.0
