@@ -1,6 +1,7 @@
 """How a server is started, and what it refuses to start with."""
 
 import importlib.util
+import socket
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_other_machines_need_one(host: str) -> None:
     serve.check_host(host, {"ann": KEY})
     with pytest.raises(InvalidValueError, match="there is no key"):
         serve.check_host(host, {})
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
+def test_what_is_no_port(port: int) -> None:
+    with pytest.raises(InvalidValueError, match="is no port"):
+        serve.open_socket("127.0.0.1", port)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InvalidValueError, match="cannot be used"):
+        serve.open_socket("127.0.0.1", taken.getsockname()[1])
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,13 @@ def placement() -> Placement:
         pytest.skip(f"no GPU that JAX can use: {error}")
 
 
+@pytest.fixture(scope="module")
+def hopper(placement: Placement) -> Placement:
+    if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
+        pytest.skip(f"this kernel is for Hopper GPUs, and this one is {placement.chip}; run it on an H100 or H200")
+    return placement
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3), (jnp.float32, 1e-5)], ids=["bf16", "f16", "f32"]
@@ -66,19 +73,16 @@ HOPPER = {
 
 @pytest.mark.parametrize("name", HOPPER)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
-def test_our_hopper_kernel_matches_torch(placement: Placement, name: str, dtype: object, tolerance: float) -> None:
-    if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
-        pytest.skip(f"this kernel is for Hopper GPUs, and this one is {placement.chip}; run it on an H100 or H200")
+def test_our_hopper_kernel_matches_torch(hopper: Placement, name: str, dtype: object, tolerance: float) -> None:
     config = AttentionConfig(implementation="hopper")
-    assert relative_error(*run(HOPPER[name], config, placement, dtype=dtype)) <= tolerance
+    assert relative_error(*run(HOPPER[name], config, hopper, dtype=dtype)) <= tolerance
 
 
 @pytest.mark.parametrize("name", HOPPER)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
-def test_our_hopper_kernel_multiplies_8_bits(placement: Placement, name: str, dtype: Any, tolerance: float) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_our_hopper_kernel_multiplies_8_bits(name: str, dtype: Any, tolerance: float) -> None:
     """What 8 bits leave of queries and keys, and the same by another kernel in float32."""
-    if hopper_refusal(Call(8, 300, 300, 128, 128, jnp.bfloat16), "gpu", placement.chip, None):
-        pytest.skip(f"this kernel is for Hopper GPUs, and this one is {placement.chip}; run it on an H100 or H200")
     case = HOPPER[name]
     query, key, value = (jnp.asarray(array, dtype) for array in case.inputs().values())
     scale = abs(case.scale or case.head_dim**-0.5)

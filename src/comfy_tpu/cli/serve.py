@@ -9,6 +9,7 @@ import importlib.util
 import ipaddress
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_packages()
     keys = parse_keys(arguments.api_key, os.environ)
     check_host(arguments.host, keys)
+    listening = open_socket(arguments.host, arguments.port)  # first: the model takes a while
     import uvicorn
 
     from comfy_tpu.jobs.local_worker import LocalWorker
@@ -94,14 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_message(
             f"http://{arguments.host}:{arguments.port} serves {', '.join(models)}; jobs in {config.directory}"
         )
-        uvicorn.run(
-            make_app(service),
-            host=arguments.host,
-            port=arguments.port,
-            log_level="warning",
-            timeout_keep_alive=10,
-            limit_concurrency=2000,
-        )
+        settings = uvicorn.Config(make_app(service), log_level="warning", timeout_keep_alive=10, limit_concurrency=2000)
+        uvicorn.Server(settings).run(sockets=[listening])
     return 0
 
 
@@ -140,6 +136,18 @@ def check_host(host: str, keys: Mapping[str, str]) -> None:
             f"host={host} lets other machines call, and there is no key; give --api-key NAME=KEY, or {DEFAULT_HOST}",
             field="host",
         )
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    if not 1 <= port <= 65535:
+        raise InvalidValueError(f"port={port} is no port; choose one from 1 to 65535", field="port")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidValueError(
+            f"port={port} of {host} cannot be used ({error.strerror}); choose another one", field="port"
+        ) from error
 
 
 def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
