@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.plain_tokenizer import PlainTokenizer
+from comfy_tpu.pipeline.text import Tokens, tokenize
 
 TOKENIZER = DEMO_DIRECTORY / "tokenizer"
 PROMPTS = ("a red circle moving left", "", "unknown wörter, 你好 and a red star", "circle " * 700, " \t A  RED ")
@@ -71,3 +73,19 @@ def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer" / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match="has a tokenizer that cannot be read"):
         ModelFiles.open(tmp_path / "model").tokenizer("tokenizer", may_be_plain=True)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    """The tokenizers library keeps padding and the limit of a call until the next call, of any thread."""
+    files = ModelFiles.open("demo")
+    (encoder,) = files.family.text.encoders
+
+    def run(length: int) -> Tokens:
+        return tokenize(files, encoder, PROMPTS, length)
+
+    lengths = [8, 32] * 200
+    alone = {length: run(length) for length in set(lengths)}
+    with ThreadPoolExecutor(4) as threads:
+        for length, found in zip(lengths, threads.map(run, lengths), strict=True):
+            assert torch.equal(found.inputs["input_ids"], alone[length].inputs["input_ids"])
+            assert found.cut == alone[length].cut

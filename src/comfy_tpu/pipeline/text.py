@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,9 +91,14 @@ class Tokens:
     """The end of each prompt that exceeded the token limit."""
 
 
+_tokenizing = threading.Lock()
+"""A tokenizer keeps the padding and the limit of a call until the next: those of another thread would be taken."""
+
+
 def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int) -> Tokens:
-    tokenizer: Any = files.tokenizer(encoder.tokenizer, may_be_plain=encoder.tokenize is None)
-    with config_errors(f"the {encoder.tokenizer} of model={files.name}"):
+    """Any thread may call it."""
+    with _tokenizing, config_errors(f"the {encoder.tokenizer} of model={files.name}"):
+        tokenizer: Any = files.tokenizer(encoder.tokenizer, may_be_plain=encoder.tokenize is None)
         tokens = _tokenize(tokenizer, files, encoder, prompts, max_length)
     _check_ids(tokens.inputs["input_ids"], files, encoder)
     return tokens
