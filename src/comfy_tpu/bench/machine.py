@@ -21,9 +21,8 @@ import comfy_tpu
 from comfy_tpu.bench.job import SMALL_MODEL, Job
 from comfy_tpu.bench.models import BenchModel, default_hub_id, find_bench_model
 from comfy_tpu.bench.results import Emit
-from comfy_tpu.bridge import to_device, to_host
+from comfy_tpu.bridge import alias_torch_tensor, to_device, to_host
 from comfy_tpu.compiler.component import Component, ComponentSpec
-from comfy_tpu.compiler.weights import alias_torch_tensor
 from comfy_tpu.config import CacheConfig, GenerationSettings, Quantization
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Config

@@ -1,6 +1,6 @@
 """torchax, and the boundary around it. Nothing else imports torchax."""
 
-from comfy_tpu.bridge.boundary import check_host_data, to_device, to_host
+from comfy_tpu.bridge.boundary import alias_torch_tensor, check_host_data, is_on_one_gpu, to_device, to_host
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
 from comfy_tpu.bridge.joint import joint_attention, video_attention
@@ -15,12 +15,14 @@ from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_sh
 __all__ = [
     "BlockCall",
     "TraceContext",
+    "alias_torch_tensor",
     "build_skeleton",
     "call_function",
     "call_module",
     "check_host_data",
     "constrain",
     "current_trace",
+    "is_on_one_gpu",
     "joint_attention",
     "map_layers",
     "operator",

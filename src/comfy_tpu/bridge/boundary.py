@@ -17,6 +17,19 @@ from comfy_tpu.bridge.environment import DeviceTensor
 from comfy_tpu.errors import EscapeError, device_errors
 from comfy_tpu.parallel.global_arrays import fetch_global, put_global
 
+_ALIASED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that jax takes over as they are: of integers the range is checked on the host."""
+
+
+def is_on_one_gpu(sharding: Sharding | Any) -> bool:
+    devices: list[Any] = list(sharding.device_set) if isinstance(sharding, Sharding) else []
+    return [device.platform for device in devices] == ["gpu"]
+
+
+def alias_torch_tensor(tensor: torch.Tensor, sharding: Sharding) -> jax.Array:
+    """A jax array over the memory of a torch tensor on the single device of `sharding`; nothing is copied."""
+    return jax.device_put(jax.dlpack.from_dlpack(tensor.detach().contiguous()), sharding)
+
 
 def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
     """Converts torch tensors and numpy arrays in nested containers to jax arrays; other leaves are returned unchanged.
@@ -27,6 +40,8 @@ def to_device(tree: Any, sharding: Sharding | Any = None) -> Any:
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
+            if leaf.is_cuda and leaf.dtype in _ALIASED and is_on_one_gpu(sharding):
+                return alias_torch_tensor(leaf.clone(memory_format=torch.contiguous_format), sharding)
             leaf = as_numpy(leaf)
         if isinstance(leaf, np.ndarray):
             check_integer_range(leaf)

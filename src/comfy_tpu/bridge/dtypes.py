@@ -17,8 +17,9 @@ _EXTENDED_TO_TORCH = {np.dtype(extended): (plain, dtype) for dtype, (plain, exte
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as a numpy array: no copy if it is contiguous, and never through another dtype."""
-    tensor = tensor.detach().contiguous()
+    """The tensor's memory as a numpy array: no copy if it is contiguous and on the host, and never through another
+    dtype."""
+    tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype in _EXTENDED:
         plain, extended = _EXTENDED[tensor.dtype]
         return tensor.view(plain).numpy().view(extended)

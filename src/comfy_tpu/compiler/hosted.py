@@ -122,25 +122,51 @@ class HostedModule:
                 return table
         return tuple(_rule(name, tensor, tp) for name, tensor in weights.items())
 
-    def __call__(self, function: Function, *args: Any, axes: Axes = ("dp",), fetch: bool = True, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        function: Function,
+        *args: Any,
+        axes: Axes = ("dp",),
+        fetch: bool = True,
+        meanwhile: Callable[[], None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Returns the results as host tensors; `axes`: how the tensors among the arguments are split over the mesh.
 
         Equal functions share programs. A function may have an attribute `varying`, which replaces the module's.
 
         With `fetch=False` results stay on the devices, as arrays that may be arguments of another call.
+
+        `meanwhile`: called while the devices compute, and so is the search for changed weights, which are expected to
+        be as they were; if some are not, it is computed again. What it raises is raised.
         """
         tensors, structure = _flatten_args((args, kwargs))
         try:
-            results = self._run(function, axes, tensors, structure)
+            results = self._run(function, axes, tensors, structure, meanwhile)
         except StackingError as error:
             logger.info("%s is not stacked: %s", self.name, error)
             self._unstack()
-            results = self._run(function, axes, tensors, structure)
+            results = self._run(function, axes, tensors, structure, meanwhile)
         return to_host(results) if fetch else results
 
-    def _run(self, function: Function, axes: Axes, tensors: list[Any], structure: _Structure) -> Any:
-        with self._weights() as weights:
-            return self._program(function, axes)(weights, tensors=tensors, structure=structure)
+    def _run(
+        self,
+        function: Function,
+        axes: Axes,
+        tensors: list[Any],
+        structure: _Structure,
+        meanwhile: Callable[[], None] | None,
+    ) -> Any:
+        with self._weights() as (module, weights):
+            program = self._program(function, axes)
+            results = None
+            if meanwhile is not None:
+                results = program(weights, tensors=tensors, structure=structure)  # returns before it is computed
+                meanwhile()
+            if changed := self._change_detector.find_changed(module):
+                results = None
+                self._update(module, weights, changed)
+            return results if results is not None else program(weights, tensors=tensors, structure=structure)
 
     def _unstack(self) -> None:
         """Builds the component without stacked blocks, for a module that does not only call its blocks."""
@@ -183,7 +209,8 @@ class HostedModule:
             return self._programs[key]
 
     @contextmanager
-    def _weights(self) -> Iterator[Mapping[str, jax.Array]]:
+    def _weights(self) -> Iterator[tuple[torch.nn.Module, dict[str, jax.Array]]]:
+        """The module, and its weights on the devices as they were when they were last looked at."""
         module = self._get_module()
 
         def load() -> dict[str, jax.Array]:
@@ -201,9 +228,7 @@ class HostedModule:
             **self._display,
         )
         with self._lock, resident as arrays:
-            if changed := self._change_detector.find_changed(module):
-                self._update(module, arrays, changed)
-            yield arrays
+            yield module, arrays
 
     def _get_module(self) -> torch.nn.Module:
         module = self._module()

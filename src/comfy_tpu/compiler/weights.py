@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from comfy_tpu.bridge.boundary import alias_torch_tensor, is_on_one_gpu
 from comfy_tpu.bridge.dtypes import as_numpy
 from comfy_tpu.compiler.checkpoint import TensorInfo
 from comfy_tpu.compiler.stored import ProgramStore
@@ -238,7 +239,7 @@ def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot])
 def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep: bool) -> jax.Array:
     """Puts a tensor on its devices. `keep`: whether the array outlives the mapped file that the tensor is a view of."""
     target = getattr(torch, np.dtype(dtype).name)
-    if tensor.is_cuda and sharding.num_devices == 1 and sharding.mesh.devices.flat[0].platform == "gpu":
+    if tensor.is_cuda and is_on_one_gpu(sharding):
         return alias_torch_tensor(tensor.to(target), sharding)
     tensor = tensor.cpu()
     if keep and sharding.mesh.devices.flat[0].platform == "cpu":
@@ -262,12 +263,6 @@ def put(tensor: torch.Tensor, dtype: np.dtype, sharding: NamedSharding, *, keep:
             return whole[index]
 
     return jax.make_array_from_callback(tuple(tensor.shape), sharding, piece)
-
-
-def alias_torch_tensor(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
-    """A jax array over the memory of a torch tensor on the single device of `sharding`; nothing is copied."""
-    array = jax.dlpack.from_dlpack(tensor.detach().contiguous())
-    return jax.make_array_from_single_device_arrays(tuple(tensor.shape), sharding, [array])
 
 
 @functools.cache

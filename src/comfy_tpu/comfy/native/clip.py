@@ -14,7 +14,7 @@ import comfy.text_encoders.t5
 import torch
 from comfy.sd1_clip import SDClipModel
 
-from comfy_tpu.comfy.native.hosting import Choices
+from comfy_tpu.comfy.native.hosting import Choices, Host
 from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
 from comfy_tpu.comfy.run import report_idle
 
@@ -59,8 +59,8 @@ class DeviceText(Replacement):
     def _kind(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Hashable:
         return frozenset(name for name, value in _drop_empty_info(options).items() if value is not None)
 
-    def _run_on_devices(self, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
-        module, mask, host = self._module, attention_mask, self._host()
+    def _run_on_devices(self, host: Host, tokens: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        module, mask = self._module, attention_mask
         embeds = options.pop("embeds")
         length = embeds.shape[1]
         padding = -length % BUCKET if _can_be_padded(module, mask, length) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -82,6 +83,10 @@ def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choi
     )
 
 
+class CodeChangedError(Exception):
+    """A module's code is not what a call took it for; the call is made again."""
+
+
 class Host:
     """A module on the devices, for the node that runs now."""
 
@@ -109,6 +114,7 @@ class Host:
         self._run: tuple[object, float] | None = None
         self._step: int | None = None
         self._patched: dict[Callable[..., Any], None] = {}
+        self._check: Callable[[], None] | None = None
         self._sizes = CompiledSizes()
         self._build_seconds = 0.0
         self._hosted: HostedModule = HostedModule(
@@ -141,8 +147,11 @@ class Host:
         start()
         register_with_comfyui()
         self._begin()
+        check, self._check = self._check, None
         try:
-            return self._hosted(function, *args, **kwargs)
+            return self._hosted(function, *args, meanwhile=check, **kwargs)
+        except CodeChangedError:
+            raise
         except comfy.model_management.InterruptProcessingException:
             self._abort("cancelled")
             raise
@@ -157,6 +166,15 @@ class Host:
         except Exception:
             self._abort("failed")
             raise
+
+    @contextlib.contextmanager
+    def checking_meanwhile(self, check: Callable[[], None]) -> Iterator[None]:
+        """`check` is called while the devices compute the first call in the block. It may raise CodeChangedError."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
 
     def run_padded(
         self, signature: Hashable, size: Size, run: Callable[[Size], torch.Tensor], max_work: float = math.inf

@@ -21,7 +21,7 @@ from comfy_tpu.comfy.native.block_patches import (
     find_patches,
 )
 from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
-from comfy_tpu.comfy.native.hosting import VARYING, Choices, class_title, end_steps, pixel_size
+from comfy_tpu.comfy.native.hosting import VARYING, Choices, Host, class_title, end_steps, pixel_size
 from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
 from comfy_tpu.comfy.native.text_padding import describe_padding, pad_texts, run_per_prompt
 from comfy_tpu.comfy.run import Outcome, report_idle
@@ -76,6 +76,7 @@ class DeviceForward(Replacement):
     def wrap_sampling(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps a sampler's run, and reports its end, also when it fails."""
         self._patch_states.begin_run()
+        self._last = None  # weights change between runs: a LoRA
         outcome: Outcome = "failed"
         try:
             result = executor(*args, **kwargs)
@@ -105,8 +106,8 @@ class DeviceForward(Replacement):
         names = frozenset(name for name, value in arguments.items() if value is not None)
         return names, None if patches is None else patches.key()
 
-    def _run_on_devices(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        host, arguments = self._host(), self._bind_arguments(*args, **kwargs)
+    def _run_on_devices(self, host: Host, *args: Any, **kwargs: Any) -> torch.Tensor:
+        arguments = self._bind_arguments(*args, **kwargs)
         patches = _find_patches(arguments)
         options = arguments.pop("transformer_options", None) or {}
         sample_name, time_name, *_ = arguments

@@ -59,8 +59,7 @@ class DeviceMethod(Replacement):
     def _kind(self, x: torch.Tensor, **options: Any) -> Hashable:
         return x.ndim, frozenset(options), is_in_tiles()
 
-    def _run_on_devices(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        host = self._host()
+    def _run_on_devices(self, host: Host, x: torch.Tensor, **options: Any) -> torch.Tensor:
         host.size = pixel_size(x.shape[2:], *self.scale)
         values = x.to(host.dtype)
         if _is_causal(self._module):

@@ -7,6 +7,7 @@ when it runs).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ class StoredExecutable:
         from jaxlib import _jax
 
         devices = tuple(mesh.devices.flat)
+        if devices[0].platform == "gpu" and b"mosaic_gpu" in serialized:
+            # Tells XLA where the functions are that the host part of a Pallas kernel calls; tracing one does it, too.
+            importlib.import_module("jax.experimental.mosaic.gpu")
         self._executable = devices[0].client.deserialize_executable(
             serialized, executable_devices=_jax.DeviceList(devices)
         )
