@@ -28,20 +28,19 @@ marks, work = {}, []
 def mark(name):
     marks.setdefault(name, round(time.time() - begin, 3))
 mark("python")
-import torch
-mark("torch")
-import jax.monitoring
-mark("jax")
-jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: work.append(name.rpartition("/")[2]))
-import comfy_tpu.cli.session as session
-mark("comfy_tpu")
-show = session.Display.__call__
+import comfy_tpu.cli.progress as progress_display
+show = progress_display.Display.__call__
+def listen():
+    import jax.monitoring
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: work.append(name.rpartition("/")[2]))
 def record(self, progress):
+    if len(marks) == 1:
+        listen()  # jax is imported by now, and no earlier than the command does it
     mark({"compiling": f"program {progress.what}"}.get(progress.stage, f"{progress.stage} {progress.what}".strip()))
     if progress.stage == "denoising" and progress.done == 1:
         mark("first step")
     show(self, progress)
-session.Display.__call__ = record
+progress_display.Display.__call__ = record
 from comfy_tpu.cli.main import main
 status = main(sys.argv[1:])
 mark("done")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.device_start import start_devices
 from comfy_tpu.cli.hosts import add_hosts
 
 VIDEO_OUTPUT = "video.mp4"
@@ -29,11 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    prompt = options.read_prompt(arguments)
+    images = options.read_images(arguments)
+    start_devices(arguments.platform)
     from comfy_tpu.cli import session as sessions
     from comfy_tpu.pipeline import media
 
-    prompt = options.read_prompt(arguments)
-    images = options.read_images(arguments)
     sessions.check_video_output(arguments, arguments.num_videos or 1)
     with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         settings = session.settings()

@@ -108,7 +108,7 @@ class Replacement:
     def _check_code(self, host: Host) -> None:
         """Raises CodeChangedError if the module is not what `host` runs any more.
 
-        It looks at two thousand modules, which takes 40 to 70 ms, as long as a step of SDXL: within a run it is done
+        It looks at two thousand modules, which takes 40 to 110 ms, as long as a step of SDXL: within a run it is done
         while the devices compute, because hardly ever has anything changed.
         """
         if find_module_problem(self._module) or self._find_host() is not host:
