@@ -12,7 +12,7 @@ from comfy_tpu.errors import CheckpointError
 from comfy_tpu.jobs.worker_thread import ROWS_MAX
 from comfy_tpu.parallel import hosts
 from comfy_tpu.parallel.chips import find_slice, parse_slice
-from comfy_tpu.parallel.layouts import estimate, fits
+from comfy_tpu.parallel.layouts import estimate, usable_bytes
 from comfy_tpu.pipeline.step import batch_rows
 from comfy_tpu.pipeline.video import VideoPipeline
 
@@ -52,21 +52,40 @@ def runs_beside(pipeline: VideoPipeline, settings: GenerationSettings) -> bool:
 
 
 def _has_room(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
-    """By the estimate of `comfy-tpu plan`; on another chip than a TPU, by that of a TPU in the memory that it has."""
-    wanted = dataclasses.replace(settings, num_videos=rows)
-    placement = pipeline.choose_placement(wanted)
-    if placement.platform == "cpu":
-        return True
     try:
-        work = pipeline.files.workload(wanted)
+        memory = estimate_memory(pipeline, dataclasses.replace(settings, num_videos=rows))
     except CheckpointError:  # a model of a make that the estimate does not know
         return False
+    return memory is None or memory.fits
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a device."""
+
+    needed: int
+    """By a step, with the weights."""
+    available: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+
+def estimate_memory(pipeline: VideoPipeline, settings: GenerationSettings) -> StepMemory | None:
+    """By the estimate of `comfy-tpu plan`; on another chip than a TPU, by that of a TPU in the memory that it has. None
+    on a CPU. Raises CheckpointError for a model of a make that the estimate does not know."""
+    placement = pipeline.choose_placement(settings)
+    if placement.platform == "cpu":
+        return None
+    work = pipeline.files.workload(settings)
     slice_ = find_slice(placement.chip, placement.sizes.device_count)
     if slice_ is not None:
-        return fits(estimate(work, placement.sizes, slice_).memory.total, slice_.chip)
+        needed = estimate(work, placement.sizes, slice_).memory.total
+        return StepMemory(needed, usable_bytes(slice_.chip))
     needed = estimate(work, placement.sizes, parse_slice("v6e-1")).memory.total
     device = placement.mesh.devices.flat[0]
-    return bool(needed <= _GPU_SHARE * (device.memory_stats() or {}).get("bytes_limit", 0))
+    return StepMemory(needed, int(_GPU_SHARE * (device.memory_stats() or {}).get("bytes_limit", 0)))
 
 
 def _count_tokens(pipeline: VideoPipeline, settings: GenerationSettings) -> float:

@@ -178,8 +178,14 @@ class JobActor:
                 self._failure = f"{type(error).__name__}: {error}"
         self._is_started.set()
 
+    def cancel_job(self, id_: str) -> None:
+        """As `WorkerThread.cancel_job`."""
+        with self._lock:
+            if self._thread is not None:
+                self._thread.cancel_job(id_)
+
     def happened(self, timeout: float) -> Report:
-        """Outcomes and the last event, as soon as there is one; none after `timeout` seconds."""
+        """Outcomes and the last event of each group of jobs, as soon as there is one; none after `timeout` seconds."""
         end = time.monotonic() + timeout
         self._is_started.wait(timeout)
         if self._failure:
@@ -194,7 +200,7 @@ class JobActor:
         if is_over:
             self._is_fetched.set()
         outcomes = [self._with_contents(item) for item in items if isinstance(item, Outcome)]
-        events = [item for item in items if isinstance(item, Event)][-1:]
+        events = {item.jobs: item for item in items if isinstance(item, Event)}.values()
         return Report((*events, *outcomes) if self._is_first else (), is_over)
 
     def _module(self) -> Any:

@@ -157,6 +157,12 @@ class RayWorkers:
             worker.kill()
         self._workers = []
 
+    def cancel_job(self, id_: str) -> None:
+        """As `WorkerThread.cancel_job`. May be called from any thread."""
+        for worker in list(self._workers):
+            if id_ in worker.job_ids():
+                worker.cancel_job(id_)
+
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the cluster may be gone
             self.cancel()
@@ -383,6 +389,10 @@ class _Worker:
         for actor in self.actors:
             actor.give.options(concurrency_group="give").remote(sent)
 
+    def cancel_job(self, id_: str) -> None:
+        for actor in self.actors:
+            actor.cancel_job.options(concurrency_group="give").remote(id_)
+
     def finish(self, id_: str) -> bool:
         """Whether the job was this worker's."""
         for group in self.groups:
@@ -393,7 +403,7 @@ class _Worker:
         return False
 
     def job_ids(self) -> Iterator[str]:
-        return itertools.chain.from_iterable(self.groups)
+        return itertools.chain.from_iterable(set(group) for group in list(self.groups))
 
     def note_progress(self, stage: str | None = None) -> None:
         self._progress_at = time.monotonic()

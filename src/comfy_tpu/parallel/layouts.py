@@ -182,8 +182,13 @@ def compute_seconds(matmul_flops: float, attention_flops: float, chip: Chip) -> 
     return (matmul_flops / chip.matmul_fraction + attention_flops / chip.attention_fraction) / chip.flops
 
 
+def usable_bytes(chip: Chip) -> int:
+    """Memory that a step may take, with SPARE_FRACTION left free."""
+    return int((1 - SPARE_FRACTION) * chip.memory_bytes)
+
+
 def fits(nbytes: int, chip: Chip) -> bool:
-    return nbytes <= (1 - SPARE_FRACTION) * chip.memory_bytes
+    return nbytes <= usable_bytes(chip)
 
 
 def pad_length(length: int, step: int) -> int:

@@ -1,0 +1,122 @@
+"""What a step of a request costs on the workers' devices, by the counts of `comfy-tpu plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from comfy_tpu.config import GenerationSettings, MeshSizes
+from comfy_tpu.errors import ComfyTpuError
+
+if TYPE_CHECKING:
+    from comfy_tpu.parallel.chips import Slice
+    from comfy_tpu.parallel.workload import Workload
+    from comfy_tpu.pipeline.model_files import ModelFiles
+    from comfy_tpu.pipeline.video import VideoPipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    flops: float
+    """Of all devices."""
+    needed_bytes: int = 0
+    """Memory of a device that the step and the weights take; 0: unknown."""
+    available_bytes: int = 0
+    seconds: float | None = None
+    """By `plan`; None where it knows nothing of the chip."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.available_bytes
+
+
+class Planner(Protocol):
+    def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
+        """None where it cannot be counted."""
+        ...
+
+
+class _Counter:
+    """Counts each shape once: the first time takes a trace. May be called from any thread."""
+
+    def __init__(self, count: Callable[[str, GenerationSettings], StepCost]) -> None:
+        self._count = count
+        self._known: dict[tuple[object, ...], StepCost | None] = {}
+        self._lock = threading.Lock()
+
+    def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
+        size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
+        key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length)
+        with self._lock:
+            if key not in self._known:
+                try:
+                    self._known[key] = self._count(model, settings)
+                except (
+                    ComfyTpuError
+                ):  # a model of a make that the counts do not know, or no devices: its jobs say which
+                    self._known[key] = None
+            return self._known[key]
+
+
+class DevicePlanner(_Counter):
+    """Of the devices of this process."""
+
+    def __init__(self, common: Mapping[str, Any]) -> None:
+        """`common`: fields of every request, such as mesh and dtype."""
+        self._common = common
+        super().__init__(self._count_here)
+
+    @functools.cache  # noqa: B019 - as long as the server lives
+    def _open(self, model: str) -> VideoPipeline:
+        from comfy_tpu.jobs.opening import make_runtime
+        from comfy_tpu.pipeline.video import VideoPipeline
+
+        return VideoPipeline.open(model, make_runtime({**self._common, "model": model}))
+
+    def _count_here(self, model: str, settings: GenerationSettings) -> StepCost:
+        from comfy_tpu.jobs.batch_size import estimate_memory
+        from comfy_tpu.parallel.chips import find_slice
+
+        pipeline = self._open(model)
+        work = pipeline.files.workload(settings)
+        placement = pipeline.choose_placement(settings)
+        slice_ = find_slice(placement.chip, placement.sizes.device_count)
+        memory = estimate_memory(pipeline, settings)
+        return StepCost(
+            _count_flops(work),
+            memory.needed if memory else 0,
+            memory.available if memory else 0,
+            _plan_seconds(work, slice_) if slice_ is not None else None,
+        )
+
+
+class SlicePlanner(_Counter):
+    """Of workers that are TPU slices of one kind."""
+
+    def __init__(self, slice_: Slice, open_files: Callable[[str], ModelFiles]) -> None:
+        self._slice = slice_
+        self._open_files = open_files
+        super().__init__(self._count_slice)
+
+    def _count_slice(self, model: str, settings: GenerationSettings) -> StepCost:
+        from comfy_tpu.parallel.layouts import rank_layouts, usable_bytes
+
+        work = self._open_files(model).workload(settings)
+        best = rank_layouts(work, self._slice)[0]
+        return StepCost(_count_flops(work), best.memory.total, usable_bytes(self._slice.chip), best.step_seconds)
+
+
+def _count_flops(work: Workload) -> float:
+    from comfy_tpu.parallel.chips import parse_slice
+    from comfy_tpu.parallel.layouts import estimate
+
+    return estimate(work, MeshSizes(), parse_slice("v6e-1")).flops
+
+
+def _plan_seconds(work: Workload, slice_: Slice) -> float:
+    from comfy_tpu.parallel.layouts import rank_layouts
+
+    return rank_layouts(work, slice_)[0].step_seconds
