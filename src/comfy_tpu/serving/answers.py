@@ -43,6 +43,7 @@ def describe_video(
         "prompt": record.request.prompt,
         "error": None,
         "stage": progress.stage if record.state == "running" else _STATUS[record.state],
+        "has_image": bool(values.get("image")),
         "settings": {
             name: values.get(name, default)
             for name, default in dataclasses.asdict(defaults).items()

@@ -9,14 +9,15 @@ from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse
 
 _DIRECTORY = Path(__file__).parent / "page"
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page/api.js": ("api.js", "text/javascript; charset=utf-8"),
-    "/page/texts.json": ("texts.json", "application/json"),
-    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
 }
+_NAMES = ("page.css", "page.js", "api.js", "jobs.js", "order.js", "texts.js", "texts.json", "icon.svg")
+_FILES = {"/": "index.html", **{f"/page/{name}": name for name in _NAMES}}
 """By path. Nothing else is served: no path of a request becomes one of the disk."""
 
 PAGE_PATHS = frozenset(_FILES)
@@ -32,12 +33,12 @@ HEADERS = {
 
 
 def add_page_routes(app: FastAPI) -> None:
-    for path, (name, media_type) in _FILES.items():
-        app.get(path, include_in_schema=False)(_make_route(_DIRECTORY / name, media_type))
+    for path, name in _FILES.items():
+        app.get(path, include_in_schema=False)(_make_route(_DIRECTORY / name))
 
 
-def _make_route(path: Path, media_type: str) -> Callable[[], Awaitable[Response]]:
+def _make_route(path: Path) -> Callable[[], Awaitable[Response]]:
     async def send_file() -> Response:
-        return FileResponse(path, media_type=media_type, headers=HEADERS)
+        return FileResponse(path, media_type=_MEDIA_TYPES[path.suffix], headers=HEADERS)
 
     return send_file
