@@ -16,6 +16,7 @@ from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.pipeline.preview_colours import LearnedColours
+from tests.families import small_flux
 
 
 class Clock:
@@ -57,17 +58,18 @@ def test_previews_are_seldom(clock: Clock) -> None:
         assert rate.take_due(["a", "b"]) == {"a", "b"}
 
 
-def run_jobs(directory: Path, prompts: list[str], watched: list[int]) -> list[Event]:
-    """The events with previews, of prompts that share their steps."""
+def run_jobs(
+    directory: Path, prompts: list[str], watched: list[int], *, batch_size: int, suffix: str = ".mp4", **common: object
+) -> list[Event]:
+    """The events with previews."""
     folder, rate = Folder(str(directory)), PreviewRate(seconds=0.0, share=1e9)
     folder.prepare()
-    common = {"model": "demo", "num_inference_steps": 6}
     jobs = [
-        Job(f"job{number}", Request({**common, "prompt": prompt, "seed": number}), f"{number}.mp4", 1)
+        Job(f"job{number}", Request({**common, "prompt": prompt, "seed": number}), f"{number}{suffix}", 1)
         for number, prompt in enumerate(prompts)
     ]
     happened: list[Event | Outcome] = []
-    worker = LocalWorker(folder, batch_size=len(jobs), previews=rate)
+    worker = LocalWorker(folder, batch_size=batch_size, previews=rate)
     try:
         with contextlib.ExitStack() as stack:
             for number in watched:
@@ -89,7 +91,7 @@ def brightness(jpeg: bytes) -> float:
 
 def test_jobs_that_share_steps_have_their_own_previews(tmp_path: Path) -> None:
     dark, bright = "a blue square moving right on a black background", "a red circle moving left on a white background"
-    events = run_jobs(tmp_path, [dark, bright, dark], [0, 1])
+    events = run_jobs(tmp_path, [dark, bright, dark], [0, 1], batch_size=3, model="demo", num_inference_steps=6)
     assert len(events) == 6
     assert events[-1].jobs == ("job0", "job1", "job2")
     first, second, unwatched = events[-1].previews
@@ -100,7 +102,15 @@ def test_jobs_that_share_steps_have_their_own_previews(tmp_path: Path) -> None:
 
 
 def test_nobody_watches(tmp_path: Path) -> None:
-    assert run_jobs(tmp_path, ["a red circle"], []) == []
+    assert run_jobs(tmp_path, ["a red circle"], [], batch_size=1, model="demo", num_inference_steps=2) == []
+
+
+def test_a_model_without_colours_learns_them_from_its_first_result(tmp_path: Path) -> None:
+    model = str(small_flux.directory("dev"))
+    size = {"width": 64, "height": 64, "num_inference_steps": 2}
+    events = run_jobs(tmp_path, ["a cat", "a dog"], [0, 1], batch_size=1, suffix=".png", model=model, **size)
+    assert [event.jobs for event in events] == [("job1",)] * 2
+    brightness(events[-1].previews[0])
 
 
 def test_colours_are_learned_from_videos() -> None:

@@ -2,12 +2,9 @@
 
 import contextlib
 import io
-import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.comfyui.browser.frontend import NoBrowserError, chromium
+from tests.families import small_flux
 from tests.serving.test_server import Server
 
 if TYPE_CHECKING:
@@ -28,20 +26,10 @@ WHITE = "a red circle moving left on a white background"
 BLACK = "a blue square moving right on a black background"
 
 
-class KeyedServer(Server):
-    def start(self) -> None:
-        command = [sys.executable, "-m", "comfy_tpu.cli", "serve", "demo", "demo-image", "-d", str(self._directory)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **self.environment}
-        self.process = subprocess.Popen([*command, "--port", str(self.port)], env=environment)
-
-    environment: dict[str, str]
-
-
 @contextlib.contextmanager
-def serving(directory: Path, **environment: str) -> Iterator[str]:
+def serving(directory: Path, models: Sequence[str] = ("demo", "demo-image"), **environment: str) -> Iterator[str]:
     """The address of a server that has made its first step."""
-    server = KeyedServer(directory)
-    server.environment = environment
+    server = Server(directory, models, **environment)
     server.start()
     try:
         server.wait_until_ready()
@@ -170,6 +158,33 @@ def test_a_video_that_begins_with_a_picture(browser: "Browser", address: str) ->
         card.get_by_role("button", name=re.compile("Use these")).click()
         page.get_by_text("Choose the picture again").wait_for()
         assert page.get_by_label("Model").input_value() == "demo-image"
+        delete_all(page)
+
+
+def test_more_orders_than_a_browser_has_connections(browser: "Browser", address: str) -> None:
+    with tab(browser, address) as page:
+        prompts = [f"{WHITE} {number}" for number in range(8)]
+        for number, prompt in enumerate(prompts):
+            order(page, prompt, steps=8)
+            page.locator("#queue li, #gallery li").nth(number).wait_for()
+        for prompt in prompts:
+            finished(page, prompt)
+        shown = page.locator("#gallery .prompt").all_inner_texts()
+        assert shown == prompts[::-1]
+        delete_all(page)
+
+
+def test_images(browser: "Browser", tmp_path: Path) -> None:
+    model = str(small_flux.directory("dev"))
+    with serving(tmp_path, [model]) as address, tab(browser, address) as page:
+        page.get_by_text("More settings").click()
+        assert not page.get_by_label("Frames").is_visible()
+        order(page, "a cat", steps=2, Size="64x96", Images="2")
+        card = finished(page, "a cat")
+        page.wait_for_function("() => document.querySelectorAll('#gallery img').length === 2")
+        page.wait_for_function("() => document.querySelector('#gallery img').naturalHeight === 96")
+        card.get_by_role("button", name=re.compile("Use these")).click()
+        assert page.get_by_label("Images").input_value() == "2"
         delete_all(page)
 
 

@@ -123,9 +123,9 @@ class LearnedColours:
     def watch(self, latents: torch.Tensor, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yields decoded frames [videos, t, height, width, 3] as they come, and learns from the first video at the end
         of them. latents: [videos, channels, frames, height, width], in the transformer's scale."""
-        pooled = []
+        pooled, height, width = [], *latents.shape[-2:]
         for part in parts:
-            pooled.append(torch.nn.functional.adaptive_avg_pool2d(part[0].movedim(-1, 1).float(), latents.shape[-2:]))
+            pooled.append(torch.nn.functional.adaptive_avg_pool2d(part[0].movedim(-1, 1).float(), (height, width)))
             yield part
         with self._lock:
             self._learn(latents[0].movedim(0, -1).float(), torch.cat(pooled).movedim(1, -1))

@@ -14,8 +14,8 @@ _SIDE_MAX = 256
 
 
 def render_frame(latents: torch.Tensor, colours: PreviewColours, frame: int = 0) -> Image.Image:
-    """A pixel for each latent of a frame. latents: [1, channels, frames, height, width] or [1, channels, height, width],
-    in the transformer's scale."""
+    """A pixel for each latent of a frame. latents: [1, channels, frames, height, width], or without frames, in the
+    transformer's scale."""
     chosen = latents[0, :, frame] if latents.ndim == 5 else latents[0]
     coloured = colours.apply(chosen.movedim(0, -1).float(), frame)
     return Image.fromarray(coloured.mul(255).round().byte().numpy())

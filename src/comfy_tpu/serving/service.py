@@ -185,7 +185,7 @@ class Service:
     def _on_event(self, event: Event) -> None:
         if event.stage == "denoising" and event.done:
             self._is_ready.set()
-        for id_, preview in itertools.zip_longest(event.jobs, event.previews, fillvalue=b""):
+        for id_, preview in zip(event.jobs, event.previews or itertools.repeat(b""), strict=False):
             last = self._progress.get(id_, JobProgress())
             self._progress[id_] = JobProgress(event.stage, event.done, event.total, preview or last.preview)
 
