@@ -149,6 +149,13 @@ def test_wheel_holds_what_comfyui_reads(wheel):
     assert {name.split("/")[0] for name in names} == {*PACK, "docs"}
 
 
+def test_wheel_holds_the_servers_page(wheel):
+    page = ROOT / "src" / "comfy_tpu" / "serving" / "page"
+    expected = {f"comfy_tpu/serving/page/{path.name}" for path in page.iterdir()}
+    assert len(expected) > 5
+    assert {name for name in wheel.namelist() if "/serving/page/" in name} == expected
+
+
 def test_wheel_holds_both_demo_models_once(wheel):
     """The builder follows links and keeps one of two equal folders; and a wheel of twice the size helps nobody."""
     assets = ROOT / "src" / "comfy_tpu" / "assets"

@@ -82,7 +82,7 @@ def _capture_workflow(frontend: Frontend) -> bytes:
     return frontend.page.screenshot()
 
 
-def _quantized(png: bytes) -> bytes:
+def quantize_png(png: bytes) -> bytes:
     """With a palette: the commonest colours as they are, which are the frontend's, and the rest by median cut.
 
     Pillow's own palettes make the links gray, or the nodes green.
@@ -121,7 +121,7 @@ def _take_into(directory: Path, base: Path) -> None:
             with browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, locale="en-US") as context:
                 made = take_screenshots(Frontend(context.new_page(), server, client), locale)
             for name, content in made.items():
-                small = _quantized(content)
+                small = quantize_png(content)
                 assert len(small) <= BYTES_MAX, f"{name} has {len(small)} bytes"
                 (directory / name).write_bytes(small)
 

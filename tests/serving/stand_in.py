@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi.testclient import TestClient
 
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.outcome import Outcome, outcome_of_error
+from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.worker_thread import WorkerThread
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.api import make_app
@@ -22,6 +24,7 @@ class Executor:
         self._folder, self._on_outcome, self._on_progress = folder, on_outcome, on_progress
         self.current_jobs: tuple[str, ...] = ()
         self.may_go_on = threading.Event()
+        self.previews_made = 0
 
     def run(self, jobs: Any) -> None:
         for job in jobs:
@@ -35,7 +38,7 @@ class Executor:
         prompt = job.request.prompt
         self._on_progress(Progress("denoising", "", 1, 4))
         while prompt == "wait" and not self.may_go_on.wait(0.01):
-            self._on_progress(Progress("denoising", "", 1, 4))
+            self._on_progress(Progress("denoising", "", 1, 4, preview=lambda row=0: torch.empty(0)))
         if prompt == "fail":
             raise ValueError("no such luck")
         with self._folder.writing() as directory:
@@ -47,6 +50,10 @@ class Executor:
                 (directory / name).write_text(prompt)
             return Outcome(job.id, "done", tuple(self._folder.place(directory, names)), seconds={"total": 1.0})
 
+    def render_previews(self, fetch: Any, wanted: Any) -> tuple[bytes, ...]:
+        self.previews_made += 1
+        return tuple(b"preview %d" % self.previews_made if id_ in wanted else b"" for id_ in self.current_jobs)
+
     def close(self) -> None:
         pass
 
@@ -54,16 +61,17 @@ class Executor:
 @contextlib.contextmanager
 def running(directory: Path, model: str = "demo", **options: Any) -> Iterator[tuple[TestClient, Service, Executor]]:
     executors: list[Executor] = []
+    previews = PreviewRate()
 
     def make_workers(folder: Folder) -> WorkerThread:
         def make(on_outcome: Any, on_progress: Any) -> Executor:
             executors.append(Executor(folder, on_outcome, on_progress))
             return executors[0]
 
-        return WorkerThread("stand-in", 1, make)
+        return WorkerThread("stand-in", 1, make, previews)
 
     config = ServeConfig((model,), directory, **options)
-    service = Service(config, {model: open_served_model(model)}, make_workers)
+    service = Service(config, {model: open_served_model(model)}, make_workers, previews)
     service.start()
     try:
         with TestClient(make_app(service)) as client:

@@ -24,10 +24,10 @@ def create(client: Any, prompt: str = "a cat", **fields: Any) -> dict[str, Any]:
     return answer.json()
 
 
-def wait_for(client: Any, id_: str, *statuses: str, **options: Any) -> dict[str, Any]:
+def wait_for(client: Any, id_: str, *statuses: str, path: str = "/v1/videos", **options: Any) -> dict[str, Any]:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        video = client.get(f"/v1/videos/{id_}", **options).json()
+        video = client.get(f"{path}/{id_}", **options).json()
         if video["status"] in statuses:
             return video
     raise AssertionError(video)

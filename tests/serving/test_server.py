@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,17 @@ pytestmark = [
 
 
 class Server:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, models: Sequence[str] = ("demo",), **environment: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self._directory = directory
+        self._directory, self._models = directory, models
+        self._environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "comfy_tpu.cli", "serve", "demo", "-d", str(self._directory)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        self.process = subprocess.Popen([*command, "--port", str(self.port)], env=environment)
+        command = [sys.executable, "-m", "comfy_tpu.cli", "serve", *self._models, "-d", str(self._directory)]
+        self.process = subprocess.Popen([*command, "--port", str(self.port)], env=self._environment)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + 120
@@ -41,7 +41,7 @@ class Server:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
                     return
-            except (urllib.error.URLError, ConnectionError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.2)
         raise AssertionError("the server did not get ready")
 

@@ -12,14 +12,12 @@ import sys
 import torch
 
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
-from comfy_tpu.pipeline.preview_colours import PREVIEW_FILE, PreviewColours, preview_features
+from comfy_tpu.pipeline.preview_colours import PREVIEW_FILE, ColourFit, PreviewColours, preview_features
 from comfy_tpu.pipeline.video import VideoPipeline
 from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTION_WORDS, MOTIONS, SHAPES
 
 SCALE, STEPS = 8, 8
 SEEDS = (0, 101)
-RIDGE = 1.0
-"""Against factors that fit one video's pixels only."""
 logger = logging.getLogger("tools.demo_model")
 
 
@@ -51,9 +49,10 @@ def _make_video(pipeline: VideoPipeline, prompt: str, number: int, seed: int) ->
 
 
 def _fit(latents: torch.Tensor, colours: torch.Tensor) -> tuple[torch.Tensor, float]:
-    rows, target = preview_features(latents).flatten(0, -2).double(), colours.flatten(0, -2).double()
-    found = torch.linalg.solve(rows.T @ rows + RIDGE * torch.eye(rows.shape[1]), rows.T @ target)
-    return found.float(), float(((rows @ found).clamp(0, 1) - target).square().mean().sqrt())
+    fit, features = ColourFit(), preview_features(latents)
+    fit.add(features, colours)
+    found = fit.solve()
+    return found, float(((features @ found).clamp(0, 1) - colours).square().mean().sqrt())
 
 
 def main() -> int:

@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     import uvicorn
 
     from comfy_tpu.jobs.local_worker import LocalWorker
+    from comfy_tpu.jobs.preview_rate import PreviewRate
     from comfy_tpu.serving.api import make_app
     from comfy_tpu.serving.config import Limits, ServeConfig
     from comfy_tpu.serving.service import Service, open_served_model
@@ -89,8 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     models = {name: open_served_model(name) for name in config.models}
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)  # a prompt may be in an address
+    previews = PreviewRate()
     with contextlib.closing(
-        Service(config, models, lambda folder: LocalWorker(folder, batch_size=config.batch_size))
+        Service(
+            config,
+            models,
+            lambda folder: LocalWorker(folder, batch_size=config.batch_size, previews=previews),
+            previews,
+        )
     ) as service:
         service.start()
         print_message(

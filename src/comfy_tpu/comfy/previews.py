@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from comfy_tpu.pipeline.preview_colours import PreviewColours
+from comfy_tpu.pipeline.preview_images import render_frame
 
 
 class ColourPreviewer(latent_preview.LatentPreviewer):
@@ -19,9 +20,7 @@ class ColourPreviewer(latent_preview.LatentPreviewer):
 
     def decode_latent_to_preview(self, x0: torch.Tensor, frame: int = 0) -> Image.Image:
         """x0: [1, channels, frames, height, width] or [1, channels, height, width], in the transformer's scale."""
-        latents = x0[0, :, frame] if x0.ndim == 5 else x0[0]
-        colours = self._colours.apply(latents.movedim(0, -1).float(), frame)
-        return Image.fromarray(colours.mul(255).round().byte().numpy())
+        return render_frame(x0, self._colours, frame)
 
 
 def preview_frames(previewer: Any, latents: torch.Tensor) -> list[Any]:

@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+import torch
 from PIL.Image import Image
 
 from comfy_tpu.config import GenerationSettings
@@ -30,7 +31,9 @@ from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
-from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.preview_colours import LearnedColours
+from comfy_tpu.pipeline.preview_images import encode_preview, render_frame
+from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 
@@ -48,8 +51,10 @@ class Executor:
         batch_size: int | None = 1,
         on_outcome: Callable[[Outcome], None],
         on_progress: ProgressCallback = ignore_progress,
+        learns_colours: bool = False,
     ) -> None:
-        """`batch_size`: the most prompts that share a step; None: as many as there is room for."""
+        """`batch_size`: the most prompts that share a step; None: as many as there is room for. `learns_colours`:
+        whether the first videos of a model teach the colours of its previews, where its files do not have them."""
         self._folder = folder
         self._batch_size = batch_size
         self._on_outcome = on_outcome
@@ -66,6 +71,10 @@ class Executor:
         """Jobs of `run` that have neither an outcome yet nor a writer to tell it."""
         self.is_cancelled = False
         """Whether a run ended inside a group. Other hosts that were given it may wait for this one."""
+        self._learns_colours = learns_colours
+        self._learned: dict[str, LearnedColours] = {}
+        """By the name of the model."""
+        self._previews_made = 0
         self._thread = threading.local()
         self._inputs = Inputs()
         self._lanes = Lanes(lambda: Writer(folder, on_outcome))
@@ -74,6 +83,26 @@ class Executor:
     def current_jobs(self) -> tuple[str, ...]:
         """The ids of the jobs that this thread works on."""
         return getattr(self._thread, "jobs", ())
+
+    def render_previews(self, fetch: FetchPreview, wanted: Collection[str]) -> tuple[bytes, ...]:
+        """As `Event.previews`, of the jobs that this thread works on; none where the model's colours are unknown. Each
+        call shows the next frame of a video."""
+        pipeline = self._pipeline
+        assert pipeline is not None
+        learned = self._learned.get(pipeline.model_name)
+        colours = pipeline.files.preview_colours or (learned and learned.colours)
+        if not colours:
+            return ()
+        previews = []
+        for row, id_ in enumerate(self.current_jobs):
+            if id_ not in wanted:
+                previews.append(b"")
+                continue
+            latents = fetch(row)
+            image = render_frame(latents, colours, self._previews_made % latents.shape[2])
+            previews.append(encode_preview(image))
+        self._previews_made += 1
+        return tuple(previews)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Carries out jobs of one shape, the last of them perhaps after it has returned. Outcomes are reported when
@@ -249,15 +278,25 @@ class Executor:
         if count > 1:
             settings = dataclasses.replace(settings, num_videos=count)
             seeds = tuple(row.settings.seed for row in padded)
+        self._thread.jobs = tuple(row.job.id for row in rows)  # without those that failed: a row of latents each
         begun = time.monotonic()
         embeddings = merge_embeddings([row.embeddings for row in padded])
         latents = pipeline.denoise(embeddings, settings, init_image, seeds=seeds)
         self._rows_used[shape_key] = count
         seconds["denoising"] = time.monotonic() - begun
-        writer.write(rows, pipeline.decode(latents, settings), started=started, seconds=seconds)
+        frames = self._learn_colours(pipeline, latents, pipeline.decode(latents, settings))
+        writer.write(rows, frames, started=started, seconds=seconds)
         self._warm_shape = shape_key
         for row in rows:
             self._open_jobs.pop(row.job.id, None)  # the writer tells their outcome
+
+    def _learn_colours(
+        self, pipeline: VideoPipeline, latents: torch.Tensor, frames: Iterator[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        if not self._learns_colours or pipeline.files.preview_colours is not None:
+            return frames
+        learned = self._learned.setdefault(pipeline.model_name, LearnedColours())
+        return learned.watch(latents, frames) if learned.is_learning else frames
 
     def _fail_open(self, jobs: Sequence[Job], error: Exception) -> None:
         self._fail([job for job in jobs if job.id in self._open_jobs], error)

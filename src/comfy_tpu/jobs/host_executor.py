@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from comfy_tpu.jobs.execution import Executor
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.parallel import hosts
+from comfy_tpu.pipeline.progress import FetchPreview
 
 
 class LeadingExecutor:
@@ -30,6 +31,9 @@ class LeadingExecutor:
             hosts.first_host_value(lambda job=job: _to_json(job))  # type: ignore[misc]
         self._executor.run(jobs)
         self._is_in_step = not self._executor.is_cancelled
+
+    def render_previews(self, fetch: FetchPreview, wanted: Collection[str]) -> tuple[bytes, ...]:
+        return ()  # latents may be split over the hosts, and only this one knows who watches
 
     def close(self) -> None:
         if self._is_in_step:

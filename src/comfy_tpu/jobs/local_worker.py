@@ -14,6 +14,7 @@ from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.host_executor import LeadingExecutor
 from comfy_tpu.jobs.opening import choose_model
 from comfy_tpu.jobs.outcome import Outcome
+from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.ray_actor import HostsPlace
 from comfy_tpu.jobs.request import DEFAULT_MODEL, Request
 from comfy_tpu.jobs.worker_thread import ROWS_MAX, JobExecutor, WorkerThread
@@ -29,14 +30,27 @@ NAME = "local"
 class LocalWorker(WorkerThread):
     """On several hosts, that of the first, whose jobs the others carry out with it: `follow`."""
 
-    def __init__(self, folder: Folder, *, batch_size: int | None = None, name: str = NAME) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        batch_size: int | None = None,
+        name: str = NAME,
+        previews: PreviewRate | None = None,
+    ) -> None:
         """`batch_size`: the most prompts that share a step; None: as many as there is room for."""
 
         def make(on_outcome: Callable[[Outcome], None], on_progress: ProgressCallback) -> JobExecutor:
-            executor = Executor(folder, batch_size=batch_size, on_outcome=on_outcome, on_progress=on_progress)
+            executor = Executor(
+                folder,
+                batch_size=batch_size,
+                on_outcome=on_outcome,
+                on_progress=on_progress,
+                learns_colours=previews is not None,
+            )
             return LeadingExecutor(executor) if hosts.host_names() else executor
 
-        super().__init__(name, ROWS_MAX if batch_size is None else batch_size, make)
+        super().__init__(name, ROWS_MAX if batch_size is None else batch_size, make, previews)
 
 
 def follow(folder: Folder, *, batch_size: int | None) -> None:

@@ -22,6 +22,8 @@ class Event:
     total: int
     jobs: tuple[str, ...] = ()
     """The ids of the jobs that it is for; none where it is for all that follow, such as loading a model."""
+    previews: tuple[bytes, ...] = ()
+    """A small JPEG file for each of the jobs, empty for those that nobody watches; none at most steps."""
 
 
 @dataclasses.dataclass(frozen=True)

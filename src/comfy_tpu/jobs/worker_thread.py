@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Event, Outcome
+from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
-from comfy_tpu.pipeline.progress import Progress, ProgressCallback
+from comfy_tpu.pipeline.progress import FetchPreview, Progress, ProgressCallback
 
 ROWS_MAX = 8
 """The most jobs of a group whose batch size is to be chosen."""
@@ -31,6 +33,10 @@ class JobExecutor(Protocol):
         """Reports an outcome for each job, perhaps after it has returned."""
         ...
 
+    def render_previews(self, fetch: FetchPreview, wanted: Collection[str]) -> tuple[bytes, ...]:
+        """As `Event.previews`, of the jobs that the calling thread works on."""
+        ...
+
     def close(self) -> None:
         """Waits for outcomes that are to come."""
         ...
@@ -43,8 +49,12 @@ MakeExecutor = Callable[[Callable[[Outcome], None], ProgressCallback], JobExecut
 class WorkerThread:
     """Workers of a driver: one, in a thread of its process."""
 
-    def __init__(self, name: str, group_size: int, make_executor: MakeExecutor) -> None:
+    def __init__(
+        self, name: str, group_size: int, make_executor: MakeExecutor, previews: PreviewRate | None = None
+    ) -> None:
+        """`previews`: None: there are none."""
         self._name = name
+        self._preview_rate = previews
         self._group_size = group_size
         self._groups: queue.Queue[list[Job] | None] = queue.Queue()
         self._happened: queue.Queue[Outcome | Event] = queue.Queue()
@@ -117,4 +127,18 @@ class WorkerThread:
         jobs = self._executor.current_jobs
         if self._is_cancelled.is_set() or (jobs and self._unwanted.issuperset(jobs)):
             raise CancelledError
-        self._happened.put(Event(self._name, progress.stage, progress.label, progress.done, progress.total, jobs))
+        previews = self._render_previews(progress, jobs)
+        self._happened.put(
+            Event(self._name, progress.stage, progress.label, progress.done, progress.total, jobs, previews)
+        )
+
+    def _render_previews(self, progress: Progress, jobs: tuple[str, ...]) -> tuple[bytes, ...]:
+        if progress.preview is None or self._preview_rate is None:
+            return ()
+        wanted = self._preview_rate.take_due(jobs)
+        if not wanted:
+            return ()
+        begun = time.monotonic()
+        previews = self._executor.render_previews(progress.preview, wanted)
+        self._preview_rate.spent(time.monotonic() - begun)
+        return previews

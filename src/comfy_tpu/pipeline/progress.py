@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 Stage = Literal["loading", "compiling", "encoding", "denoising", "decoding"]
+
+
+class FetchPreview(Protocol):
+    def __call__(self, row: int = 0) -> torch.Tensor:
+        """The latents of one of the videos that share the step, as the model predicts them without noise, [1, channels,
+        frames, height, width] in the transformer's scale."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +38,8 @@ class Progress:
     """With a "compiling" that is not finished: whether XLA compiles; before that, the persistent cache is asked."""
     from_cache: bool = False
     """With a finished "compiling": whether the persistent cache had the program."""
-    preview: Callable[[], torch.Tensor] | None = None
-    """After a step: fetches the first video's latents as the model predicts them without noise, [1, channels, frames,
-    height, width] in the transformer's scale. Only inside the callback: the next step takes over their memory."""
+    preview: FetchPreview | None = None
+    """After a step: what the videos will show. Only inside the callback: the next step takes over their memory."""
     reused: bool = False
     """After a step: whether the last velocity was reused, and the transformer did not run."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
@@ -29,7 +31,7 @@ def describe_video(
     finished = record.finished_at
     answer: dict[str, Any] = {
         "id": record.id,
-        "object": "video",
+        "object": record.kind,
         "model": record.request.model,
         "status": _STATUS[record.state],
         "progress": 100 if record.state == "done" else progress.percent,
@@ -41,6 +43,12 @@ def describe_video(
         "prompt": record.request.prompt,
         "error": None,
         "stage": progress.stage if record.state == "running" else _STATUS[record.state],
+        "has_image": bool(values.get("image")),
+        "settings": {
+            name: values.get(name, default)
+            for name, default in dataclasses.asdict(defaults).items()
+            if model is not None or name in values
+        },
     }
     if record.state in ("failed", "cancelled"):
         answer["error"] = {"code": record.state, "message": record.error}
@@ -55,7 +63,18 @@ def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
         "owned_by": "comfy-tpu",
         "kind": model.kind,
         "takes_images": model.card.image is not None,
+        "needs_image": model.card.image is not None and model.card.image.required,
+        "defaults": dataclasses.asdict(model.defaults),
+        "limits": dataclasses.asdict(model.card.limits),
+        "sizes": sorted({f"{size['width']}x{size['height']}" for size in model.card.presets.values()}),
+        "max_images": model.card.image.max_images if model.card.image is not None else 0,
+        "has_guidance": model.card.guidance != "none",
+        "has_negative_prompt": model.card.guidance == "classifier_free",
     }
+
+
+def preview_url(content: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
 
 
 def describe_error(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -15,17 +15,19 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, Kind, QueueFullError, Record
-from comfy_tpu.serving.answers import describe_error, describe_model, describe_video
+from comfy_tpu.serving.answers import describe_error, describe_model, describe_video, preview_url
 from comfy_tpu.serving.guards import BodyGuard, find_client
 from comfy_tpu.serving.metrics import render_metrics
+from comfy_tpu.serving.page_routes import PAGE_PATHS, add_page_routes
 from comfy_tpu.serving.service import Service
 from comfy_tpu.serving.uploads import read_body
 
+_KINDS: tuple[Kind, ...] = ("video", "image")
 _POLL_SECONDS = 0.2
 """How often a request that waits for a job looks at it."""
 _OVER = ("done", "failed", "cancelled")
-_OPEN_PATHS = ("/healthz", "/readyz")
-"""They need no key: whoever watches the machine asks them."""
+_OPEN_PATHS = frozenset(("/healthz", "/readyz", *PAGE_PATHS))
+"""They need no key: whoever watches the machine asks them, and the page asks for the key itself."""
 
 
 class NotFoundError(InvalidValueError):
@@ -47,8 +49,10 @@ def make_app(service: Service) -> FastAPI:
         return response
 
     _add_machine_routes(app, service)
-    _add_video_routes(app, service)
+    for kind in _KINDS:
+        _add_job_routes(app, service, kind)
     _add_image_routes(app, service)
+    add_page_routes(app)
     return app
 
 
@@ -103,30 +107,32 @@ def _add_machine_routes(app: FastAPI, service: Service) -> None:
         return {"object": "list", "data": listed}
 
 
-def _add_video_routes(app: FastAPI, service: Service) -> None:
+def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
+    jobs = f"/v1/{kind}s"
+
     def describe(record: Record) -> dict[str, Any]:
         model = service.models.get(record.request.model)
         return describe_video(record, model, service.progress(record), service.config.retention.seconds)
 
     def find(id_: str, request: Request) -> Record:
         record = service.find(id_, request.state.client)
-        if record is None or record.kind != "video":
-            raise NotFoundError(f"there is no video {id_[:60]!r}")
+        if record is None or record.kind != kind:
+            raise NotFoundError(f"there is no {kind} {id_[:60]!r}")
         return record
 
-    @app.post("/v1/videos")
+    @app.post(jobs)
     async def create(request: Request) -> dict[str, Any]:
-        return describe(await _accept(service, request, "video"))
+        return describe(await _accept(service, request, kind))
 
-    @app.get("/v1/videos")
-    async def list_videos(
+    @app.get(jobs)
+    async def list_jobs(
         request: Request,
         after: str | None = None,
         limit: int = Query(20, ge=1, le=100),
         order: str = Query("desc", pattern="^(asc|desc)$"),
     ) -> dict[str, Any]:
         records = service.ledger.list_jobs(
-            request.state.client or None, "video", limit=limit + 1, after=after, newest_first=order == "desc"
+            request.state.client or None, kind, limit=limit + 1, after=after, newest_first=order == "desc"
         )
         shown = [describe(record) for record in records[:limit]]
         return {
@@ -137,46 +143,48 @@ def _add_video_routes(app: FastAPI, service: Service) -> None:
             "last_id": shown[-1]["id"] if shown else None,
         }
 
-    @app.get("/v1/videos/{id_}")
+    @app.get(jobs + "/{id_}")
     async def retrieve(id_: str, request: Request) -> dict[str, Any]:
         return describe(find(id_, request))
 
-    @app.delete("/v1/videos/{id_}")
+    @app.delete(jobs + "/{id_}")
     async def delete(id_: str, request: Request) -> dict[str, Any]:
         await run_in_threadpool(service.remove, find(id_, request))
-        return {"id": id_, "object": "video.deleted", "deleted": True}
+        return {"id": id_, "object": f"{kind}.deleted", "deleted": True}
 
-    @app.post("/v1/videos/{id_}/cancel")
+    @app.post(jobs + "/{id_}/cancel")
     async def cancel(id_: str, request: Request) -> dict[str, Any]:
         await run_in_threadpool(service.cancel, find(id_, request).id)
         return describe(find(id_, request))
 
-    @app.get("/v1/videos/{id_}/content")
-    async def content(id_: str, request: Request) -> Response:
+    @app.get(jobs + "/{id_}/content")
+    async def content(id_: str, request: Request, index: int = 0) -> Response:
         record = find(id_, request)
-        path = service.output_path(record, 0)
+        path = service.output_path(record, index)
         if path is None:
-            return _error(409, f"video {id_} has no file: it is {describe(record)['status']}", code="not_completed")
-        return FileResponse(path, media_type="video/mp4", filename=path.name)
+            return _error(409, f"{kind} {id_} has no file: it is {describe(record)['status']}", code="not_completed")
+        return FileResponse(path, media_type="video/mp4" if kind == "video" else "image/png", filename=path.name)
 
-    @app.get("/v1/videos/{id_}/events")
+    @app.get(jobs + "/{id_}/events")
     async def events(id_: str, request: Request) -> Response:
         find(id_, request)
         return StreamingResponse(_stream(id_, request), media_type="text/event-stream")
 
     async def _stream(id_: str, request: Request) -> AsyncIterator[str]:
-        last = ""
-        while not await request.is_disconnected():
-            record = service.find(id_, request.state.client)
-            if record is None:
-                return
-            text = json.dumps(describe(record))
-            if text != last:
-                yield f"event: video\ndata: {text}\n\n"
-                last = text
-            if record.state in _OVER:
-                return
-            await asyncio.sleep(_POLL_SECONDS)
+        last, preview = dict[str, Any](), b""
+        with service.previews.watching(id_):
+            while not await request.is_disconnected():
+                record = service.find(id_, request.state.client)
+                if record is None:
+                    return
+                answer, latest = describe(record), service.progress(record).preview
+                if answer != last or latest != preview:
+                    shown = {**answer, "preview": preview_url(latest)} if latest != preview else answer
+                    yield f"event: {kind}\ndata: {json.dumps(shown)}\n\n"
+                    last, preview = answer, latest
+                if record.state in _OVER:
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
 
 
 def _add_image_routes(app: FastAPI, service: Service) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import secrets
@@ -21,6 +22,7 @@ from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Job, NewJob
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.served_ledger import Kind, Order, Record, ServedLedger
 from comfy_tpu.serving.config import ServeConfig
@@ -50,6 +52,8 @@ class JobProgress:
     stage: str = "queued"
     done: int = 0
     total: int = 0
+    preview: bytes = b""
+    """The latest, a JPEG file; empty: none yet."""
 
     @property
     def percent(self) -> int:
@@ -59,9 +63,15 @@ class JobProgress:
 
 class Service:
     def __init__(
-        self, config: ServeConfig, models: Mapping[str, ServedModel], make_workers: Callable[[Folder], JobWorkers]
+        self,
+        config: ServeConfig,
+        models: Mapping[str, ServedModel],
+        make_workers: Callable[[Folder], JobWorkers],
+        previews: PreviewRate | None = None,
     ) -> None:
+        """`previews`: the one of the workers, which is told who watches."""
         self.config, self.models = config, models
+        self.previews = PreviewRate() if previews is None else previews
         self.folder = Folder(str(config.directory))
         self.folder.prepare()
         self.inputs = config.directory / "inputs"
@@ -175,8 +185,9 @@ class Service:
     def _on_event(self, event: Event) -> None:
         if event.stage == "denoising" and event.done:
             self._is_ready.set()
-        for id_ in event.jobs:
-            self._progress[id_] = JobProgress(event.stage, event.done, event.total)
+        for id_, preview in zip(event.jobs, event.previews or itertools.repeat(b""), strict=False):
+            last = self._progress.get(id_, JobProgress())
+            self._progress[id_] = JobProgress(event.stage, event.done, event.total, preview or last.preview)
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
         if outcome.id == _WARM_UP:
