@@ -33,7 +33,7 @@ from comfy_tpu.terminal_text import excerpt
 
 if TYPE_CHECKING:
     from comfy_tpu.config import GenerationSettings
-    from comfy_tpu.pipeline.text import PromptEmbeddings
+    from comfy_tpu.pipeline.embeddings import PromptEmbeddings
     from comfy_tpu.pipeline.video import VideoPipeline
 
 logger = logging.getLogger(__name__)
@@ -347,7 +347,7 @@ def _read_prompts(
     family: NodeSet, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, list[TimedPrompt]]
 ) -> PromptEmbeddings:
     """The embeddings of all prompts, padded to the same length."""
-    from comfy_tpu.pipeline.text import PromptEmbeddings, TimedEmbeddings
+    from comfy_tpu.pipeline.embeddings import PromptEmbeddings, TimedEmbeddings
 
     shapes = pipeline.embedding_shapes(settings)
     read = {

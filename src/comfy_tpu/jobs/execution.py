@@ -28,10 +28,10 @@ from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
 from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
-from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 
 _TEXTS_MAX = 8

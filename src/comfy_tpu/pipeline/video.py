@@ -34,6 +34,7 @@ from comfy_tpu.pipeline.checks import (
 )
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
 from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
@@ -50,7 +51,7 @@ from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
-from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
+from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
@@ -282,7 +283,7 @@ class VideoPipeline:
         """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale.
 
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
-        (`text.merge_embeddings`).
+        (`embeddings.merge_embeddings`).
         """
         for samples, _ in self._steps(embeddings, settings, init_image, seeds):
             latents = samples[0]
