@@ -8,6 +8,7 @@ from typing import Literal
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.ledger import OutputFile
+from comfy_tpu.pipeline.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Event:
     total: int
     jobs: tuple[str, ...] = ()
     """The ids of the jobs that it is for; none where it is for all that follow, such as loading a model."""
+    progress: Progress | None = None
+    """The report as the pipeline made it, without its preview."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -117,4 +118,6 @@ class WorkerThread:
         jobs = self._executor.current_jobs
         if self._is_cancelled.is_set() or (jobs and self._unwanted.issuperset(jobs)):
             raise CancelledError
-        self._happened.put(Event(self._name, progress.stage, progress.label, progress.done, progress.total, jobs))
+        plain = dataclasses.replace(progress, preview=None)
+        counted = (progress.stage, progress.label, progress.done, progress.total)
+        self._happened.put(Event(self._name, *counted, jobs, plain))

@@ -15,7 +15,8 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, Kind, QueueFullError, Record
-from comfy_tpu.serving.answers import describe_error, describe_model, describe_video
+from comfy_tpu.serving import stages
+from comfy_tpu.serving.answers import NotFoundError, describe_error, describe_model, describe_video
 from comfy_tpu.serving.guards import BodyGuard, find_client
 from comfy_tpu.serving.metrics import render_metrics
 from comfy_tpu.serving.service import Service
@@ -28,13 +29,11 @@ _OPEN_PATHS = ("/healthz", "/readyz")
 """They need no key: whoever watches the machine asks them."""
 
 
-class NotFoundError(InvalidValueError):
-    """There is no such job, or it is another client's."""
-
-
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="comfy-tpu", docs_url=None, redoc_url=None)
-    app.add_middleware(BodyGuard, most_bytes=service.config.limits.body_bytes)
+    limits = service.config.limits
+    large = {stages.PATH: (limits.stage_bytes, limits.stage_seconds)}
+    app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, exceptions=large)
     _add_errors(app)
 
     @app.middleware("http")
@@ -49,6 +48,7 @@ def make_app(service: Service) -> FastAPI:
     _add_machine_routes(app, service)
     _add_video_routes(app, service)
     _add_image_routes(app, service)
+    stages.add_routes(app, service)
     return app
 
 

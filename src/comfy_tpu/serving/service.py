@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
@@ -23,12 +23,17 @@ from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.served_ledger import Kind, Order, Record, ServedLedger
+from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.config import ServeConfig
 from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
 
+if TYPE_CHECKING:
+    from comfy_tpu.pipeline.model_files import ModelFiles
+
 logger = logging.getLogger(__name__)
 
+STAGE_PREFIX = "stage_"
 _WARM_UP = "warm-up"
 _SWEEP_SECONDS = 60.0
 _STAGES = ("loading", "compiling", "encoding", "denoising", "decoding")
@@ -39,6 +44,7 @@ class ServedModel:
     name: str
     card: ModelCard
     defaults: GenerationSettings
+    files: ModelFiles | None = None
 
     @property
     def kind(self) -> Kind:
@@ -50,6 +56,8 @@ class JobProgress:
     stage: str = "queued"
     done: int = 0
     total: int = 0
+    report: Progress | None = None
+    """As the pipeline made it."""
 
     @property
     def percent(self) -> int:
@@ -74,6 +82,8 @@ class Service:
         self.seconds: dict[str, float] = dict.fromkeys((*_STAGES, "total"), 0.0)
         """Of all finished jobs of this process, by stage."""
         self.finished = {"done": 0, "failed": 0, "cancelled": 0}
+        self.steps = 0
+        """Denoising steps that were made in this process."""
         self._workers = make_workers(self.folder)
         self._scheduler = Scheduler(
             self.ledger, self.folder, self._workers, on_event=self._on_event, on_outcome=self._on_outcome
@@ -130,10 +140,10 @@ class Service:
             job = NewJob(id_, 0, request, f"{id_}{_suffix(kind)}")
             accepted = self.ledger.accept(job, order, queue_limit=self.config.limits.queued_jobs)
         except BaseException:
-            self._remove_inputs(id_)
+            self.remove_inputs(id_)
             raise
         if accepted != id_:
-            self._remove_inputs(id_)
+            self.remove_inputs(id_)
         record = self.ledger.find(accepted)
         assert record is not None
         return record
@@ -162,7 +172,7 @@ class Service:
         self.cancel(record.id)
         for output in record.outputs:
             (self.config.directory / output.name).unlink(missing_ok=True)
-        self._remove_inputs(record.id)
+        self.remove_inputs(record.id)
         self.ledger.remove(record.id)
 
     def output_path(self, record: Record, index: int) -> Path | None:
@@ -175,8 +185,9 @@ class Service:
     def _on_event(self, event: Event) -> None:
         if event.stage == "denoising" and event.done:
             self._is_ready.set()
+            self.steps += 1
         for id_ in event.jobs:
-            self._progress[id_] = JobProgress(event.stage, event.done, event.total)
+            self._progress[id_] = JobProgress(event.stage, event.done, event.total, event.progress)
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
         if outcome.id == _WARM_UP:
@@ -188,6 +199,10 @@ class Service:
         self._forget(outcome.id)
         if state in self.finished:
             self.finished[state] += 1
+        if outcome.id.startswith(STAGE_PREFIX):  # they are large, and nobody needs them again
+            record = self.ledger.find(outcome.id)
+            if record is None or record.state in self.finished:
+                self.remove_inputs(outcome.id)
         for stage, seconds in outcome.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         if state == "cancelled":  # its client did not wait for the file
@@ -198,7 +213,7 @@ class Service:
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)
 
-    def _remove_inputs(self, id_: str) -> None:
+    def remove_inputs(self, id_: str) -> None:
         for path in self.inputs.glob(f"{id_}-*"):
             path.unlink(missing_ok=True)
 
@@ -227,4 +242,4 @@ def open_served_model(name: str) -> ServedModel:
     from comfy_tpu.pipeline.model_files import ModelFiles
 
     files = ModelFiles.open(name)
-    return ServedModel(name, files.family.card, files.defaults)
+    return ServedModel(name, files.family.card, files.defaults, files)
