@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import AttentionConfig, GenerationSettings, TileWindow
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
 from comfy_tpu.pipeline.model_files import ModelFiles

@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.finite import is_finite
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings, TimedEmbeddings
 
@@ -123,15 +124,9 @@ def _check(tensors: Tensors, metadata: Mapping[str, str]) -> StageMessage:
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise InvalidValueError(f"{name[:60]} is {tensor.dtype}, expected floats or uint8")
-        if not _is_finite(tensor):
+        if not is_finite(tensor):
             raise InvalidValueError(f"{name[:60]} holds NaN or infinity")
     return StageMessage(tensors, metadata)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0 or not tensor.dtype.is_floating_point:
-        return True
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def _unreadable(error: Exception) -> InvalidValueError:

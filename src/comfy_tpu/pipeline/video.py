@@ -49,6 +49,7 @@ from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
+from comfy_tpu.pipeline.preview_colours import PreviewColours
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -142,6 +143,13 @@ class VideoPipeline:
     @property
     def has_two_transformers(self) -> bool:
         return len(self.family.denoiser.transformers) > 1
+
+    @property
+    def preview_colours(self) -> PreviewColours | None:
+        return self.files.preview_colours
+
+    def warn_of_ignored(self, settings: GenerationSettings) -> None:
+        warn_of_ignored(self.family, self.defaults, settings)
 
     @property
     def placement(self) -> Placement:
@@ -390,7 +398,7 @@ class VideoPipeline:
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
         check_window(self.running.runtime.attention, self.files, settings)
         check_embeddings(self.files, embeddings, plan.guided, settings)
-        warn_of_ignored(self.family, self.defaults, settings)
+        self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
 

@@ -1,4 +1,4 @@
-"""Single stages for clients that have the other ones: `encode`, `denoise`, `decode`, from safetensors to safetensors."""
+"""Single stages, for clients that have the others: `encode`, `denoise`, `decode`, from safetensors to safetensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _ALIVE_SECONDS = 2.0
 """How often a stream of events says that the server is there, where it has no news."""
 _TYPE = "application/x-safetensors"
 _FIELDS = frozenset(
-    ("format", "settings", "model", "model_fingerprint", "prompt", "cut", "ranges", "strength", "lora", "preview")
+    (
+        *("format", "settings", "model", "model_fingerprint", "prompt", "cut", "ranges", "strength", "lora", "preview"),
+        *("artifact", "seed", "dtype", "comfy_tpu", "pictures"),  # of the files of `comfy-tpu encode`
+    )
 )
 
 
