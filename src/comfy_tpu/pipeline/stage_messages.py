@@ -70,7 +70,8 @@ class StageMessage:
 
 def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
     described = {"format": str(FORMAT), **metadata}
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, described)
+    # Copies: safetensors refuse tensors that share memory, as those of one prompt in both branches do.
+    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, described)
 
 
 def pack_settings(settings: GenerationSettings) -> str:
@@ -181,7 +182,7 @@ def _read_timed(branch: str, found: Mapping[int, Tensors], ranges: Mapping[str, 
         is_range = isinstance(each, list) and len(each) == 2 and all(_is_share(value) for value in each)
         if not is_range or each[0] > each[1]:
             raise InvalidValueError(f"ranges of the {branch} prompts are not pairs from 0 to 1", field="ranges")
-    return tuple(TimedEmbeddings(*given[number], found[number]) for number in numbers)
+    return tuple(TimedEmbeddings(start, end, found[number]) for number, (start, end) in enumerate(given))
 
 
 def _is_share(value: Any) -> bool:

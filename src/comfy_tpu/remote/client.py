@@ -100,8 +100,9 @@ class ServerClient:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, self.address.path + path, source, sent)
                 answer = connection.getresponse()
-            self._check_status(answer)
-            yield answer
+            with contextlib.closing(answer):  # the connection has handed its socket over
+                self._check_status(answer)
+                yield answer
         finally:
             connection.close()
 
