@@ -8,8 +8,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from comfy_tpu.remote.client import ServerClient
 from comfy_tpu.remote.keys import parse_address
@@ -29,13 +30,23 @@ sys.exit(main(sys.argv[1:]))
 
 
 class RealServer:
-    def __init__(self, directory: Path, *arguments: str, step_seconds: float = 0.0, model: str = "demo") -> None:
-        """`step_seconds`: how much longer each denoising step takes."""
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        step_seconds: float = 0.0,
+        model: str = "demo",
+        environment: Mapping[str, str] | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`step_seconds`: how much longer each denoising step takes. `environment`: None is that of the tests, whose
+        pipelines have the same devices and threads, and so the same bits."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._arguments = ["serve", model, "-d", str(directory), *arguments]
-        self._step_seconds = step_seconds
+        self._step_seconds, self._key = step_seconds, key
+        self._environment = {**(os.environ if environment is None else environment), "JAX_PLATFORMS": "cpu"}
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -53,14 +64,12 @@ class RealServer:
 
     @property
     def client(self) -> ServerClient:
-        return ServerClient(parse_address(self.url))
+        return ServerClient(parse_address(self.url), self._key)
 
     def start(self) -> None:
         program = ["-c", _SLOW.format(seconds=self._step_seconds)] if self._step_seconds else ["-m", "comfy_tpu.cli"]
-        # As the tests' own pipelines, whose bits are compared with: the same devices and threads.
-        environment: dict[str, Any] = {**os.environ, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, *program, *self._arguments, "--port", str(self.port)]
-        self.process = subprocess.Popen(command, env=environment)
+        self.process = subprocess.Popen(command, env=self._environment)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + 180
@@ -81,6 +90,8 @@ class RealServer:
 
     def steps(self) -> int:
         """Denoising steps that the server has made since it was started."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        asked = urllib.request.Request(f"{self.url}/metrics", headers=headers)
+        with urllib.request.urlopen(asked, timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("comfy_tpu_steps_total ")))
