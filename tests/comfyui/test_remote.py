@@ -18,6 +18,7 @@ from tests.comfyui.graphs import DECODER, ENCODER, SAMPLER, keep, three_nodes
 from tests.comfyui.images import read_kept
 from tests.comfyui.models import LOCAL_MODEL, copy_demo
 from tests.comfyui.server import _NOT_INHERITED, PROGRAMS, ComfyServer, running
+from tests.comfyui.workflows import load_example, nodes_of, to_prompt
 from tests.serving.real_server import RealServer
 
 pytestmark = pytest.mark.comfyui
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.comfyui
 KEY = "a-key-of-the-laptop-0001"
 STEP_SECONDS = 0.4
 STEPS = 4
-"""Of runs that are compared bit by bit. The tests' Python, which runs the server, may have another torch than ComfyUI's:
+"""Of runs that are compared bit by bit. The Python that runs the server may have another torch than ComfyUI's:
 2.13 and 2.15 compute the same schedule of 2 and 4 steps, and one of 6 with a difference of 7e-9."""
 
 
@@ -151,6 +152,17 @@ def test_a_server_that_is_killed_and_comes_back(client: ComfyClient, laptop: Com
     client.succeed(kept(three_nodes(steps=STEPS, seed=17), "here"))
     here, there = (read_kept(laptop.base, f"{place}_latents")["samples"] for place in ("here", "there"))
     assert torch.equal(here, there)
+
+
+def test_the_template(client: ComfyClient, tpu: RealServer) -> None:
+    prompt = to_prompt(load_example("wan21_tpu_server.json"), client.object_info())
+    (node,) = nodes_of(prompt, "TPUServer")
+    prompt[node]["inputs"]["address"] = tpu.url
+    (sampler,) = nodes_of(prompt, "Wan21TPUSampler")
+    prompt[sampler]["inputs"]["num_inference_steps"] = 2
+    before = tpu.steps()
+    client.succeed(prompt)
+    assert tpu.steps() == before + 2
 
 
 def test_what_a_server_does_not_have(client: ComfyClient, tpu: RealServer) -> None:
