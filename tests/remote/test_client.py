@@ -231,6 +231,33 @@ def test_cancel_does_not_wait_for_the_next_event() -> None:
         stages.waits.set()
 
 
+@pytest.mark.parametrize("hangs", ["/denoise", "/events", "/content"])
+def test_cancel_does_not_wait_for_a_server_that_hangs(hangs: str) -> None:
+    stages, hung, may_go_on = Stages(), threading.Event(), threading.Event()
+
+    def answer(handler: Any) -> None:
+        if handler.path.endswith((hangs, "/cancel")) and not may_go_on.is_set():
+            hung.set()
+            may_go_on.wait(20)
+        stages(handler)
+
+    def check() -> None:
+        if hung.is_set():
+            raise KeyboardInterrupt
+
+    with answering(answer) as address:
+        runner = StageRunner(ServerClient(address, answer_seconds=20), Callbacks(check=check))
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            runner.run("denoise", b"input", 2**20)
+        assert time.monotonic() - began < 6
+        may_go_on.set()
+        deadline = time.monotonic() + 10
+        while not stages.cancelled and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stages.cancelled == ["job1"]  # also where the job was accepted after all
+
+
 def test_a_server_that_goes_away_for_good_and_comes_back_for_the_next_stage() -> None:
     stages = Stages()
     stages.waits.clear()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -186,6 +187,16 @@ def test_large_bodies_have_a_limit_of_their_own(tmp_path: Path) -> None:
         parts = (b"x" * 100 for _ in range(20))  # of no announced length
         assert client.post("/v1/stages/denoise", content=parts).status_code == 413
         assert list((tmp_path / "inputs").iterdir()) == []
+
+
+def test_inputs_of_no_job_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    with running(tmp_path) as (_, service, _):
+        old, new = (tmp_path / "inputs" / f"stage_{name}-input" for name in ("old", "new"))
+        for path in (old, new):
+            path.write_bytes(b"half of it")
+        os.utime(old, (0, 0))
+        service.enforce_retention()
+        assert list((tmp_path / "inputs").iterdir()) == [new]
 
 
 def test_clients_see_their_own_stages_only(tmp_path: Path) -> None:

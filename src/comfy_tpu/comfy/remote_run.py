@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,10 @@ def remote_run(
 
     name = _check_choices(model, runtime)
     address = parse_address(server.address)
-    client = ServerClient(address, find_key(address, os.environ, Path(folder_paths.get_user_directory(), KEYS_FILE)))
+    key = find_key(address, os.environ, Path(folder_paths.get_user_directory(), KEYS_FILE))
+    if key is not None and address.scheme == "http" and not address.is_loopback:
+        _warn_of_http(str(address))
+    client = ServerClient(address, key)
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family)
     shown = str(address)
@@ -66,6 +70,11 @@ def remote_run(
             yield pipeline
         finally:
             report_idle()
+
+
+@functools.cache
+def _warn_of_http(address: str) -> None:
+    logger.warning("the key of %s travels unencrypted; use https outside of your own network", address)
 
 
 def _check_choices(model: str | SingleFiles, runtime: RuntimeConfig) -> str:

@@ -7,6 +7,7 @@ address, cannot have it sent there.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,13 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
         return f"{self.scheme}://{host}{port}{self.path}"
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def origin(self) -> tuple[str, str, int]:

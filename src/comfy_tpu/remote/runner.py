@@ -12,16 +12,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback, ignore_progress
-from comfy_tpu.remote.client import RefusedError, ServerClient, UnreachableError
+from comfy_tpu.remote.client import Check, RefusedError, ServerClient, UnreachableError
 
 WAIT_SECONDS = 60.0
 STAGES_PATH = "/v1/stages"
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
+_CANCEL_SECONDS = 3.0
+_PREVIEW_BYTES_MAX = 2**28
+_FINAL = ("completed", "failed", "cancelled")
 _PROGRESS_FIELDS = {field.name: field.type for field in dataclasses.fields(Progress) if field.name != "preview"}
 
 _Result = TypeVar("_Result")
@@ -59,28 +62,31 @@ class StageRunner:
         """How far the stage has come, for messages."""
 
     def ask(self, path: str) -> dict[str, Any]:
-        return self._patiently(lambda: self._client.ask("GET", path))
+        return self._patiently(lambda check: self._client.ask("GET", path))
 
     def run(self, stage: str, content: bytes, most_bytes: int) -> bytes:
         """The content of the stage's result."""
-        check, self._position = self._callbacks.check, f"before {stage} began"
-        self._cancel_abandoned()
+        self._position = f"before {stage} began"
+        self._patiently(lambda check: self._cancel_abandoned())
         # The same key at every attempt: a body whose answer was lost is not a second job.
         headers = {"Content-Type": "application/x-safetensors", "Idempotency-Key": secrets.token_hex(16)}
         post = f"{STAGES_PATH}/{stage}"
-        job = self._patiently(lambda: self._client.ask("POST", post, content, headers, check))
+        job = self._patiently(
+            lambda check: self._client.ask("POST", post, content, headers, check),
+            undo=lambda job: self._cancel(str(job.get("id"))),
+        )
         id_ = str(job.get("id"))
         path = f"{STAGES_PATH}/{id_}"
         try:
             final = self._follow(path)
             if final.get("status") != "completed":
                 raise FailedError(_failure(self._client, final))
-            result = self._patiently(lambda: self._client.download(f"{path}/content", most_bytes, check))
+            result = self._patiently(lambda check: self._client.download(f"{path}/content", most_bytes, check))
         except BaseException as error:
             self._end(id_, is_lost=isinstance(error, LostError))
             raise
         with contextlib.suppress(ComfyTpuError):  # the server removes it by itself after a while
-            self._client.ask("DELETE", path)
+            self._in_thread(lambda check: self._client.ask("DELETE", path))
         return result
 
     def _follow(self, path: str) -> dict[str, Any]:
@@ -88,27 +94,32 @@ class StageRunner:
         while True:
             last: dict[str, Any] = {}
             try:
-                for event in self._events(path):
-                    last = event
-                    self._report(path, event)
+                for last, is_newest in self._events(path):
+                    self._report(path, last, is_newest)
             except UnreachableError:
                 pass
             except RefusedError as error:
-                if error.status != 404:
-                    raise
-                raise FailedError(
-                    f"server={self._client.address} no longer knows this job: it was started again with another "
-                    "--directory, or the job was removed there; queue the prompt again"
-                ) from error
-            if last.get("status") in ("completed", "failed", "cancelled"):
+                raise self._forgotten(error) from error
+            if last.get("status") in _FINAL:
                 return last
             # Where it is now: events may have ended because the server did.
-            now = self._patiently(lambda: self._client.ask("GET", path))
-            if now.get("status") in ("completed", "failed", "cancelled"):
+            try:
+                now = self._patiently(lambda check: self._client.ask("GET", path))
+            except RefusedError as error:
+                raise self._forgotten(error) from error
+            if now.get("status") in _FINAL:
                 return now
 
-    def _events(self, path: str) -> Iterator[dict[str, Any]]:
-        """The events of a job, read by a thread, so that cancelling does not wait for one."""
+    def _forgotten(self, error: RefusedError) -> ComfyTpuError:
+        if error.status != 404:
+            return error
+        return FailedError(
+            f"server={self._client.address} no longer knows this job: it was started again with another --directory, "
+            "or the job was removed there; queue the prompt again"
+        )
+
+    def _events(self, path: str) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The events of a job, and whether each is the newest. Read by a thread: cancelling does not wait for one."""
         happened: queue.Queue[dict[str, Any] | BaseException | None] = queue.Queue()
 
         def read() -> None:
@@ -130,28 +141,30 @@ class StageRunner:
                 raise event
             if event is None:
                 return
-            yield event
+            yield event, happened.empty()
 
-    def _report(self, path: str, event: Mapping[str, Any]) -> None:
+    def _report(self, path: str, event: Mapping[str, Any], is_newest: bool) -> None:
         progress = read_progress(event.get("progress"))
         if progress is None:
             return
         counted = f"step {progress.done}/{progress.total}" if progress.stage == "denoising" else progress.stage
         self._position = f"at {counted}"
         read = self._callbacks.read_preview
-        if read is not None and progress.stage == "denoising" and progress.done:
+        if read is not None and is_newest and progress.stage == "denoising" and progress.done:
             with contextlib.suppress(ComfyTpuError):  # one preview less
-                latents = read(self._client.download(f"{path}/preview", 2**28, self._callbacks.check))
+                address = f"{path}/preview"
+                latents = read(self._in_thread(lambda check: self._client.download(address, _PREVIEW_BYTES_MAX, check)))
                 progress = dataclasses.replace(progress, preview=lambda: latents)
         self._callbacks.on_progress(progress)
 
-    def _patiently(self, action: Callable[[], _Result]) -> _Result:
-        """Repeats an action until the server answers, for a while."""
+    def _patiently(
+        self, action: Callable[[Check], _Result], undo: Callable[[_Result], object] = lambda result: None
+    ) -> _Result:
+        """Repeats an action until the server answers, for a while. `undo`: as in `_in_thread`."""
         began = time.monotonic()
         while True:
-            self._callbacks.check()
             try:
-                return action()
+                return self._in_thread(action, undo)
             except UnreachableError as error:
                 waited = time.monotonic() - began
                 if waited >= self._wait_seconds:
@@ -161,6 +174,46 @@ class StageRunner:
             while time.monotonic() < pause:
                 self._callbacks.check()
                 time.sleep(_POLL_SECONDS)
+
+    def _in_thread(
+        self, action: Callable[[Check], _Result], undo: Callable[[_Result], object] = lambda result: None
+    ) -> _Result:
+        """Carries out an action that may block, such as a request to a server that hangs, so that cancelling does not
+        wait for it. `undo` is then called with a result that comes nevertheless."""
+        is_unwanted, done = threading.Event(), queue.Queue[tuple[Any, BaseException | None]]()
+
+        def check() -> None:
+            if is_unwanted.is_set():
+                raise _UnwantedError
+
+        def carry_out() -> None:
+            try:
+                result = action(check)
+            except BaseException as error:  # noqa: BLE001 - the other thread raises it
+                done.put((None, error))
+                return
+            done.put((result, None))
+            if is_unwanted.is_set():
+                with contextlib.suppress(ComfyTpuError):
+                    undo(result)
+
+        threading.Thread(target=carry_out, name="comfy-tpu request", daemon=True).start()
+        try:
+            while True:
+                self._callbacks.check()
+                with contextlib.suppress(queue.Empty):
+                    result, error = done.get(timeout=_POLL_SECONDS)
+                    break
+        except BaseException:
+            is_unwanted.set()
+            with contextlib.suppress(queue.Empty):  # it came in this moment
+                result, error = done.get_nowait()
+                if error is None:
+                    undo(result)
+            raise
+        if error is not None:
+            raise error
+        return cast("_Result", result)
 
     def _loss(self, error: UnreachableError) -> str:
         reason = str(error).removeprefix(f"server={self._client.address} ")
@@ -172,17 +225,29 @@ class StageRunner:
 
     def _end(self, id_: str, *, is_lost: bool) -> None:
         """Cancels the job, now or when the server answers again."""
-        key = str(self._client.address)
         if not is_lost:
-            with contextlib.suppress(ComfyTpuError):
-                self._client.ask("POST", f"{STAGES_PATH}/{id_}/cancel")
-                return
-        _ABANDONED.setdefault(key, set()).add(id_)
+            # Not for long: a server that hangs must not hold whoever cancels.
+            cancelling = threading.Thread(target=self._cancel, args=(id_,), name="comfy-tpu cancel", daemon=True)
+            cancelling.start()
+            cancelling.join(_CANCEL_SECONDS)
+            return
+        _ABANDONED.setdefault(str(self._client.address), set()).add(id_)
+
+    def _cancel(self, id_: str) -> None:
+        try:
+            self._client.ask("POST", f"{STAGES_PATH}/{id_}/cancel")
+        except RefusedError:  # it is over, or forgotten
+            pass
+        except ComfyTpuError:
+            _ABANDONED.setdefault(str(self._client.address), set()).add(id_)
 
     def _cancel_abandoned(self) -> None:
         for id_ in _ABANDONED.pop(str(self._client.address), set()):
-            with contextlib.suppress(ComfyTpuError):
-                self._client.ask("POST", f"{STAGES_PATH}/{id_}/cancel")
+            self._cancel(id_)
+
+
+class _UnwantedError(Exception):
+    """Ends a transfer that nobody waits for any more."""
 
 
 _ABANDONED: dict[str, set[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 STAGE_PREFIX = "stage_"
 _WARM_UP = "warm-up"
 _SWEEP_SECONDS = 60.0
+_STRAY_SECONDS = 3600.0
 _STAGES = ("loading", "compiling", "encoding", "denoising", "decoding")
 
 
@@ -210,6 +212,14 @@ class Service:
                 (self.config.directory / output.name).unlink(missing_ok=True)
         logger.info("job %s: %s", outcome.id, state, extra={"job": outcome.id, "state": state})
 
+    def _remove_strays(self) -> None:
+        """Inputs of stages that no job has: their server was killed while they came. Those of another may be coming."""
+        for path in self.inputs.glob(f"{STAGE_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                is_old = time.time() - path.stat().st_mtime > _STRAY_SECONDS
+                if is_old and self.ledger.find(path.name.partition("-")[0]) is None:
+                    path.unlink()
+
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)
 
@@ -226,6 +236,7 @@ class Service:
         kept = self.config.retention
         for record in self.ledger.finished_before(time.time() - kept.seconds):
             self.remove(record)
+        self._remove_strays()
         total = 0
         for id_, size in self.ledger.finished_bytes():
             total += size
