@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +50,11 @@ class RealServer:
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_until_ready()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,7 +82,7 @@ class RealServer:
             try:
                 with urllib.request.urlopen(f"{self.url}/readyz", timeout=5):
                     return
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # the port is open before there is an answer
                 time.sleep(0.2)
         raise AssertionError("the server did not get ready")
 
