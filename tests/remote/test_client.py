@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.remote.client import RefusedError, ServerClient, UnreachableError
 from comfy_tpu.remote.keys import Address, parse_address
 from comfy_tpu.remote.runner import _ABANDONED, Callbacks, FailedError, LostError, StageRunner, read_progress
@@ -181,6 +182,22 @@ def test_a_stage_and_its_steps() -> None:
         assert run(address, Callbacks(lambda progress: steps.append(progress.done))) == b"latents"
     assert steps == [1, 2, 3]
     assert stages.cancelled == []
+
+
+@pytest.mark.parametrize(
+    ("end", "reported"),
+    [
+        (None, [1, 2, 3]),
+        (Progress("denoising", "", 3, 3), [1, 2, 3]),  # an event has said it
+        (Progress("decoding", "", 9, 9), [1, 2, 3, 9]),
+    ],
+)
+def test_the_end_of_a_stage_is_reported_once(end: Progress | None, reported: list[int]) -> None:
+    steps: list[int] = []
+    with answering(Stages()) as address:
+        runner = StageRunner(ServerClient(address), Callbacks(lambda progress: steps.append(progress.done)))
+        runner.run("denoise", b"input", 2**20, end)
+    assert steps == reported
 
 
 def test_a_body_whose_answer_is_lost_is_sent_again_as_the_same_job() -> None:

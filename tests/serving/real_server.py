@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -34,7 +34,7 @@ class RealServer:
         directory: Path,
         *arguments: str,
         step_seconds: float = 0.0,
-        model: str = "demo",
+        models: Sequence[str] = ("demo",),
         environment: Mapping[str, str] | None = None,
         key: str | None = None,
     ) -> None:
@@ -43,7 +43,7 @@ class RealServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self._arguments = ["serve", model, "-d", str(directory), *arguments]
+        self._arguments = ["serve", *models, "-d", str(directory), *arguments]
         self._step_seconds, self._key = step_seconds, key
         self._environment = {**(os.environ if environment is None else environment), "JAX_PLATFORMS": "cpu"}
         self.process: subprocess.Popen[bytes] | None = None

@@ -172,7 +172,7 @@ def test_a_server_that_is_killed_and_stays_away(tmp_path: Path) -> None:
 
 def test_the_demo_that_begins_with_an_image_gives_the_same_bits(tmp_path: Path) -> None:
     image = Image.linear_gradient("L").convert("RGB")
-    with RealServer(tmp_path, model="demo-image") as server:
+    with RealServer(tmp_path, models=["demo-image"]) as server:
         ours, remote = VideoPipeline.open("demo-image"), RemotePipeline.open(server.client, "demo-image")
         settings = remote.settings(**CHOSEN)
         mine, theirs = (each.encode("a red circle", settings, [image]) for each in (ours, remote))

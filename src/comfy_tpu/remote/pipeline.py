@@ -24,7 +24,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.preview_colours import PreviewColours
-from comfy_tpu.pipeline.progress import ProgressCallback
+from comfy_tpu.pipeline.progress import Progress, ProgressCallback
 from comfy_tpu.pipeline.stage_messages import (
     StageMessage,
     embedding_tensors,
@@ -220,9 +220,18 @@ class RemotePipeline:
             "settings": pack_settings(settings),
             **described,
         }
+        size = f"{settings.width}×{settings.height}×{settings.num_frames}"
+        end = {
+            "encode": Progress("encoding", "prompt" if "prompt" in described else "image", 1, 1),
+            "denoise": Progress("denoising", "", settings.num_inference_steps, settings.num_inference_steps, size=size),
+            "decode": Progress("decoding", "", self._latent_frames(settings), self._latent_frames(settings), size=size),
+        }[stage]
         if stage == "denoise" and self.callbacks.read_preview is not None:
             metadata["preview"] = "true"
-        return unpack(self._runner.run(stage, pack(tensors, metadata), most_bytes))
+        return unpack(self._runner.run(stage, pack(tensors, metadata), most_bytes, end))
+
+    def _latent_frames(self, settings: GenerationSettings) -> int:
+        return (settings.num_frames - 1) // self.model.card.temporal_scale + 1
 
 
 def read_preview(content: bytes) -> torch.Tensor:

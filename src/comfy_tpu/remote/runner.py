@@ -60,13 +60,14 @@ class StageRunner:
         self._client, self._callbacks, self._wait_seconds = client, callbacks, wait_seconds
         self._position = ""
         """How far the stage has come, for messages."""
+        self._last: Progress | None = None
 
     def ask(self, path: str) -> dict[str, Any]:
         return self._patiently(lambda check: self._client.ask("GET", path))
 
-    def run(self, stage: str, content: bytes, most_bytes: int) -> bytes:
-        """The content of the stage's result."""
-        self._position = f"before {stage} began"
+    def run(self, stage: str, content: bytes, most_bytes: int, end: Progress | None = None) -> bytes:
+        """The content of the stage's result. `end`: what is reported at its end, which events may come too late for."""
+        self._position, self._last = f"before {stage} began", None
         self._patiently(lambda check: self._cancel_abandoned())
         # The same key at every attempt: a body whose answer was lost is not a second job.
         headers = {"Content-Type": "application/x-safetensors", "Idempotency-Key": secrets.token_hex(16)}
@@ -81,6 +82,7 @@ class StageRunner:
             final = self._follow(path)
             if final.get("status") != "completed":
                 raise FailedError(_failure(self._client, final))
+            self._report_end(end)
             result = self._patiently(lambda check: self._client.download(f"{path}/content", most_bytes, check))
         except BaseException as error:
             self._end(id_, is_lost=isinstance(error, LostError))
@@ -147,6 +149,7 @@ class StageRunner:
         progress = read_progress(event.get("progress"))
         if progress is None:
             return
+        self._last = progress
         counted = f"step {progress.done}/{progress.total}" if progress.stage == "denoising" else progress.stage
         self._position = f"at {counted}"
         read = self._callbacks.read_preview
@@ -156,6 +159,14 @@ class StageRunner:
                 latents = read(self._in_thread(lambda check: self._client.download(address, _PREVIEW_BYTES_MAX, check)))
                 progress = dataclasses.replace(progress, preview=lambda: latents)
         self._callbacks.on_progress(progress)
+
+    def _report_end(self, end: Progress | None) -> None:
+        """Reports the end of the stage, unless an event has: a short stage is over before its last event is sent."""
+        last = self._last
+        if last is not None and end is not None and last.stage == end.stage:
+            end = dataclasses.replace(last, done=last.total, preview=None)
+        if end is not None and (last is None or (last.stage, last.done) != (end.stage, end.done)):
+            self._callbacks.on_progress(end)
 
     def _patiently(
         self, action: Callable[[Check], _Result], undo: Callable[[_Result], object] = lambda result: None
