@@ -20,6 +20,7 @@ THUMBNAILS = {
     "wan21_tpu_native_vae": ("a green triangle moving up on a gray background", "Encoder* Sampler* VAE_Decode Video"),
     "wan21_native_tpu_model": ("a yellow star moving left on a black background", "Loaders Compile* KSampler Video"),
     "wan21_native_tpu_vae": ("a purple square moving left on a gray background", "CLIP KSampler Decoder* Video"),
+    "wan21_tpu_server": ("a green star moving left on a white background", "Server* Encoder* Sampler* Video"),
     "wan21_tpu_image_to_video": ("a pink star moving right on a black background", "Image Encoder* Decoder* Video"),
     "wan22_tpu_basic": ("a blue star spinning on a white background", "Wan_2.2* Sampler* Decoder* Video"),
     "wan22_tpu_image_to_video": ("a green circle moving down on a white background", "Image Wan_2.2* Decoder* Video"),

@@ -257,6 +257,15 @@ class SingleFiles:
         return (*self.transformers, *self.text_encoders, self.vae, *image_encoder)
 
 
+@dataclasses.dataclass(frozen=True)
+class RemoteServer:
+    """A server that the nodes of a graph run on."""
+
+    address: str
+    wait_seconds: float
+    """How long it is waited for where it does not answer."""
+
+
 INIT_IMAGE_STRENGTH = 0.6
 """The default strength of image-to-image: the share of the image that is replaced."""
 

@@ -19,8 +19,8 @@ from comfy_tpu.config import GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.card import Limits
 from comfy_tpu.families.settings import check_prompt, make_settings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.progress import Progress, ignore_progress
-from comfy_tpu.pipeline.text import PromptEmbeddings
 
 MODELS = {"demo": "ab12", "other": "cd34"}
 WORDS = 8

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 from comfy_tpu.cli import main as cli
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.pipeline import artifacts, video
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, find_local
-from comfy_tpu.pipeline.text import PromptEmbeddings
 from tests.cli.fake_pipeline import FakePipeline
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

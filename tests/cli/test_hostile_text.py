@@ -22,9 +22,9 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.diagnosis import Finding
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import artifacts
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from comfy_tpu.pipeline.progress import Progress
-from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.terminal_text import SanitizeRecords, escape_controls, excerpt, sanitize
 
 # Renames the window, colours, moves up; the same as one C1 character; deletes; turns the reading order around.

@@ -20,7 +20,7 @@ import torch
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import EscapeError
 from comfy_tpu.families.wan.card import CARD
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 
 SAMPLING = {"height": 64, "width": 64, "num_frames": 17, "num_inference_steps": 1, "guidance_scale": 5.0, "seed": 1}

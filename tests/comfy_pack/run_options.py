@@ -21,7 +21,7 @@ import torch
 from comfy_tpu.config import RunOptions, RuntimeConfig
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.families.wan.card import CARD
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 
 SAMPLING = {"height": 64, "width": 64, "num_frames": 17, "num_inference_steps": 1, "guidance_scale": 5.0, "seed": 1}
 ROWS = {"text": torch.zeros(1, 512, 128)}

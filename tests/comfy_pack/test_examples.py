@@ -27,6 +27,7 @@ NAMES = [
     "wan21_tpu_full_pipeline",
     "wan21_tpu_image_to_video",
     "wan21_tpu_native_vae",
+    "wan21_tpu_server",
     "wan21_tpu_videohelpersuite",
     "wan22_tpu_basic",
     "wan22_tpu_image_to_video",

@@ -21,6 +21,7 @@ IDS = (
     "TPULoraLoader",
     "TPULoadPipeline",
     "TPUOptions",
+    "TPUServer",
     "TPUCompileModel",
     "TPUCompileVAE",
     "TPUCompileCLIP",

@@ -57,6 +57,7 @@ LORA = ("lora", "TPU_LORA", {"optional": True})
 PIPELINE = ("pipeline", "TPU_PIPELINE", {"optional": True})
 FILE = {"default": "none", "options": ["none", "a_model.safetensors"]}
 OPTIONS = ("options", "TPU_OPTIONS", {"optional": True})
+SERVER = ("server", "TPU_SERVER", {"optional": True})
 FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 
 CHOICES = [
@@ -289,6 +290,15 @@ SPECIFIED = {
         ],
         [("options", "TPU_OPTIONS")],
     ),
+    "TPUServer": (
+        "TPU Server",
+        "TPU",
+        [
+            ("address", "STRING", {"default": "http://127.0.0.1:8000"}),
+            ("wait_seconds", "FLOAT", {"default": 60.0, "min": 0, "max": 86400, "step": 1}),
+        ],
+        [("server", "TPU_SERVER")],
+    ),
     "TPUCompileModel": ("TPU Compile Model", "TPU", [("model", "MODEL", {}), *CHOICES], [("model", "MODEL")]),
     "TPUCompileVAE": ("TPU Compile VAE", "TPU", [("vae", "VAE", {}), *CHOICES], [("vae", "VAE")]),
     "TPUCompileCLIP": ("TPU Compile CLIP", "TPU", [("clip", "CLIP", {}), *CHOICES], [("clip", "CLIP")]),
@@ -304,10 +314,16 @@ SPECIFIED = {
     node_id: (shown, category, inputs if node_id.startswith("TPU") else [*inputs, PIPELINE], outputs)
     for node_id, (shown, category, inputs, outputs) in SPECIFIED.items()
 }
-WITHOUT_OPTIONS = ("TPULoraLoader", "TPULoadPipeline", "TPUOptions", "TPUInfo")
-"""Nodes that run no model; `options` is the last input of every other one."""
+WITHOUT_OPTIONS = ("TPULoraLoader", "TPULoadPipeline", "TPUOptions", "TPUServer", "TPUInfo")
+"""Nodes that run no model; `options` is the last input of every other one, and `server` follows it where a model of a
+family is run."""
 SPECIFIED = {
-    node_id: (name, category, [*inputs, *([] if node_id in WITHOUT_OPTIONS else [OPTIONS])], outputs)
+    node_id: (
+        name,
+        category,
+        [*inputs, *([] if node_id in WITHOUT_OPTIONS else [OPTIONS]), *([] if node_id.startswith("TPU") else [SERVER])],
+        outputs,
+    )
     for node_id, (name, category, inputs, outputs) in SPECIFIED.items()
 }
 

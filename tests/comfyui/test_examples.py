@@ -14,8 +14,10 @@ from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
-NAMES = sorted(path.name for path in EXAMPLES.glob("wan21*.json") if "image" not in path.name)
-"""Those of other families, and the one that begins with an image: test_families.py."""
+_ELSEWHERE = {"image", "server"}
+NAMES = sorted(path.name for path in EXAMPLES.glob("wan21*.json") if not _ELSEWHERE & set(path.stem.split("_")))
+"""Those of other families, and the one that begins with an image: test_families.py; the one with a server:
+test_remote.py."""
 RED_CIRCLE = Attributes("red", "circle", "right", "black")
 
 

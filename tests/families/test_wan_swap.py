@@ -8,7 +8,7 @@ import torch
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.residency import Residency, ResidencyEvent
 from comfy_tpu.config import GenerationSettings, ResidencyConfig, RuntimeConfig
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import wan_pipelines
 from tests.families.test_wan import chosen

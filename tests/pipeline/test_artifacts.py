@@ -13,7 +13,7 @@ import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline import artifacts
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 
 MODEL = types.SimpleNamespace(model_name="demo", model_fingerprint="ab12", dtype_name="float32")
 OTHER = types.SimpleNamespace(model_name="owner/wan", model_fingerprint="cd34", dtype_name="float32")

@@ -13,7 +13,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import load_families
 from comfy_tpu.kernels.windows import make_schedule, parse_blocks, parse_window
 from comfy_tpu.pipeline.checks import check_window
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_hunyuan, small_ltx
 from tests.kernels.test_tiles import dense_mask

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, NotFiniteError
-from comfy_tpu.pipeline.text import PromptEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_pipeline
 

@@ -8,9 +8,9 @@ import torch
 
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.pipeline import denoise
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.padding import merge_padding, restore_padding, trim_tokens
 from comfy_tpu.pipeline.running_model import RunningModel
-from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import wan_pipelines
 from tests.pipeline import small_pipeline

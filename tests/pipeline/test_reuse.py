@@ -17,13 +17,13 @@ from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.pipeline import reuse
 from comfy_tpu.pipeline.calibration import compare_velocities, measure_curve, save_measured_curve
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.noise import initial_noise
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve, save_curve
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.step_plan import Plan, make_plan
-from comfy_tpu.pipeline.text import PromptEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import assert_wrong_ones_differ, psnr
 from tests.parity import small_models

@@ -9,7 +9,7 @@ import torch
 
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.config import GenerationSettings, RuntimeConfig
-from comfy_tpu.pipeline.text import PromptEmbeddings, TimedEmbeddings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings, TimedEmbeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_pipeline
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from comfy_api.latest import InputImpl, Types, io
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.finite import is_finite
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,8 +92,6 @@ def from_conditioning(
     name: str, prompt: TimedPrompt, *, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str], pads_text: bool
 ) -> dict[str, torch.Tensor]:
     """The embeddings of one prompt, by the family's names. `pads_text`: a shorter text is padded with zeros."""
-    from comfy_tpu.bridge.dtypes import is_finite  # brings jax, which loading the pack must not
-
     embeds, extra = prompt.embeds, prompt.extra
     tokens, features = shapes["text"]
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[0] != 1:
@@ -119,8 +119,6 @@ def from_conditioning(
 def from_images(name: str, images: Any) -> Image:
     """The PIL image of an IMAGE that holds one, [1, height, width, channels] in 0..1."""
     from PIL.Image import fromarray
-
-    from comfy_tpu.bridge.dtypes import is_finite
 
     if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[3] not in (1, 3, 4):
         got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
@@ -173,6 +171,8 @@ def to_images(parts: Iterable[torch.Tensor], frames: int) -> torch.Tensor:
 
 def node_output(*results: Any) -> io.NodeOutput:
     """The outputs of a node; raises EscapeError if a device array, a traced tensor or a module is among them."""
+    if "jax" not in sys.modules:  # a node that ran on a server: there is nothing of the kind in this process
+        return io.NodeOutput(*results)
     from comfy_tpu.bridge import check_host_data  # imports JAX, which no node does before it runs
 
     for number, result in enumerate(results):

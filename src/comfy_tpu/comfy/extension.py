@@ -15,6 +15,7 @@ from comfy_tpu.comfy.lora_node import TPULoraLoader
 from comfy_tpu.comfy.options_node import TPUOptions
 from comfy_tpu.comfy.pipeline_node import TPULoadPipeline
 from comfy_tpu.comfy.routes import add_routes
+from comfy_tpu.comfy.server_node import TPUServer
 from comfy_tpu.families.registry import family_cards, register_family
 from comfy_tpu.terminal_text import SanitizeRecords
 
@@ -23,6 +24,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     TPULoraLoader,
     TPULoadPipeline,
     TPUOptions,
+    TPUServer,
     TPUCompileModel,
     TPUCompileVAE,
     TPUCompileCLIP,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,15 +27,17 @@ from comfy_tpu.comfy.exchange import (
     to_video,
 )
 from comfy_tpu.comfy.node_text import NodeText, size_text
+from comfy_tpu.comfy.remote_run import remote_run
 from comfy_tpu.comfy.run import pipeline_run, show_note
+from comfy_tpu.config import Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.terminal_text import excerpt
 
 if TYPE_CHECKING:
+    from comfy_tpu.comfy.run import NodePipeline
     from comfy_tpu.config import GenerationSettings
-    from comfy_tpu.pipeline.text import PromptEmbeddings
-    from comfy_tpu.pipeline.video import VideoPipeline
+    from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class FamilyNode(io.ComfyNode):
             display_name=f"{family.name} {title}",
             category=family.category,
             description=description,
-            inputs=[*input_list, inputs.pipeline(), inputs.options()],
+            inputs=[*input_list, inputs.pipeline(), inputs.options(), inputs.server()],
             outputs=output_list,
         )
 
@@ -91,14 +94,13 @@ class TextEncoder(FamilyNode):
         negative_prompt: str | None = None,
         pipeline: Any = None,
         options: Any = None,
+        server: Any = None,
     ) -> io.NodeOutput:
         family, model = cls.FAMILY, inputs.choose_model(model_id, pipeline)
         runtime = inputs.check_options(options).runtime
-        with pipeline_run(family, model, {"encoding": 1}, runtime=runtime) as pipeline:
-            from comfy_tpu.pipeline.checks import warn_of_ignored
-
+        with open_run(family, model, {"encoding": 1}, server, runtime=runtime) as pipeline:
             chosen = pipeline.settings(negative_prompt=negative_prompt)
-            warn_of_ignored(pipeline.family, pipeline.defaults, chosen)
+            pipeline.warn_of_ignored(chosen)
             # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
             embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0))
         _warn_of_cut(embeddings.cut)
@@ -135,12 +137,14 @@ class ImageEncoder(FamilyNode):
         return _check_frames(cls.FAMILY, num_frames)
 
     @classmethod
-    def execute(cls, model_id: str, pipeline: Any = None, options: Any = None, **chosen: Any) -> io.NodeOutput:
+    def execute(
+        cls, model_id: str, pipeline: Any = None, options: Any = None, server: Any = None, **chosen: Any
+    ) -> io.NodeOutput:
         given, runtime = _take_images(chosen), inputs.check_options(options).runtime
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(cls.FAMILY, model, {"encoding": count}, runtime=runtime) as pipeline:
+        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=runtime) as pipeline:
             settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
@@ -186,6 +190,7 @@ class Sampler(FamilyNode):
         image_embeds: Any = None,
         pipeline: Any = None,
         options: Any = None,
+        server: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
         family, run_options = cls.FAMILY, inputs.check_options(options)
@@ -198,7 +203,7 @@ class Sampler(FamilyNode):
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(family, model, stages, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        with open_run(family, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
             settings = _make_settings(pipeline, **chosen, **run_options.settings)
             embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
@@ -222,13 +227,19 @@ class VAEDecoder(FamilyNode):
 
     @classmethod
     def execute(
-        cls, latents: Latent, model_id: str, fps: int | None = None, pipeline: Any = None, options: Any = None
+        cls,
+        latents: Latent,
+        model_id: str,
+        fps: int | None = None,
+        pipeline: Any = None,
+        options: Any = None,
+        server: Any = None,
     ) -> io.NodeOutput:
         samples, runtime = from_latent("latents", latents), inputs.check_options(options).runtime
         if fps is not None:
             inputs.check_integers(fps=fps)
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(cls.FAMILY, model, {"decoding": samples.shape[2]}, runtime=runtime) as pipeline:
+        with open_run(cls.FAMILY, model, {"decoding": samples.shape[2]}, server, runtime=runtime) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
         return _frames_output(images, fps)
@@ -270,6 +281,7 @@ class Pipeline(FamilyNode):
         strength: float = 1.0,
         pipeline: Any = None,
         options: Any = None,
+        server: Any = None,
         **chosen: Any,
     ) -> io.NodeOutput:
         run_options = inputs.check_options(options)
@@ -277,7 +289,7 @@ class Pipeline(FamilyNode):
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
-        with pipeline_run(cls.FAMILY, model, stages, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        with open_run(cls.FAMILY, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
@@ -289,6 +301,21 @@ class Pipeline(FamilyNode):
             latents = pipeline.denoise(embeddings, settings, init_image)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
         return _frames_output(images, fps)
+
+
+def open_run(
+    family: NodeSet,
+    model: str | SingleFiles,
+    stages: Mapping[str, int],
+    server: Any,
+    loras: Sequence[Lora] = (),
+    runtime: RuntimeConfig = RuntimeConfig(),
+) -> contextlib.AbstractContextManager[NodePipeline]:
+    """The model's pipeline, here or on the server of a link."""
+    remote = inputs.check_server(server)
+    if remote is None:
+        return pipeline_run(family, model, stages, loras, runtime)
+    return remote_run(remote, family, model, stages, loras, runtime)
 
 
 def has_image_encoder(family: NodeSet) -> bool:
@@ -344,10 +371,10 @@ def _check_image_embeds(image_embeds: Any) -> dict[str, torch.Tensor]:
 
 
 def _read_prompts(
-    family: NodeSet, pipeline: VideoPipeline, settings: GenerationSettings, given: Mapping[str, list[TimedPrompt]]
+    family: NodeSet, pipeline: NodePipeline, settings: GenerationSettings, given: Mapping[str, list[TimedPrompt]]
 ) -> PromptEmbeddings:
     """The embeddings of all prompts, padded to the same length."""
-    from comfy_tpu.pipeline.text import PromptEmbeddings, TimedEmbeddings
+    from comfy_tpu.pipeline.embeddings import PromptEmbeddings, TimedEmbeddings
 
     shapes = pipeline.embedding_shapes(settings)
     read = {
@@ -378,7 +405,7 @@ def _read_prompts(
     return dataclasses.replace(embeddings, timed_positive=positive, timed_negative=negative)
 
 
-def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
+def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
     """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size."""
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
@@ -387,7 +414,7 @@ def _make_settings(pipeline: VideoPipeline, *, height: int, width: int, **chosen
             logger.warning("%s always draws %s: height and width have no effect", pipeline.model_name, size)
             show_note(pipeline, NodeText("node.fixed_size", {"model": pipeline.model_name, "size": size}))
         height, width = own.height, own.width
-    if len(pipeline.family.denoiser.transformers) == 1:  # the widget is there for others of the family
+    if not pipeline.has_two_transformers:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)
     return pipeline.settings(height=height, width=width, **chosen)
 

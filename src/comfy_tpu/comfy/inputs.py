@@ -10,7 +10,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import model_choices
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora, RunOptions, SingleFiles
+from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora, RemoteServer, RunOptions, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 
@@ -21,6 +21,9 @@ LORA_TYPE = io.Custom("TPU_LORA")
 
 OPTIONS_TYPE = io.Custom("TPU_OPTIONS")
 """`RunOptions`."""
+
+SERVER_TYPE = io.Custom("TPU_SERVER")
+"""`RemoteServer`."""
 
 REFERENCES = ("image", "image_2", "image_3", "image_4")
 
@@ -273,6 +276,12 @@ def options(wins_over: str = "") -> io.Input:
     return OPTIONS_TYPE.Input("options", optional=True, tooltip=tooltip)
 
 
+def server() -> io.Input:
+    return SERVER_TYPE.Input(
+        "server", optional=True, tooltip="From TPU Server: runs there. Without it, on this machine."
+    )
+
+
 def frame_outputs(family: NodeSet) -> list[io.Output]:
     if family.makes_images:
         return [io.Image.Output("images", tooltip="The image, or one for each latent, for ComfyUI's image nodes.")]
@@ -319,6 +328,13 @@ def check_options(given: Any) -> RunOptions:
         raise InvalidValueError(
             f"options is a {type(given).__name__}, expected what TPU Options gives", field="options"
         )
+    return given
+
+
+def check_server(given: Any) -> RemoteServer | None:
+    """The server of a link, which may be absent (None); raises InvalidValueError for a value of another type."""
+    if given is not None and not isinstance(given, RemoteServer):
+        raise InvalidValueError(f"server is a {type(given).__name__}, expected what TPU Server gives", field="server")
     return given
 
 

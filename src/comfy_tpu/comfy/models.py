@@ -106,6 +106,17 @@ def open_pipeline(
         return _pipelines[model_id, runtime][1]
 
 
+def local_fingerprint(model_id: str, family: NodeSet) -> str | None:
+    """The fingerprint of a directory in ComfyUI's model folders; None where there is none of this name."""
+    place = _local_models(family).get(model_id)
+    if place is None or not any(place.glob("*/*.safetensors")):
+        return None
+    import_jax()
+    from comfy_tpu.pipeline.model_files import ModelFiles
+
+    return ModelFiles.open(str(place)).fingerprint
+
+
 def _local_models(family: NodeSet) -> dict[str, Path]:
     models: dict[str, Path] = {}
     for root in folder_paths.get_folder_paths(_FOLDER):

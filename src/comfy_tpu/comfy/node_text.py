@@ -21,6 +21,8 @@ ENGLISH = {
     "node.done": "done in {time}",
     "node.cancelled": "cancelled after {time}",
     "node.failed": "failed after {time}",
+    "node.connecting": "connecting to {server}",
+    "node.server_gone": "{server} does not answer; waiting {time}",
     "node.fixed_size": "{model} always draws {size}",
     "size.image": "{width}×{height}",
     "size.video": "{width}×{height}, {frames} frames",

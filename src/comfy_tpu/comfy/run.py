@@ -31,6 +31,10 @@ from comfy_tpu.pipeline.progress import Progress, ignore_progress, model_title
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.preview_colours import PreviewColours
     from comfy_tpu.pipeline.video import VideoPipeline
+    from comfy_tpu.remote.pipeline import RemotePipeline
+
+    NodePipeline = VideoPipeline | RemotePipeline
+    """What a node runs, here or on a server."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ _TEXT_SECONDS = 0.1
 
 Outcome = Literal["done", "cancelled", "failed"]
 
-_run_lock = threading.RLock()
+run_lock = threading.RLock()
 """Held during a run: ComfyUI runs one node at a time, but another thread may call a node."""
 
 
@@ -55,7 +59,7 @@ def pipeline_run(
     its progress bar counts, with totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family)
-    with _run_lock, report.to_the_end():
+    with run_lock, report.to_the_end():
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
@@ -68,7 +72,7 @@ def pipeline_run(
             start()
             register_with_comfyui()
             pipeline.use_loras(loras)
-            report.use_colours(pipeline.files.preview_colours)
+            report.use_colours(pipeline.preview_colours)
             pipeline.on_progress = report
             try:
                 yield pipeline
@@ -82,7 +86,7 @@ def _opening(model_id: str | SingleFiles) -> Progress:
     return Progress("loading", str(model_id), 0, 0, model=model_title(str(model_id)))
 
 
-def show_note(pipeline: VideoPipeline, note: NodeText) -> None:
+def show_note(pipeline: NodePipeline, note: NodeText) -> None:
     """Shows a note on the current node."""
     if isinstance(pipeline.on_progress, NodeReport):
         pipeline.on_progress.note = note
@@ -141,6 +145,14 @@ class NodeReport:
 
     def show_end(self, outcome: Outcome, seconds: float) -> None:
         self._show([NodeText(f"node.{outcome}", {"time": duration_text(seconds)})], immediately=True)
+
+    @property
+    def shows_previews(self) -> bool:
+        return self._previewer is not None
+
+    def show_line(self, line: NodeLine) -> None:
+        """Shows a line in place of the progress."""
+        self._show(line, immediately=False)
 
     def use_colours(self, colours: PreviewColours | None) -> None:
         """Shows latents in the model's own colours, where its files have them and previews are on."""

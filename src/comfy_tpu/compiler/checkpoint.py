@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.errors import CheckpointError, join_names
+from comfy_tpu.finite import is_finite
 from comfy_tpu.json_input import read_json
 
 REMAP_BYTES = 64 * 1024**2

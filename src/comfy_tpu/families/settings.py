@@ -25,6 +25,30 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
     return settings
 
 
+def settings_of_latents(
+    shape: tuple[int, ...], channels: int, card: ModelCard, defaults: GenerationSettings, chosen: Mapping[str, Any]
+) -> GenerationSettings:
+    """The settings of latents of this shape, as far as it determines them; the others as in `make_settings`."""
+    if len(shape) != 5 or shape[1] != channels:
+        raise InvalidValueError(
+            f"latents have shape {shape}, expected (videos, {channels}, frames, height, width): those of another "
+            "model; decode with the model they were made with"
+        )
+    videos, _, frames, height, width = shape
+    # First: a wrong choice is not the latents' fault.
+    settings = make_settings(defaults, chosen, card.limits)
+    sizes = {
+        "num_videos": videos,
+        "num_frames": (frames - 1) * card.temporal_scale + 1,
+        "height": height * card.spatial_scale,
+        "width": width * card.spatial_scale,
+    }
+    try:
+        return make_settings(settings, sizes, card.limits)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"latents have shape {shape}, which cannot be decoded: {error}") from error
+
+
 def parse_size(
     text: str, card: ModelCard, defaults: GenerationSettings, chosen: Mapping[str, Any] = {}
 ) -> GenerationSettings:

@@ -26,15 +26,16 @@ from comfy_tpu.jobs.lanes import Lanes
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
+from comfy_tpu.jobs.stages import run_stage
 from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.preview_colours import LearnedColours
 from comfy_tpu.pipeline.preview_images import encode_preview, render_frame
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
-from comfy_tpu.pipeline.text import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.video import VideoPipeline
 
 _TEXTS_MAX = 8
@@ -169,13 +170,16 @@ class Executor:
         # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
         common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
         settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
-        alone = any(name in values for name in ("contact_sheet", "num_videos", "strength"))
+        alone = any(name in values for name in ("contact_sheet", "num_videos", "strength", "stage"))
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = min(most, len(jobs))
         return rows, runs_beside(pipeline, dataclasses.replace(settings, num_videos=rows * settings.num_videos))
 
     def _run_group(self, pipeline: VideoPipeline, jobs: Sequence[Job], writer: Writer) -> None:
         self._thread.jobs = tuple(job.id for job in jobs)
+        if "stage" in jobs[0].request.values:
+            self._run_stage(pipeline, jobs[0])
+            return
         started, seconds = time.monotonic(), dict[str, float]()
         rows, init_image = list[Row](), None
         try:
@@ -214,6 +218,21 @@ class Executor:
                 return
             for row in rows:  # one of them may be the reason, or there are too many for the memory
                 self._run_group(pipeline, [row.job], writer)
+
+    def _run_stage(self, pipeline: VideoPipeline, job: Job) -> None:
+        started, self._warm_shape = time.monotonic(), None  # another LoRA may be in the weights afterwards
+        try:
+            with hosts.failing_together(CancelledError):
+                values = self._inputs.fetch(job.request.values)
+                pipeline.use_loras(values.get("lora", ()))
+                outputs = run_stage(pipeline, values, self._folder, job.output)
+        except CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            self._fail([job], error)
+            return
+        self._open_jobs.pop(job.id, None)
+        self._on_outcome(Outcome(job.id, "done", tuple(outputs), seconds={"total": time.monotonic() - started}))
 
     def _check(self, pipeline: VideoPipeline, job: Job) -> tuple[GenerationSettings, tuple[str, ...]]:
         """The settings of a job, and the names of its videos, which the first host knows."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.ledger import OutputFile
+from comfy_tpu.pipeline.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Event:
     """The ids of the jobs that it is for; none where it is for all that follow, such as loading a model."""
     previews: tuple[bytes, ...] = ()
     """A small JPEG file for each of the jobs, empty for those that nobody watches; none at most steps."""
+    progress: Progress | None = None
+    """The report as the pipeline made it, without its preview."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS served_by_key ON served (client, key);
 CREATE INDEX IF NOT EXISTS served_by_client ON served (client, created_at, id);
 """
 
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "stage"]
 
 
 @dataclasses.dataclass(frozen=True)

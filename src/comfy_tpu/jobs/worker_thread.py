@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -128,9 +129,9 @@ class WorkerThread:
         if self._is_cancelled.is_set() or (jobs and self._unwanted.issuperset(jobs)):
             raise CancelledError
         previews = self._render_previews(progress, jobs)
-        self._happened.put(
-            Event(self._name, progress.stage, progress.label, progress.done, progress.total, jobs, previews)
-        )
+        plain = dataclasses.replace(progress, preview=None)
+        counted = (progress.stage, progress.label, progress.done, progress.total)
+        self._happened.put(Event(self._name, *counted, jobs, previews, plain))
 
     def _render_previews(self, progress: Progress, jobs: tuple[str, ...]) -> tuple[bytes, ...]:
         if progress.preview is None or self._preview_rate is None:

@@ -17,8 +17,8 @@ from comfy_tpu.jobs.ledger import Job, OutputFile
 from comfy_tpu.jobs.outcome import Outcome, outcome_of_error
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.frame_names import frame_name_pattern
-from comfy_tpu.pipeline.text import PromptEmbeddings
 
 _CHUNKS_AHEAD = 2
 """Decoded parts of a video that may wait for the writer."""

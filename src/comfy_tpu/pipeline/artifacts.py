@@ -25,13 +25,13 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
+from comfy_tpu.pipeline.stage_messages import FORMAT
 from comfy_tpu.pipeline.step_plan import guidance_scales
-from comfy_tpu.pipeline.text import PromptEmbeddings
 
 Stage = Literal["text", "latents"]
 
-FORMAT = 2
 SUFFIX = ".safetensors"
 MAKER: Mapping[str, str] = {"text": "encode", "latents": "denoise"}
 """The command that makes the artifact of a stage."""

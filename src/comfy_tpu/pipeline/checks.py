@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
-from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import AttentionConfig, GenerationSettings, TileWindow
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
+from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.step import latent_shape
-from comfy_tpu.pipeline.text import Embeddings, PromptEmbeddings
 from comfy_tpu.terminal_text import excerpt
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.parallel.global_arrays import fetch_global
 from comfy_tpu.pipeline.checks import check_finite, check_latents
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
 from comfy_tpu.pipeline.padding import merge_padding
@@ -22,7 +23,6 @@ from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
-from comfy_tpu.pipeline.text import PromptEmbeddings
 
 logger = logging.getLogger(__name__)
 

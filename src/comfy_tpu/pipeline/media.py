@@ -27,9 +27,9 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from comfy_tpu.bridge.dtypes import is_finite
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
+from comfy_tpu.finite import is_finite
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.frame_names import (

@@ -16,10 +16,15 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
-from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
 from comfy_tpu.families.model_family import ModelFamily
-from comfy_tpu.families.settings import check_images, check_prompt, check_settings, make_settings
+from comfy_tpu.families.settings import (
+    check_images,
+    check_prompt,
+    check_settings,
+    make_settings,
+    settings_of_latents,
+)
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.checks import (
@@ -34,14 +39,17 @@ from comfy_tpu.pipeline.checks import (
 )
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
 from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
+from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
+from comfy_tpu.pipeline.preview_colours import PreviewColours
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -50,7 +58,7 @@ from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
-from comfy_tpu.pipeline.text import PromptEmbeddings, tokenize
+from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
@@ -131,6 +139,17 @@ class VideoPipeline:
     @property
     def limits(self) -> Limits:
         return self.family.card.limits
+
+    @property
+    def has_two_transformers(self) -> bool:
+        return len(self.family.denoiser.transformers) > 1
+
+    @property
+    def preview_colours(self) -> PreviewColours | None:
+        return self.files.preview_colours
+
+    def warn_of_ignored(self, settings: GenerationSettings) -> None:
+        warn_of_ignored(self.family, self.defaults, settings)
 
     @property
     def placement(self) -> Placement:
@@ -282,7 +301,7 @@ class VideoPipeline:
         """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale.
 
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
-        (`text.merge_embeddings`).
+        (`embeddings.merge_embeddings`).
         """
         for samples, _ in self._steps(embeddings, settings, init_image, seeds):
             latents = samples[0]
@@ -348,37 +367,17 @@ class VideoPipeline:
 
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
         """Converts latents of `denoise` to the VAE's scale."""
-        mean, deviation = self._latent_statistics()
-        return latents * deviation + mean
+        return to_vae_scale(latents, self.files.latent_statistics)
 
     def from_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
         """Converts latents in the VAE's scale to the scale of `decode`."""
-        mean, deviation = self._latent_statistics()
-        return (latents - mean) / deviation
+        return from_vae_scale(latents, self.files.latent_statistics)
 
     def latent_settings(self, latents: torch.Tensor, **chosen: Any) -> GenerationSettings:
         """The settings of latents, as far as their shape determines them."""
-        channels, card = self.files.latent_channels, self.family.card
-        if latents.ndim != 5 or latents.shape[1] != channels:
-            raise InvalidValueError(
-                f"latents have shape {tuple(latents.shape)}, expected (videos, {channels}, frames, height, width): "
-                "those of another model; decode with the model they were made with"
-            )
-        videos, _, frames, height, width = latents.shape
-        # First: a wrong choice is not the latents' fault.
-        settings = make_settings(self.defaults, chosen, self.limits)
-        sizes = {
-            "num_videos": videos,
-            "num_frames": (frames - 1) * card.temporal_scale + 1,
-            "height": height * card.spatial_scale,
-            "width": width * card.spatial_scale,
-        }
-        try:
-            return make_settings(settings, sizes, self.limits)
-        except InvalidValueError as error:
-            raise InvalidValueError(
-                f"latents have shape {tuple(latents.shape)}, which cannot be decoded: {error}"
-            ) from error
+        return settings_of_latents(
+            tuple(latents.shape), self.files.latent_channels, self.family.card, self.defaults, chosen
+        )
 
     def generate(
         self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
@@ -399,12 +398,9 @@ class VideoPipeline:
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
         check_window(self.running.runtime.attention, self.files, settings)
         check_embeddings(self.files, embeddings, plan.guided, settings)
-        warn_of_ignored(self.family, self.defaults, settings)
+        self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
-
-    def _latent_statistics(self) -> list[torch.Tensor]:
-        return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in self.files.latent_statistics]
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1

@@ -7,11 +7,17 @@ import dataclasses
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.ledger import State
 from comfy_tpu.jobs.served_ledger import Record
 from comfy_tpu.serving.service import JobProgress, ServedModel
 
-_STATUS: dict[State, str] = {
+
+class NotFoundError(InvalidValueError):
+    """There is no such job, or it is another client's."""
+
+
+STATUS: dict[State, str] = {
     "submitted": "queued",
     "leased": "queued",
     "running": "in_progress",
@@ -33,7 +39,7 @@ def describe_video(
         "id": record.id,
         "object": record.kind,
         "model": record.request.model,
-        "status": _STATUS[record.state],
+        "status": STATUS[record.state],
         "progress": 100 if record.state == "done" else progress.percent,
         "created_at": int(record.created_at),
         "completed_at": int(finished) if record.state == "done" and finished else None,
@@ -42,7 +48,7 @@ def describe_video(
         "seconds": f"{frames / fps:g}",
         "prompt": record.request.prompt,
         "error": None,
-        "stage": progress.stage if record.state == "running" else _STATUS[record.state],
+        "stage": progress.stage if record.state == "running" else STATUS[record.state],
         "has_image": bool(values.get("image")),
         "settings": {
             name: values.get(name, default)

@@ -15,7 +15,8 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, Kind, QueueFullError, Record
-from comfy_tpu.serving.answers import describe_error, describe_model, describe_video, preview_url
+from comfy_tpu.serving import stages
+from comfy_tpu.serving.answers import NotFoundError, describe_error, describe_model, describe_video, preview_url
 from comfy_tpu.serving.guards import BodyGuard, find_client
 from comfy_tpu.serving.metrics import render_metrics
 from comfy_tpu.serving.page_routes import PAGE_PATHS, add_page_routes
@@ -30,13 +31,11 @@ _OPEN_PATHS = frozenset(("/healthz", "/readyz", *PAGE_PATHS))
 """They need no key: whoever watches the machine asks them, and the page asks for the key itself."""
 
 
-class NotFoundError(InvalidValueError):
-    """There is no such job, or it is another client's."""
-
-
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="comfy-tpu", docs_url=None, redoc_url=None)
-    app.add_middleware(BodyGuard, most_bytes=service.config.limits.body_bytes)
+    limits = service.config.limits
+    large = {stages.PATH: (limits.stage_bytes, limits.stage_seconds)}
+    app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, exceptions=large)
     _add_errors(app)
 
     @app.middleware("http")
@@ -52,6 +51,7 @@ def make_app(service: Service) -> FastAPI:
     for kind in _KINDS:
         _add_job_routes(app, service, kind)
     _add_image_routes(app, service)
+    stages.add_routes(app, service)
     add_page_routes(app)
     return app
 

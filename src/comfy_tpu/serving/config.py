@@ -12,6 +12,11 @@ class Limits:
     """What a client may ask for at most."""
 
     body_bytes: int = 32 * 2**20
+    stage_bytes: int = 512 * 2**20
+    """Of the embeddings or latents of a stage. Those of Wan 2.1 at 1280×720×81 have 16 MB and 19 MB, and with an image
+    60 MB."""
+    stage_seconds: float = 900.0
+    """A stage's body that has not arrived by then is not waited for."""
     prompt_characters: int = 10_000
     images: int = 4
     image_pixels: int = 4096 * 4096

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,20 +32,29 @@ def find_client(authorization: str, keys: Mapping[str, str]) -> str | None:
 class BodyGuard:
     """Refuses bodies that are too large (413) or too slow (408)."""
 
-    def __init__(self, app: ASGIApp, most_bytes: int, seconds: float = BODY_SECONDS) -> None:
-        self._app, self._most, self._seconds = app, most_bytes, seconds
+    def __init__(
+        self,
+        app: ASGIApp,
+        most_bytes: int,
+        seconds: float = BODY_SECONDS,
+        exceptions: Mapping[str, tuple[int, float]] = MappingProxyType({}),
+    ) -> None:
+        """`exceptions`: other bytes and seconds, by the beginning of a path."""
+        self._app, self._default, self._exceptions = app, (most_bytes, seconds), exceptions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limits = (found for path, found in self._exceptions.items() if scope["path"].startswith(path))
+        most, seconds = next(limits, self._default)
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._most:
-            await _refuse(send, 413, f"the body has {int(length)} bytes, and {self._most} are the most")
+        if length.isdigit() and int(length) > most:
+            await _refuse(send, 413, f"the body has {int(length)} bytes, and {most} are the most")
             return
         received, is_complete, is_answered = 0, False, False
-        deadline = asyncio.get_running_loop().time() + self._seconds
+        deadline = asyncio.get_running_loop().time() + seconds
 
         async def guarded() -> Message:
             nonlocal received, is_complete
@@ -57,8 +67,8 @@ class BodyGuard:
                 raise _RefusedError(408, "the body did not arrive in time") from None
             received += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
-            if received > self._most:
-                raise _RefusedError(413, f"the body has more than {self._most} bytes")
+            if received > most:
+                raise _RefusedError(413, f"the body has more than {most} bytes")
             return message
 
         async def watched(message: Message) -> None:

@@ -94,14 +94,20 @@ def _number(name: str, given: Any) -> int | float:
     raise InvalidValueError(f"{name}={str(given)[:40]!r} is no number", field=name)
 
 
-def _lora(given: Any, config: ServeConfig) -> str:
-    """The path of a LoRA that the server was started with, by its name, and its strength."""
-    name, _, strength = str(given).partition(":")
+def find_lora(name: str, config: ServeConfig) -> Path:
+    """The path of a LoRA that the server was started with, by its name."""
     if config.lora_directory is None:
         raise InvalidValueError("lora is not offered here; leave it out", field="lora")
     path = config.lora_directory / f"{name.removesuffix('.safetensors')}.safetensors"
     if not _LORA_NAME.match(name) or not path.is_file() or path.resolve().parent != config.lora_directory.resolve():
-        raise InvalidValueError(f"lora={str(given)[:80]!r} is unknown here", field="lora")
+        raise InvalidValueError(f"lora={name[:80]!r} is unknown here", field="lora")
+    return path
+
+
+def _lora(given: Any, config: ServeConfig) -> str:
+    """The path of a LoRA, and its strength."""
+    name, _, strength = str(given).partition(":")
+    path = find_lora(name, config)
     return f"{path}:{_number('lora', strength)}" if strength else str(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
@@ -25,14 +26,20 @@ from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.served_ledger import Kind, Order, Record, ServedLedger
+from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.config import ServeConfig
 from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
 
+if TYPE_CHECKING:
+    from comfy_tpu.pipeline.model_files import ModelFiles
+
 logger = logging.getLogger(__name__)
 
+STAGE_PREFIX = "stage_"
 _WARM_UP = "warm-up"
 _SWEEP_SECONDS = 60.0
+_STRAY_SECONDS = 3600.0
 _STAGES = ("loading", "compiling", "encoding", "denoising", "decoding")
 
 
@@ -41,6 +48,7 @@ class ServedModel:
     name: str
     card: ModelCard
     defaults: GenerationSettings
+    files: ModelFiles | None = None
 
     @property
     def kind(self) -> Kind:
@@ -54,6 +62,8 @@ class JobProgress:
     total: int = 0
     preview: bytes = b""
     """The latest, a JPEG file; empty: none yet."""
+    report: Progress | None = None
+    """As the pipeline made it."""
 
     @property
     def percent(self) -> int:
@@ -84,6 +94,8 @@ class Service:
         self.seconds: dict[str, float] = dict.fromkeys((*_STAGES, "total"), 0.0)
         """Of all finished jobs of this process, by stage."""
         self.finished = {"done": 0, "failed": 0, "cancelled": 0}
+        self.steps = 0
+        """Denoising steps that were made in this process."""
         self._workers = make_workers(self.folder)
         self._scheduler = Scheduler(
             self.ledger, self.folder, self._workers, on_event=self._on_event, on_outcome=self._on_outcome
@@ -140,10 +152,10 @@ class Service:
             job = NewJob(id_, 0, request, f"{id_}{_suffix(kind)}")
             accepted = self.ledger.accept(job, order, queue_limit=self.config.limits.queued_jobs)
         except BaseException:
-            self._remove_inputs(id_)
+            self.remove_inputs(id_)
             raise
         if accepted != id_:
-            self._remove_inputs(id_)
+            self.remove_inputs(id_)
         record = self.ledger.find(accepted)
         assert record is not None
         return record
@@ -172,7 +184,7 @@ class Service:
         self.cancel(record.id)
         for output in record.outputs:
             (self.config.directory / output.name).unlink(missing_ok=True)
-        self._remove_inputs(record.id)
+        self.remove_inputs(record.id)
         self.ledger.remove(record.id)
 
     def output_path(self, record: Record, index: int) -> Path | None:
@@ -185,9 +197,10 @@ class Service:
     def _on_event(self, event: Event) -> None:
         if event.stage == "denoising" and event.done:
             self._is_ready.set()
+            self.steps += 1
         for id_, preview in zip(event.jobs, event.previews or itertools.repeat(b""), strict=False):
-            last = self._progress.get(id_, JobProgress())
-            self._progress[id_] = JobProgress(event.stage, event.done, event.total, preview or last.preview)
+            shown = preview or self._progress.get(id_, JobProgress()).preview
+            self._progress[id_] = JobProgress(event.stage, event.done, event.total, shown, event.progress)
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
         if outcome.id == _WARM_UP:
@@ -199,6 +212,10 @@ class Service:
         self._forget(outcome.id)
         if state in self.finished:
             self.finished[state] += 1
+        if outcome.id.startswith(STAGE_PREFIX):  # they are large, and nobody needs them again
+            record = self.ledger.find(outcome.id)
+            if record is None or record.state in self.finished:
+                self.remove_inputs(outcome.id)
         for stage, seconds in outcome.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         if state == "cancelled":  # its client did not wait for the file
@@ -206,10 +223,18 @@ class Service:
                 (self.config.directory / output.name).unlink(missing_ok=True)
         logger.info("job %s: %s", outcome.id, state, extra={"job": outcome.id, "state": state})
 
+    def _remove_strays(self) -> None:
+        """Inputs of stages that no job has: their server was killed while they came. Those of another may be coming."""
+        for path in self.inputs.glob(f"{STAGE_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                is_old = time.time() - path.stat().st_mtime > _STRAY_SECONDS
+                if is_old and self.ledger.find(path.name.partition("-")[0]) is None:
+                    path.unlink()
+
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)
 
-    def _remove_inputs(self, id_: str) -> None:
+    def remove_inputs(self, id_: str) -> None:
         for path in self.inputs.glob(f"{id_}-*"):
             path.unlink(missing_ok=True)
 
@@ -222,6 +247,7 @@ class Service:
         kept = self.config.retention
         for record in self.ledger.finished_before(time.time() - kept.seconds):
             self.remove(record)
+        self._remove_strays()
         total = 0
         for id_, size in self.ledger.finished_bytes():
             total += size
@@ -238,4 +264,4 @@ def open_served_model(name: str) -> ServedModel:
     from comfy_tpu.pipeline.model_files import ModelFiles
 
     files = ModelFiles.open(name)
-    return ServedModel(name, files.family.card, files.defaults)
+    return ServedModel(name, files.family.card, files.defaults, files)

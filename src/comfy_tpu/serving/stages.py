@@ -1,0 +1,295 @@
+"""Single stages, for clients that have the others: `encode`, `denoise`, `decode`, from safetensors to safetensors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+
+import comfy_tpu
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.settings import check_images, check_prompt, check_settings
+from comfy_tpu.jobs import request as jobs_request
+from comfy_tpu.jobs.ledger import NewJob
+from comfy_tpu.jobs.served_ledger import Order, Record
+from comfy_tpu.serving.answers import STATUS, NotFoundError, describe_error
+from comfy_tpu.serving.orders import find_lora
+from comfy_tpu.serving.service import STAGE_PREFIX, ServedModel, Service
+
+if TYPE_CHECKING:
+    from comfy_tpu.pipeline.model_files import ModelFiles
+    from comfy_tpu.pipeline.stage_messages import StageMessage
+
+PATH = "/v1/stages"
+_POLL_SECONDS = 0.1
+_ALIVE_SECONDS = 2.0
+"""How often a stream of events says that the server is there, where it has no news."""
+_TYPE = "application/x-safetensors"
+_FIELDS = frozenset(
+    (
+        *("format", "settings", "model", "model_fingerprint", "prompt", "cut", "ranges", "strength", "lora", "preview"),
+        *("artifact", "seed", "dtype", "comfy_tpu", "pictures"),  # of the files of `comfy-tpu encode`
+    )
+)
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    def find(id_: str, request: Request) -> Record:
+        record = service.find(id_, request.state.client)
+        if record is None or record.kind != "stage":
+            raise NotFoundError(f"there is no stage {id_[:60]!r}")
+        return record
+
+    def describe(record: Record) -> dict[str, Any]:
+        return describe_stage(record, service)
+
+    @app.get(f"{PATH}/models")
+    async def models() -> dict[str, Any]:
+        described = [await run_in_threadpool(describe_model, each) for each in service.models.values()]
+        return {"object": "list", "comfy_tpu": comfy_tpu.__version__, "data": described}
+
+    @app.post(f"{PATH}/{{stage}}")
+    async def create(stage: str, request: Request) -> dict[str, Any]:
+        id_, key = f"{STAGE_PREFIX}{secrets.token_hex(12)}", request.headers.get("idempotency-key")
+        if key is not None and len(key) > 255:
+            raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
+        path = service.inputs / f"{id_}-input"
+        try:
+            digest = await _receive(request, path)
+            accepted = await run_in_threadpool(
+                accept, service, id_, stage, Order(request.state.client, "stage", key, f"{stage} {digest}")
+            )
+        except BaseException:
+            service.remove_inputs(id_)
+            raise
+        if accepted != id_:
+            service.remove_inputs(id_)
+        return describe(find(accepted, request))
+
+    @app.get(f"{PATH}/{{id_}}")
+    async def retrieve(id_: str, request: Request) -> dict[str, Any]:
+        return describe(find(id_, request))
+
+    @app.delete(f"{PATH}/{{id_}}")
+    async def delete(id_: str, request: Request) -> dict[str, Any]:
+        await run_in_threadpool(service.remove, find(id_, request))
+        return {"id": id_, "object": "stage.deleted", "deleted": True}
+
+    @app.post(f"{PATH}/{{id_}}/cancel")
+    async def cancel(id_: str, request: Request) -> dict[str, Any]:
+        await run_in_threadpool(service.cancel, find(id_, request).id)
+        return describe(find(id_, request))
+
+    @app.get(f"{PATH}/{{id_}}/content")
+    async def content(id_: str, request: Request) -> Response:
+        record = find(id_, request)
+        path = service.output_path(record, 0)
+        if path is None:
+            message = f"stage {id_} has no result: it is {STATUS[record.state]}"
+            return JSONResponse(describe_error(message, "invalid_request_error", code="not_completed"), 409)
+        return FileResponse(path, media_type=_TYPE)
+
+    @app.get(f"{PATH}/{{id_}}/preview")
+    async def preview(id_: str, request: Request) -> Response:
+        try:
+            latest = await run_in_threadpool((service.inputs / f"{find(id_, request).id}-preview").read_bytes)
+        except FileNotFoundError:
+            raise NotFoundError(f"there is no preview of stage {id_[:60]!r}") from None
+        return Response(latest, media_type=_TYPE)
+
+    @app.get(f"{PATH}/{{id_}}/events")
+    async def events(id_: str, request: Request) -> Response:
+        find(id_, request)
+        return StreamingResponse(_stream(id_, request), media_type="text/event-stream")
+
+    async def _stream(id_: str, request: Request) -> AsyncIterator[str]:
+        last, sent_at = "", time.monotonic()
+        while not await request.is_disconnected():
+            record = service.find(id_, request.state.client)
+            if record is None:
+                return
+            text, now = json.dumps(describe(record)), time.monotonic()
+            if text != last:
+                yield f"event: stage\ndata: {text}\n\n"
+                last, sent_at = text, now
+            elif now - sent_at > _ALIVE_SECONDS:
+                yield ": alive\n\n"
+                sent_at = now
+            if record.state in ("done", "failed", "cancelled"):
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _receive(request: Request, path: Path) -> str:
+    """Writes a body to a file; its digest."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        async for chunk in request.stream():
+            digest.update(chunk)
+            await run_in_threadpool(file.write, chunk)
+    return digest.hexdigest()
+
+
+def accept(service: Service, id_: str, stage: str, order: Order) -> str:
+    """The id of the job of a stage, whose input is in `service.inputs`. Raises InvalidValueError for an input that the
+    model cannot read; QueueFullError or KeyUsedError."""
+    from comfy_tpu.jobs.stages import STAGES
+    from comfy_tpu.pipeline.stage_messages import read_message
+
+    if stage not in STAGES:
+        raise NotFoundError(f"there is no stage {stage[:60]!r}; choose from {', '.join(STAGES)}")
+    path = service.inputs / f"{id_}-input"
+    message = read_message(path)
+    if unknown := sorted(set(message.metadata) - _FIELDS):
+        raise InvalidValueError(f"{unknown[0][:60]} is no field of this API; leave it out", field=unknown[0][:60])
+    if not message.metadata.get("model"):
+        raise InvalidValueError("model is missing; name one", field="model")
+    model = service.find_model(message.metadata["model"])
+    _check_message(stage, message, model)
+    values: dict[str, Any] = {
+        **service.config.common,
+        "model": model.name,
+        "prompt": "",
+        "stage": stage,
+        "input": str(path),
+    }
+    if loras := _read_loras(message, service):
+        values["lora"] = loras
+    if message.metadata.get("preview") == "true":
+        values["preview"] = str(service.inputs / f"{id_}-preview")
+    job = NewJob(id_, 0, jobs_request.Request(values), f"{id_}.safetensors")
+    return service.ledger.accept(job, order, queue_limit=service.config.limits.queued_jobs)
+
+
+def _check_message(stage: str, message: StageMessage, model: ServedModel) -> None:
+    """Whatever can be known without weights: a job that cannot succeed is refused at once."""
+    from comfy_tpu.jobs.stages import read_images, read_strength
+    from comfy_tpu.pipeline.checks import check_embeddings, check_latents
+    from comfy_tpu.pipeline.init_image import check_init_image, check_strength
+    from comfy_tpu.pipeline.stage_messages import StageMessage, read_embeddings
+    from comfy_tpu.pipeline.step import latent_shape
+    from comfy_tpu.pipeline.step_plan import guidance_scales
+
+    files = _files(model)
+    given = message.metadata.get("model_fingerprint", "")
+    if given != files.fingerprint:
+        raise InvalidValueError(
+            f"model={model.name} is another one here ({files.fingerprint}) than the client means ({given[:40]}): its "
+            "files have changed; queue the prompt again",
+            field="model",
+        )
+    settings = message.settings()
+    check_settings(settings, model.card.limits)
+    tensors = dict(message.tensors)
+    if stage == "encode" and "init_image" in tensors:
+        if set(tensors) != {"init_image"} or not model.card.starts_from_image:
+            raise InvalidValueError(f"model={model.name} starts from no image", field="image")
+        check_init_image(tensors["init_image"], settings, read_strength(message))
+    elif stage == "encode":
+        images = read_images(message)
+        if "prompt" in message.metadata:
+            check_prompt(message.metadata["prompt"])
+        if images or "prompt" not in message.metadata:
+            check_images(model.name, model.card.image, len(images), settings)
+    elif stage == "denoise":
+        latents = tensors.pop("latents", None)
+        if latents is not None:
+            check_strength(read_strength(message), settings.num_inference_steps)
+            single = dataclasses.replace(settings, num_videos=1)
+            check_latents(latents, latent_shape(files.family, files.latent_channels, single), single)
+        embeddings = read_embeddings(StageMessage(tensors, message.metadata))
+        is_guided = model.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
+        check_embeddings(files, embeddings, int(is_guided), settings)
+    else:
+        if set(tensors) != {"latents"}:
+            raise InvalidValueError("latents are expected, and nothing else", field="latents")
+        check_latents(tensors["latents"], latent_shape(files.family, files.latent_channels, settings), settings)
+
+
+def _read_loras(message: StageMessage, service: Service) -> list[str]:
+    """The LoRAs by name, as a request has them. Raises InvalidValueError where a file here is another one."""
+    given = message.json("lora") or []
+    if not isinstance(given, list) or len(given) > 16 or not all(isinstance(each, dict) for each in given):
+        raise InvalidValueError("lora is no list of objects with name, strength, noise and sha256", field="lora")
+    loras = []
+    for each in given:
+        name, strength, noise = (each.get(field) for field in ("name", "strength", "noise"))
+        if set(each) != {"name", "strength", "noise", "sha256"} or noise not in ("all", "high", "low"):
+            raise InvalidValueError("lora is no list of objects with name, strength, noise and sha256", field="lora")
+        path = find_lora(str(name), service.config)
+        found = path.stat()
+        if _hash(path, found.st_size, found.st_mtime_ns) != each["sha256"]:
+            raise InvalidValueError(
+                f"lora={path.name} is another file here than at the client; copy the client's to the server's "
+                "--lora-directory",
+                field="lora",
+            )
+        if not isinstance(strength, (int, float)) or isinstance(strength, bool):
+            raise InvalidValueError(f"lora={path.name} has no number as its strength", field="lora")
+        loras.append(f"{path}:{float(strength)!r}" + ("" if noise == "all" else f":{noise}"))
+    return loras
+
+
+@functools.lru_cache(maxsize=256)
+def _hash(path: Path, size: int, modified: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_stage(record: Record, service: Service) -> dict[str, Any]:
+    progress, values = service.progress(record), record.request.values
+    answer: dict[str, Any] = {
+        "id": record.id,
+        "object": "stage",
+        "stage": values["stage"],
+        "model": record.request.model,
+        "status": "cancelled" if record.state == "cancelled" else STATUS[record.state],
+        "created_at": int(record.created_at),
+        "progress": None,
+        "error": None,
+    }
+    if record.state == "submitted":
+        answer["ahead"] = service.ledger.position(record.id)
+    if record.state == "running" and progress.report is not None:
+        fields = dataclasses.asdict(dataclasses.replace(progress.report, preview=None))
+        answer["progress"] = {name: value for name, value in fields.items() if name != "preview"}
+    if record.state in ("failed", "cancelled"):
+        answer["error"] = {"code": record.state, "message": record.error}
+    return answer
+
+
+def describe_model(model: ServedModel) -> dict[str, Any]:
+    """What a client needs to know to make the inputs of a stage, and to read the results."""
+    files = _files(model)
+    colours: Mapping[str, Any] | None = None
+    with contextlib.suppress(Exception):  # of previews only; a damaged file of theirs stops nothing
+        found = files.preview_colours
+        colours = None if found is None else found.as_dict(files.latent_channels)
+    return {
+        "id": model.name,
+        "family": files.family.name,
+        "fingerprint": files.fingerprint,
+        "defaults": dataclasses.asdict(model.defaults),
+        "transformers": len(files.family.denoiser.transformers),
+        "latent_channels": files.latent_channels,
+        "latent_statistics": [list(map(float, values)) for values in files.latent_statistics],
+        "embedding_shapes": {name: list(shape) for name, shape in files.embedding_shapes(model.defaults).items()},
+        "preview_colours": colours,
+    }
+
+
+def _files(model: ServedModel) -> ModelFiles:
+    assert model.files is not None
+    return model.files
