@@ -17,7 +17,7 @@ from tools.screenshots import BYTES_MAX, quantize_png
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-WIDTH, HEIGHT = 1280, 900
+WIDTH, HEIGHT = 1280, 970
 NAMES = {("en-US", "light"): "page.png", ("zh-CN", "dark"): "page.zh-CN.png"}
 MADE = (
     "a red circle moving left on a white background",

@@ -62,18 +62,19 @@ def describe_video(
 
 
 def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
+    images = model.card.image
     return {
         "id": model.name,
         "object": "model",
         "created": int(created),
         "owned_by": "comfy-tpu",
         "kind": model.kind,
-        "takes_images": model.card.image is not None,
-        "needs_image": model.card.image is not None and model.card.image.required,
+        "takes_images": images is not None,
+        "needs_image": images is not None and images.required,
         "defaults": dataclasses.asdict(model.defaults),
         "limits": dataclasses.asdict(model.card.limits),
         "sizes": sorted({f"{size['width']}x{size['height']}" for size in model.card.presets.values()}),
-        "max_images": model.card.image.max_images if model.card.image is not None else 0,
+        "max_images": 0 if images is None else max(images.max_images, images.max_frames),
         "has_guidance": model.card.guidance != "none",
         "has_negative_prompt": model.card.guidance == "classifier_free",
     }

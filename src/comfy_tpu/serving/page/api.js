@@ -31,17 +31,21 @@ export async function call(path, options = {}) {
   throw new ApiError(message, answer.status, error.param)
 }
 
-export const getJson = async (path) => (await call(path)).json()
+/** JSON, with seeds as text: half of them have more digits than a number of JavaScript. */
+const parse = (text) =>
+  JSON.parse(text, (name, value, context) => (name === "seed" ? (context?.source ?? value) : value))
+
+export const getJson = async (path, options = {}) => parse(await (await call(path, options)).text())
 
 export async function send(path, fields, pictures) {
   if (!pictures.length) {
     const headers = { "Content-Type": "application/json" }
-    return (await call(path, { method: "POST", headers, body: JSON.stringify(fields) })).json()
+    return getJson(path, { method: "POST", headers, body: JSON.stringify(fields) })
   }
   const form = new FormData()
   for (const [name, value] of Object.entries(fields)) form.append(name, value)
   for (const picture of pictures) form.append("image", picture)
-  return (await call(path, { method: "POST", body: form })).json()
+  return getJson(path, { method: "POST", body: form })
 }
 
 /** Calls `onEvent` with the JSON of each server-sent event, until the stream ends. EventSource cannot send a key. */
@@ -56,7 +60,7 @@ export async function readEvents(path, onEvent, signal) {
     rest = events.pop()
     for (const event of events) {
       const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6))
-      if (data.length) onEvent(JSON.parse(data.join("\n")))
+      if (data.length) onEvent(parse(data.join("\n")))
     }
   }
 }

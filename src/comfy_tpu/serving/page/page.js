@@ -71,7 +71,8 @@ async function refresh() {
     follow()
   } catch (error) {
     failed(error)
-    if (error.status === 401) return
+    if (error.status !== 401) timer = setTimeout(refresh, BUSY_MS)
+    return
   }
   timer = setTimeout(refresh, [...jobs.values()].some(isActive) && !document.hidden ? BUSY_MS : IDLE_MS)
 }
@@ -110,7 +111,7 @@ function schedule(milliseconds) {
 
 const actions = {
   async cancel(job) {
-    await attempt(async () => take(await (await call(`${pathOf(job)}/cancel`, { method: "POST" })).json()))
+    await attempt(async () => take(await getJson(`${pathOf(job)}/cancel`, { method: "POST" })))
   },
   reuse(job) {
     reuseSettings(job)
