@@ -74,7 +74,7 @@ def running(directory: Path, model: str = "demo", **options: Any) -> Iterator[tu
     service = Service(config, {model: open_served_model(model)}, make_workers, previews)
     service.start()
     try:
-        with TestClient(make_app(service)) as client:
+        with TestClient(make_app(service), base_url="http://127.0.0.1:8000") as client:
             yield client, service, executors[0]
     finally:
         service.close()

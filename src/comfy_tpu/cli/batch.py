@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_tpu.cli import generate, options
 from comfy_tpu.cli.batch_display import Display, JsonDisplay
 from comfy_tpu.cli.hosts import add_hosts
+from comfy_tpu.cli.ray_options import add_ray, make_ray_config
 from comfy_tpu.config import FAST, FastPreset
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.driver import Batch, FindModel, ModelFacts, Workers
@@ -43,7 +44,6 @@ _OF_THE_RUN = (
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""
-RAY_DEFAULTS = RayConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,21 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the most prompts that share a step: auto, as many as keep the devices busy and fit; or a number",
     )
-    parser.add_argument(
-        "--workers",
-        type=options.number_parser(int),
-        metavar="N",
-        help="processes of this machine that share the jobs, one for each GPU where there are any; with --ray, the "
-        "most workers (default: one, in this process; with --ray, as many as the cluster has room for)",
-    )
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="share the jobs with the machines of a running Ray cluster: auto, or HOST:PORT of its head",
-    )
-    parser.add_argument(
-        "--slice", metavar="NAME", help="with --ray: each worker is a TPU slice of this kind, such as v6e-16"
-    )
+    add_ray(parser)
     parser.add_argument("--json", action="store_true", help="print what happens as JSON lines")
     options.add_images(parser, kind=str)
     options.add_strength(parser)
@@ -102,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _follow(arguments)
     started = time.monotonic()
     batch_size = _parse_batch_size(arguments.batch_size)
-    ray = _ray_config(arguments)
+    ray = make_ray_config(arguments)
     parse = functools.partial(parse_values, common=_common_values(arguments))
     folder = Folder(arguments.output)
     with open_jobs(arguments.jobs, arguments.format) as lines:
@@ -131,22 +117,6 @@ def _follow(arguments: argparse.Namespace) -> int:
 
     follow(Folder(arguments.output), batch_size=_parse_batch_size(arguments.batch_size))
     return int(hosts.first_host_value(lambda: None))
-
-
-def _ray_config(arguments: argparse.Namespace) -> RayConfig | None:
-    """None: one worker, in this process."""
-    if arguments.ray is None and arguments.workers is None and arguments.slice is None:
-        return None
-    if hosts.host_names():
-        given = next(name for name in ("ray", "workers", "slice") if getattr(arguments, name) is not None)
-        raise InvalidValueError(
-            f"{given}={getattr(arguments, given)} is for workers of Ray, and --coordinator makes all hosts one worker; "
-            "give one of the two",
-            field=given,
-        )
-    return dataclasses.replace(
-        RAY_DEFAULTS, address=arguments.ray, workers=arguments.workers, slice_name=arguments.slice
-    )
 
 
 @contextlib.contextmanager

@@ -6,17 +6,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import ipaddress
-import logging
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.ray_options import add_ray, make_ray_config
 from comfy_tpu.cli.terminal import print_message
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers
+
+if TYPE_CHECKING:
+    from comfy_tpu.serving.config import ServeConfig
+    from comfy_tpu.serving.planner import Planner
+    from comfy_tpu.serving.service import ServedModel, Service
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 _PACKAGES = ("fastapi", "uvicorn", "multipart")
@@ -61,6 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue-limit", type=options.number_parser(int), default=1000, metavar="N", help="jobs that may wait (1000)"
     )
+    parser.add_argument(
+        "--job-seconds",
+        type=options.number_parser(float),
+        metavar="S",
+        help="refuse jobs that would take longer by their estimate (default: any time)",
+    )
+    parser.add_argument(
+        "--keep-days", type=options.number_parser(float), default=7.0, metavar="N", help="of finished jobs (7)"
+    )
+    parser.add_argument(
+        "--keep-gb", type=options.number_parser(float), default=50.0, metavar="N", help="of their files (50)"
+    )
+    parser.add_argument("--log-prompts", action="store_true", help="put prompts into the logs, which have none else")
+    add_ray(parser)
     options.add_machine(parser)
     options.add_vae_backend(parser)
     options.add_attention(parser)
@@ -71,41 +90,100 @@ def run(arguments: argparse.Namespace) -> int:
     keys = parse_keys(arguments.api_key, os.environ)
     check_host(arguments.host, keys)
     listening = open_socket(arguments.host, arguments.port)  # first: the model takes a while
-    import uvicorn
+    from comfy_tpu.serving.logs import start_logs
+    from comfy_tpu.serving.service import open_served_model
+    from comfy_tpu.serving.tracing import start_tracer
 
-    from comfy_tpu.jobs.local_worker import LocalWorker
-    from comfy_tpu.jobs.preview_rate import PreviewRate
-    from comfy_tpu.serving.api import make_app
-    from comfy_tpu.serving.config import Limits, ServeConfig
-    from comfy_tpu.serving.service import Service, open_served_model
+    config = _make_config(arguments, keys)
+    models = {name: open_served_model(name) for name in config.models}
+    start_logs()
+    tracer = start_tracer()
+    with contextlib.closing(_open_service(config, models, make_ray_config(arguments), tracer)) as service:
+        address = f"http://{arguments.host}:{arguments.port}"
+        print_message(f"{address} serves {', '.join(models)}; jobs in {config.directory}")
+        _serve(service, listening, tracer)
+        if service.failure:
+            raise ComfyTpuError(f"no job can be carried out: {service.failure}")
+    return 0
 
-    config = ServeConfig(
+
+def _make_config(arguments: argparse.Namespace, keys: Mapping[str, str]) -> ServeConfig:
+    from comfy_tpu.serving.config import Limits, Retention, ServeConfig
+
+    _check_positive(arguments)
+    return ServeConfig(
         tuple(arguments.models),
         arguments.directory.absolute(),
         keys=keys,
         common=_common_values(arguments),
         lora_directory=arguments.lora_directory,
         batch_size=arguments.batch_size,
-        limits=Limits(queued_jobs=arguments.queue_limit),
+        logs_prompts=arguments.log_prompts,
+        limits=Limits(queued_jobs=arguments.queue_limit, job_seconds=arguments.job_seconds),
+        retention=Retention(arguments.keep_days * 86400.0, int(arguments.keep_gb * 1e9)),
     )
-    models = {name: open_served_model(name) for name in config.models}
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)  # a prompt may be in an address
-    previews = PreviewRate()
-    with contextlib.closing(
-        Service(
+
+
+def _check_positive(arguments: argparse.Namespace) -> None:
+    for name in ("batch_size", "queue_limit", "job_seconds", "keep_days", "keep_gb"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InvalidValueError(f"{name}={value} is not above 0; give a number that is", field=name)
+
+
+def _open_service(
+    config: ServeConfig, models: Mapping[str, ServedModel], ray: RayConfig | None, tracer: Any | None
+) -> Service:
+    from comfy_tpu.jobs.preview_rate import PreviewRate
+    from comfy_tpu.serving.planner import DevicePlanner, SlicePlanner
+    from comfy_tpu.serving.service import Service
+
+    previews, size = PreviewRate(), config.batch_size
+    if ray is None:
+        from comfy_tpu.jobs.local_worker import LocalWorker
+
+        planner: Planner | None = DevicePlanner(config.common)
+        return Service(
             config,
             models,
-            lambda folder: LocalWorker(folder, batch_size=config.batch_size, previews=previews),
+            lambda folder: LocalWorker(folder, batch_size=size, previews=previews),
             previews,
+            planner=planner,
+            tracer=tracer,
         )
-    ) as service:
-        service.start()
-        print_message(
-            f"http://{arguments.host}:{arguments.port} serves {', '.join(models)}; jobs in {config.directory}"
-        )
-        settings = uvicorn.Config(make_app(service), log_level="warning", timeout_keep_alive=10, limit_concurrency=2000)
-        uvicorn.Server(settings).run(sockets=[listening])
-    return 0
+    planner = None  # the devices are elsewhere
+    if ray.slice_name is not None:
+        from comfy_tpu.parallel.chips import parse_slice
+        from comfy_tpu.pipeline.model_files import ModelFiles
+
+        planner = SlicePlanner(parse_slice(ray.slice_name), ModelFiles.open)
+    return Service(
+        config,
+        models,
+        lambda folder: RayWorkers(folder, ray, batch_size=size, report=print_message),
+        previews,
+        planner=planner,
+        tracer=tracer,
+    )
+
+
+def _serve(service: Service, listening: socket.socket, tracer: Any | None) -> None:
+    """Until a signal, or until it turns out that no job can be carried out."""
+    import uvicorn
+
+    from comfy_tpu.serving.api import make_app
+
+    app = make_app(service, tracer)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=10, limit_concurrency=2000)
+    )
+
+    def stop() -> None:
+        server.should_exit = True
+
+    service.on_failure = stop
+    service.start()
+    server.run(sockets=[listening])
 
 
 def check_packages() -> None:
@@ -134,11 +212,9 @@ def parse_keys(given: list[str], environment: Mapping[str, str]) -> dict[str, st
 
 def check_host(host: str, keys: Mapping[str, str]) -> None:
     """Raises InvalidValueError where strangers could call without a key."""
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback and not keys:
+    from comfy_tpu.serving.guards import is_loopback
+
+    if not is_loopback(host) and not keys:
         raise InvalidValueError(
             f"host={host} lets other machines call, and there is no key; give --api-key NAME=KEY, or {DEFAULT_HOST}",
             field="host",

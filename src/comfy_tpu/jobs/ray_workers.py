@@ -124,6 +124,11 @@ class RayWorkers:
                 field="workers",
             )
 
+    @property
+    def count(self) -> int:
+        """Those that can take jobs."""
+        return max(1, sum(worker.is_ready for worker in list(self._workers)))
+
     def capacity(self, waiting: int) -> int:
         # A share: with as many jobs as workers, each has one. The group that waits behind a running one is taken only
         # while there are jobs for all.

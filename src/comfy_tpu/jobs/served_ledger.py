@@ -20,7 +20,8 @@ CREATE TABLE IF NOT EXISTS served (
     key TEXT,
     body TEXT NOT NULL,
     kind TEXT NOT NULL,
-    created_at REAL NOT NULL
+    created_at REAL NOT NULL,
+    estimate REAL
 ) WITHOUT ROWID;
 CREATE UNIQUE INDEX IF NOT EXISTS served_by_key ON served (client, key);
 CREATE INDEX IF NOT EXISTS served_by_client ON served (client, created_at, id);
@@ -39,6 +40,8 @@ class Order:
     """Its idempotency key: two orders of a client with one key are one job."""
     body: str
     """A digest of everything that the client said, to tell another order with the same key."""
+    estimate: float | None = None
+    """Seconds that it will take; None: unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Record:
     error: str
     outputs: tuple[OutputFile, ...]
     seconds: dict[str, float]
+    estimate: float | None
+    """Seconds that it would take, as they were estimated when it was accepted."""
 
 
 class QueueFullError(ComfyTpuError):
@@ -72,6 +77,9 @@ class ServedLedger(Ledger):
         with self._write():
             for statement in filter(str.strip, _TABLE.split(";")):
                 self._database.execute(statement)
+            columns = [row[1] for row in self._database.execute("PRAGMA table_info(served)")]
+            if "estimate" not in columns:  # of a server before there were any
+                self._database.execute("ALTER TABLE served ADD COLUMN estimate REAL")
             # One run for ever: what waited when a server ended is carried out by the next.
             self._database.execute("UPDATE drivers SET run = 1 WHERE token = ?", (self.token,))
         self.run = 1
@@ -88,17 +96,15 @@ class ServedLedger(Ledger):
                     raise KeyUsedError("this idempotency key was used with another request; choose a new one")
                 if known is not None:
                     return str(known[0])
-            (waiting,) = self._database.execute(
-                "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
-            ).fetchone()
+            waiting = self.waiting_count()
             if waiting >= queue_limit:
                 raise QueueFullError(f"{waiting} jobs wait already; try again later")
             now = time.time()
             (line,) = self._database.execute("SELECT coalesce(max(line), 0) + 1 FROM jobs").fetchone()
             self._submit(dataclasses.replace(job, line=line), None)
             self._database.execute(
-                "INSERT INTO served (id, client, key, body, kind, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-                (job.id, order.client, order.key, order.body, order.kind, now),
+                "INSERT INTO served (id, client, key, body, kind, created_at, estimate) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (job.id, order.client, order.key, order.body, order.kind, now, order.estimate),
             )
         return job.id
 
@@ -162,14 +168,14 @@ class ServedLedger(Ledger):
         if client is not None:
             where, values = f"{where} AND served.client = ?", (*values, client)
         order = "DESC" if newest_first else "ASC"
-        columns = "jobs.id, kind, state, request, created_at, finished_at, error, outputs, seconds"
+        columns = "jobs.id, kind, state, request, created_at, finished_at, error, outputs, seconds, estimate"
         with self._lock:
             rows = self._database.execute(
                 f"SELECT {columns} FROM jobs JOIN served ON served.id = jobs.id WHERE {where}"
                 f" ORDER BY created_at {order}, jobs.id {order} LIMIT ?",
                 (*values, limit),
             ).fetchall()
-        for id_, kind, state, request, created_at, finished_at, error, outputs, seconds in rows:
+        for id_, kind, state, request, created_at, finished_at, error, outputs, seconds, estimate in rows:
             yield Record(
                 id_,
                 kind,
@@ -180,7 +186,15 @@ class ServedLedger(Ledger):
                 error or "",
                 tuple(OutputFile(**each) for each in json.loads(outputs or "[]")),
                 json.loads(seconds or "{}"),
+                estimate,
             )
+
+    def waiting_count(self) -> int:
+        with self._lock:
+            (waiting,) = self._database.execute(
+                "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
+            ).fetchone()
+        return int(waiting)
 
     def position(self, id_: str) -> int:
         """How many jobs were accepted before this one and wait, too."""
@@ -191,6 +205,19 @@ class ServedLedger(Ledger):
                 (id_,),
             ).fetchone()
         return int(ahead)
+
+    def seconds_ahead(self, id_: str, usual_seconds: float) -> float:
+        """Estimated seconds of work before this job begins: all of what came before it and waits, and half of what is
+        at work. `usual_seconds`: of a job without an estimate."""
+        with self._lock:
+            (seconds,) = self._database.execute(
+                "SELECT coalesce(sum(coalesce(estimate, ?) * CASE jobs.state WHEN 'submitted' THEN 1 ELSE 0.5 END), 0)"
+                " FROM jobs JOIN served ON served.id = jobs.id"
+                " WHERE run = 1 AND state IN ('submitted', 'leased', 'running') AND jobs.id != ?"
+                " AND line < (SELECT line FROM jobs WHERE id = ?)",
+                (usual_seconds, id_, id_),
+            ).fetchone()
+        return float(seconds)
 
     def finished_before(self, moment: float) -> list[Record]:
         """Jobs that were over by then, the oldest first."""

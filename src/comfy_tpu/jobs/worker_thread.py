@@ -71,6 +71,10 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, name="jobs")
         self._thread.start()
 
+    @property
+    def count(self) -> int:
+        return 1
+
     def capacity(self, waiting: int) -> int:
         is_free = self._given - self._carried_out < GROUPS_AHEAD
         return self._group_size if is_free and not self._is_cancelled.is_set() else 0

@@ -16,11 +16,14 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, Kind, QueueFullError, Record
 from comfy_tpu.serving import stages
+from comfy_tpu.serving.admission import TooLargeError
 from comfy_tpu.serving.answers import NotFoundError, describe_error, describe_model, describe_video, preview_url
-from comfy_tpu.serving.guards import BodyGuard, find_client
+from comfy_tpu.serving.guards import BodyGuard, find_client, is_foreign
+from comfy_tpu.serving.logs import RequestLog
 from comfy_tpu.serving.metrics import render_metrics
 from comfy_tpu.serving.page_routes import PAGE_PATHS, add_page_routes
 from comfy_tpu.serving.service import Service
+from comfy_tpu.serving.tracing import RequestSpans
 from comfy_tpu.serving.uploads import read_body
 
 _KINDS: tuple[Kind, ...] = ("video", "image")
@@ -31,15 +34,20 @@ _OPEN_PATHS = frozenset(("/healthz", "/readyz", *PAGE_PATHS))
 """They need no key: whoever watches the machine asks them, and the page asks for the key itself."""
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service, tracer: Any | None = None) -> FastAPI:
+    """`tracer`: of OpenTelemetry."""
     app = FastAPI(title="comfy-tpu", docs_url=None, redoc_url=None)
     limits = service.config.limits
     large = {stages.PATH: (limits.stage_bytes, limits.stage_seconds)}
     app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, exceptions=large)
-    _add_errors(app)
+    _add_errors(app, service)
 
     @app.middleware("http")
     async def authenticate(request: Request, call_next: Any) -> Response:
+        if not service.config.keys and is_foreign(request.headers):
+            return _error(
+                403, "without keys a server answers programs and pages of its own machine only", code="origin"
+            )
         client = find_client(request.headers.get("authorization", ""), service.config.keys)
         if client is None and request.url.path not in _OPEN_PATHS:
             return _error(401, "the key is missing or unknown; send Authorization: Bearer KEY", code="invalid_api_key")
@@ -53,13 +61,20 @@ def make_app(service: Service) -> FastAPI:
     _add_image_routes(app, service)
     stages.add_routes(app, service)
     add_page_routes(app)
+    if tracer is not None:
+        app.add_middleware(RequestSpans, tracer=tracer)
+    app.add_middleware(RequestLog)  # the outermost
     return app
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(InvalidValueError)
     async def invalid(_: Request, error: InvalidValueError) -> Response:
         return _error(400, str(error), param=error.field)
+
+    @app.exception_handler(TooLargeError)
+    async def too_large(_: Request, error: TooLargeError) -> Response:
+        return _error(400, str(error), param=error.field, code="does_not_fit")
 
     @app.exception_handler(NotFoundError)
     async def not_found(_: Request, error: NotFoundError) -> Response:
@@ -68,7 +83,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(QueueFullError)
     async def full(_: Request, error: QueueFullError) -> Response:
         response = _error(429, str(error), code="queue_full")
-        response.headers["Retry-After"] = "10"
+        response.headers["Retry-After"] = str(service.retry_seconds())
         return response
 
     @app.exception_handler(KeyUsedError)
@@ -112,7 +127,11 @@ def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
 
     def describe(record: Record) -> dict[str, Any]:
         model = service.models.get(record.request.model)
-        return describe_video(record, model, service.progress(record), service.config.retention.seconds)
+        answer = describe_video(record, model, service.progress(record), service.config.retention.seconds)
+        return {**answer, "estimated_seconds": record.estimate}
+
+    def describe_with_wait(record: Record) -> dict[str, Any]:
+        return {**describe(record), "estimated_wait_seconds": service.wait_seconds(record)}
 
     def find(id_: str, request: Request) -> Record:
         record = service.find(id_, request.state.client)
@@ -122,7 +141,7 @@ def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
 
     @app.post(jobs)
     async def create(request: Request) -> dict[str, Any]:
-        return describe(await _accept(service, request, kind))
+        return describe_with_wait(await _accept(service, request, kind))
 
     @app.get(jobs)
     async def list_jobs(
@@ -145,7 +164,7 @@ def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
 
     @app.get(jobs + "/{id_}")
     async def retrieve(id_: str, request: Request) -> dict[str, Any]:
-        return describe(find(id_, request))
+        return describe_with_wait(find(id_, request))
 
     @app.delete(jobs + "/{id_}")
     async def delete(id_: str, request: Request) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class Limits:
     image_pixels: int = 4096 * 4096
     queued_jobs: int = 1000
     """Jobs of all clients that wait; more are refused with 429."""
+    job_seconds: float | None = None
+    """The longest that a job may take by its estimate; None: any time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,5 +47,6 @@ class ServeConfig:
     lora_directory: Path | None = None
     batch_size: int | None = None
     """The most requests that share a step; None: as many as there is room for."""
+    logs_prompts: bool = False
     limits: Limits = Limits()
     retention: Retention = Retention()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from comfy_tpu.serving.answers import describe_error
@@ -27,6 +29,31 @@ def find_client(authorization: str, keys: Mapping[str, str]) -> str | None:
         if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
             found = name
     return found
+
+
+def is_foreign(headers: Headers) -> bool:
+    """Whether a browser sends a request for a page of another site, or by a name that is not this machine's: without
+    keys, any page that somebody here looks at could otherwise order jobs (CSRF, DNS rebinding)."""
+    host = _host_name(headers.get("host", ""))
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        return True
+    if "origin" in headers and _host_name(headers["origin"].partition("://")[2]) != host:
+        return True
+    return not is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(text: str) -> str:
+    """Without the port."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].lower()
 
 
 class BodyGuard:

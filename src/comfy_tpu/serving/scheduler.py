@@ -12,7 +12,7 @@ from typing import Protocol
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.jobs.driver import Workers
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import LEASE_SECONDS
+from comfy_tpu.jobs.ledger import LEASE_SECONDS, Job
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.served_ledger import ServedLedger
 
@@ -24,6 +24,11 @@ _IDLE_SECONDS = 0.2
 
 
 class JobWorkers(Workers, Protocol):
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
     def cancel_job(self, id_: str) -> None: ...
     def close(self) -> None: ...
 
@@ -37,12 +42,17 @@ class Scheduler:
         folder: Folder,
         workers: JobWorkers,
         *,
+        first: Job,
+        on_given: Callable[[list[Job]], None],
         on_event: Callable[[Event], None],
         on_outcome: Callable[[Outcome, str], None],
     ) -> None:
-        """`on_outcome` is told the state that the ledger has after it."""
+        """`first`: a job that is not in the ledger, and is carried out before all others. `on_outcome` is told the
+        state that the ledger has after it."""
         self._ledger, self._folder, self._workers = ledger, folder, workers
-        self._on_event, self._on_outcome = on_event, on_outcome
+        self._first = first
+        self._waiting_first: Job | None = first
+        self._on_given, self._on_event, self._on_outcome = on_given, on_event, on_outcome
         self._is_stopped = threading.Event()
         self.failure: BaseException | None = None
         """What ended it, where that was not `close`."""
@@ -83,10 +93,14 @@ class Scheduler:
             logger.exception("the scheduler ended")
 
     def _give(self) -> None:
-        while (wanted := self._workers.capacity(1)) > 0:
-            jobs = self._ledger.lease_fairly(wanted, shape_key=self._workers.preference()[1])
+        while (wanted := self._workers.capacity(max(1, self._ledger.waiting_count()))) > 0:
+            if self._waiting_first is not None:
+                jobs, self._waiting_first = [self._waiting_first], None
+            else:
+                jobs = self._ledger.lease_fairly(wanted, shape_key=self._workers.preference()[1])
             if not jobs:
                 return
+            self._on_given(jobs)
             self._ledger.start([job.id for job in jobs], self._workers.give(jobs))
 
     def _record(self, outcome: Outcome) -> None:
@@ -103,4 +117,6 @@ class Scheduler:
         else:
             self._ledger.give_back([outcome.id], lost=outcome.is_lost)
             state = "returned"
+            if outcome.id == self._first.id:
+                self._waiting_first = self._first
         self._on_outcome(outcome, state)

@@ -27,9 +27,14 @@ from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.served_ledger import Kind, Order, Record, ServedLedger
 from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.serving.activity import Activity
+from comfy_tpu.serving.admission import Admission
 from comfy_tpu.serving.config import ServeConfig
+from comfy_tpu.serving.estimates import Estimator
 from comfy_tpu.serving.orders import make_request
+from comfy_tpu.serving.planner import Planner
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
+from comfy_tpu.serving.tracing import record_job
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles
@@ -40,7 +45,10 @@ STAGE_PREFIX = "stage_"
 _WARM_UP = "warm-up"
 _SWEEP_SECONDS = 60.0
 _STRAY_SECONDS = 3600.0
-_STAGES = ("loading", "compiling", "encoding", "denoising", "decoding")
+_LEARNED = 50
+"""Jobs of earlier servers whose times are taken over."""
+_RETRY_SECONDS = 10.0
+"""Where no job was measured yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +86,12 @@ class Service:
         models: Mapping[str, ServedModel],
         make_workers: Callable[[Folder], JobWorkers],
         previews: PreviewRate | None = None,
+        *,
+        planner: Planner | None = None,
+        tracer: Any | None = None,
     ) -> None:
-        """`previews`: the one of the workers, which is told who watches."""
+        """`previews`: the one of the workers, which is told who watches. `planner`: knows the workers' devices; None:
+        nobody does. `tracer`: of OpenTelemetry."""
         self.config, self.models = config, models
         self.previews = PreviewRate() if previews is None else previews
         self.folder = Folder(str(config.directory))
@@ -91,25 +103,50 @@ class Service:
         self._progress: dict[str, JobProgress] = {}
         self._is_ready = threading.Event()
         self._is_closed = threading.Event()
-        self.seconds: dict[str, float] = dict.fromkeys((*_STAGES, "total"), 0.0)
-        """Of all finished jobs of this process, by stage."""
-        self.finished = {"done": 0, "failed": 0, "cancelled": 0}
-        self.steps = 0
-        """Denoising steps that were made in this process."""
+        self.activity = Activity()
+        self.estimator = Estimator(planner)
+        self._admission = Admission(planner, self.estimator, config.limits.job_seconds)
+        self._tracer = tracer
+        self.failure = ""
+        """Why no job can be carried out."""
+        self.on_failure: Callable[[], None] = lambda: None
         self._workers = make_workers(self.folder)
         self._scheduler = Scheduler(
-            self.ledger, self.folder, self._workers, on_event=self._on_event, on_outcome=self._on_outcome
+            self.ledger,
+            self.folder,
+            self._workers,
+            first=self._make_warm_up(),
+            on_given=lambda jobs: self.activity.begin(job.id for job in jobs),
+            on_event=self._on_event,
+            on_outcome=self._on_outcome,
         )
         self._sweeper = threading.Thread(target=self._sweep, name="retention", daemon=True)
 
     def start(self) -> None:
         """Makes one step with the first model, and begins with the jobs that wait."""
-        first = next(iter(self.models.values()))
-        suffix = _suffix(first.kind)
-        values = {**self.config.common, "model": first.name, "prompt": "warm-up", "num_inference_steps": 1}
-        self._workers.give([Job(_WARM_UP, Request(values), f"{_WARM_UP}{suffix}", 1)])
+        self._learn_times()
         self._scheduler.start()
         self._sweeper.start()
+
+    def _make_warm_up(self) -> Job:
+        first = next(iter(self.models.values()))
+        values = {**self.config.common, "model": first.name, "prompt": "warm-up", "num_inference_steps": 1}
+        return Job(_WARM_UP, Request(values), f"{_WARM_UP}{_suffix(first.kind)}", 1)
+
+    def _learn_times(self) -> None:
+        """From the last jobs of the servers before."""
+        for record in (*self.ledger.list_jobs(None, "video", limit=_LEARNED), *self._last_images()):
+            if record.state == "done":
+                self._record_time(record)
+
+    def _last_images(self) -> list[Record]:
+        return self.ledger.list_jobs(None, "image", limit=_LEARNED)
+
+    def _record_time(self, record: Record) -> None:
+        model, seconds = self.models.get(record.request.model), record.seconds.get("total")
+        if model is not None and seconds and "stage" not in record.request.values:
+            with contextlib.suppress(InvalidValueError):  # of a server that took other values
+                self.estimator.record(model.name, _settings(record.request, model), seconds)
 
     def close(self) -> None:
         """Running jobs are given back, for the next server."""
@@ -143,9 +180,9 @@ class Service:
         id_ = f"{kind}_{secrets.token_hex(12)}"
         paths = [self.inputs / f"{id_}-{number}" for number in range(len(images))]
         request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, paths)
-        make_settings(model.defaults, choose_settings(request.values, model.card.presets), model.card.limits)
+        seconds = self._admission.admit(model.name, model.card, _settings(request, model))
         said = json.dumps([dict(body), [hashlib.sha256(each).hexdigest() for each in images]], sort_keys=True)
-        order = Order(client, kind, key, hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest())
+        order = Order(client, kind, key, hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest(), seconds)
         for path, content in zip(paths, images, strict=True):
             path.write_bytes(content)
         try:
@@ -156,9 +193,24 @@ class Service:
             raise
         if accepted != id_:
             self.remove_inputs(id_)
+        prompt = {"prompt": request.prompt} if self.config.logs_prompts else {}
+        facts = {"job": accepted, "client": client, "model": model.name, **prompt}
+        logger.info("job %s: accepted", accepted, extra=facts)
         record = self.ledger.find(accepted)
         assert record is not None
         return record
+
+    def wait_seconds(self, record: Record) -> float | None:
+        """Seconds until a job that waits begins, as far as they can be estimated."""
+        usual = self.estimator.usual_seconds() or record.estimate
+        if record.state not in ("submitted", "leased") or usual is None:
+            return None
+        return self.ledger.seconds_ahead(record.id, usual) / self._workers.count
+
+    def retry_seconds(self) -> int:
+        """When a client whom a full queue refused may try again: after a job of usual length."""
+        usual = self.estimator.usual_seconds() or _RETRY_SECONDS
+        return max(1, min(600, round(usual / self._workers.count)))
 
     @staticmethod
     def _check_images(model: ServedModel, images: Sequence[bytes]) -> None:
@@ -195,9 +247,9 @@ class Service:
         return path if path.is_file() else None
 
     def _on_event(self, event: Event) -> None:
+        self.activity.note(event)
         if event.stage == "denoising" and event.done:
             self._is_ready.set()
-            self.steps += 1
         for id_, preview in zip(event.jobs, event.previews or itertools.repeat(b""), strict=False):
             shown = preview or self._progress.get(id_, JobProgress()).preview
             self._progress[id_] = JobProgress(event.stage, event.done, event.total, shown, event.progress)
@@ -206,18 +258,22 @@ class Service:
         if outcome.id == _WARM_UP:
             for output in outcome.outputs:
                 (self.config.directory / output.name).unlink(missing_ok=True)
-            if outcome.error:
+            self.activity.end(outcome, "")
+            if outcome.state == "failed":
                 logger.error("the first step failed: %s", outcome.error)
+                self.failure = outcome.error
+                self.on_failure()
             return
         self._forget(outcome.id)
-        if state in self.finished:
-            self.finished[state] += 1
+        self.activity.end(outcome, state)
+        if self._tracer is not None:
+            record_job(self._tracer, outcome.id, state, outcome.seconds)
         if outcome.id.startswith(STAGE_PREFIX):  # they are large, and nobody needs them again
             record = self.ledger.find(outcome.id)
-            if record is None or record.state in self.finished:
+            if record is None or record.state in self.activity.finished:
                 self.remove_inputs(outcome.id)
-        for stage, seconds in outcome.seconds.items():
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        elif state == "done" and (record := self.ledger.find(outcome.id)) is not None:
+            self._record_time(record)
         if state == "cancelled":  # its client did not wait for the file
             for output in outcome.outputs:
                 (self.config.directory / output.name).unlink(missing_ok=True)
@@ -253,6 +309,10 @@ class Service:
             total += size
             if total > kept.bytes and (found := self.ledger.find(id_)) is not None:
                 self.remove(found)
+
+
+def _settings(request: Request, model: ServedModel) -> GenerationSettings:
+    return make_settings(model.defaults, choose_settings(request.values, model.card.presets), model.card.limits)
 
 
 def _suffix(kind: Kind) -> str:
