@@ -104,6 +104,7 @@ class RayWorkers:
         self._scale_at = 0.0
         self._told: set[str] = set()
         self._chosen: _Worker | None = None
+        self._is_closed = False
         self._cluster = Cluster(config.address, num_cpus=config.workers)
         self._started_at = time.monotonic()
         try:
@@ -150,15 +151,17 @@ class RayWorkers:
         return self._chosen.name
 
     def wait(self, timeout: float) -> list[Outcome | Event]:
-        self._scale()
-        self._receive(0.0 if self._happened else timeout)
-        self._kill_stalled()
+        if not self._is_closed:
+            self._scale()
+            self._receive(0.0 if self._happened else timeout)
+            self._kill_stalled()
         happened, self._happened = self._happened, []
         return happened
 
     def cancel(self) -> None:
         """At once: files appear whole or not at all, and jobs that are not reported are done again."""
         for worker in self._workers:
+            self._happened += [Outcome(each, "returned") for each in worker.job_ids()]
             worker.kill()
         self._workers = []
 
@@ -169,6 +172,7 @@ class RayWorkers:
                 worker.cancel_job(id_)
 
     def close(self) -> None:
+        self._is_closed = True
         with contextlib.suppress(Exception):  # the cluster may be gone
             self.cancel()
         self._cluster.close()

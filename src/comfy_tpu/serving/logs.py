@@ -18,6 +18,8 @@ REQUEST_HEADER = "x-request-id"
 _GIVEN_ID = re.compile(r"^[\w.:-]{1,64}$", re.ASCII)
 _FIELDS = ("client", "job", "state", "method", "path", "status", "seconds", "model", "prompt")
 
+_POLLED = ("/healthz", "/readyz", "/metrics")
+
 logger = logging.getLogger(__name__)
 current_request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="")
 """The id of the request that is being answered."""
@@ -77,7 +79,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, watched)
         finally:
-            level = logging.DEBUG if scope["method"] == "GET" and status < 400 else logging.INFO
+            is_quiet = scope["path"] in _POLLED or (scope["method"] == "GET" and 0 < status < 400)
+            level = logging.DEBUG if is_quiet else logging.INFO
             client = scope.get("state", {}).get("client", "")
             facts = {"method": scope["method"], "path": scope["path"], "status": status, "client": client}
             seconds = round(time.perf_counter() - begun, 4)

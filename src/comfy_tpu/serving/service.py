@@ -259,6 +259,8 @@ class Service:
             for output in outcome.outputs:
                 (self.config.directory / output.name).unlink(missing_ok=True)
             self.activity.end(outcome, "")
+            if outcome.state == "done":
+                self._is_ready.set()  # events of a worker elsewhere come together, and only the last is kept
             if outcome.state == "failed":
                 logger.error("the first step failed: %s", outcome.error)
                 self.failure = outcome.error

@@ -89,20 +89,29 @@ class Replacement:
             host = self._last[1]() if self._last is not None and self._last[0] == (kind, current_run()) else None
             if host is not None:
                 with contextlib.suppress(CodeChangedError), host.checking_meanwhile(lambda: self._check_code(host)):
-                    return self._attempt(host, kind, args, kwargs)
+                    return self._attempt(lambda: host, kind, args, kwargs)
             reason = find_module_problem(self._module)
         self._last = None
         if reason:
             self._fallback.explain(reason)
             return self._own_method(self._module, *args, **kwargs)
-        return self._attempt(self._find_host(), kind, args, kwargs)
+        return self._attempt(self._find_host, kind, args, kwargs)
 
-    def _attempt(self, host: Host, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        traced, result = self._fallback.attempt(kind, lambda: self._run_on_devices(host, *args, **kwargs))
+    def _attempt(
+        self, find_host: Callable[[], Host], kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`find_host` may fail, as tracing may."""
+
+        def run() -> Any:
+            host = find_host()
+            result = self._run_on_devices(host, *args, **kwargs)
+            self._last = (kind, current_run()), weakref.ref(host)
+            return result
+
+        traced, result = self._fallback.attempt(kind, run)
         if not traced:
             return self._own_method(self._module, *args, **kwargs)
         self._fallback.clear()
-        self._last = (kind, current_run()), weakref.ref(host)
         return _move(result, _find_device(args, kwargs))
 
     def _check_code(self, host: Host) -> None:
