@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,15 @@ class Executor:
 
 
 @contextlib.contextmanager
-def running(directory: Path, model: str = "demo", **options: Any) -> Iterator[tuple[TestClient, Service, Executor]]:
+def running(
+    directory: Path,
+    model: str = "demo",
+    *,
+    planner: Any = None,
+    tracer: Any = None,
+    on_failure: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Iterator[tuple[TestClient, Service, Executor]]:
     executors: list[Executor] = []
     previews = PreviewRate()
 
@@ -71,10 +79,12 @@ def running(directory: Path, model: str = "demo", **options: Any) -> Iterator[tu
         return WorkerThread("stand-in", 1, make, previews)
 
     config = ServeConfig((model,), directory, **options)
-    service = Service(config, {model: open_served_model(model)}, make_workers, previews)
+    models = {model: open_served_model(model)}
+    service = Service(config, models, make_workers, previews, planner=planner, tracer=tracer)
+    service.on_failure = on_failure
     service.start()
     try:
-        with TestClient(make_app(service), base_url="http://127.0.0.1:8000") as client:
+        with TestClient(make_app(service, tracer), base_url="http://127.0.0.1:8000") as client:
             yield client, service, executors[0]
     finally:
         service.close()

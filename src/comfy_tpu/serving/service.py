@@ -258,7 +258,7 @@ class Service:
         if outcome.id == _WARM_UP:
             for output in outcome.outputs:
                 (self.config.directory / output.name).unlink(missing_ok=True)
-            self.activity.end(outcome, "")
+            self.activity.end(dataclasses.replace(outcome, seconds={}), "")
             if outcome.state == "done":
                 self._is_ready.set()  # events of a worker elsewhere come together, and only the last is kept
             if outcome.state == "failed":

@@ -1,0 +1,135 @@
+"""What is refused because it does not fit or would take too long, and how long accepted jobs take and wait."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.parallel.chips import parse_slice
+from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.serving.admission import Admission, TooLargeError
+from comfy_tpu.serving.config import Limits
+from comfy_tpu.serving.estimates import Estimator
+from comfy_tpu.serving.planner import DevicePlanner, SlicePlanner, StepCost
+from tests.serving.stand_in import running
+from tests.serving.test_api import create, wait_for
+
+WAN = ModelFiles.open("demo").family.card
+SETTINGS = GenerationSettings(width=1280, height=720, num_frames=81, num_inference_steps=50)
+
+
+class ByPixels:
+    """A device with room for so many pixels, which takes a second for a million."""
+
+    def __init__(self, room: int = 10**12, *, knows_seconds: bool = False) -> None:
+        self._room, self._knows_seconds = room, knows_seconds
+
+    def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
+        pixels = settings.width * settings.height * settings.num_frames * settings.num_videos
+        seconds = pixels / 1e6 if self._knows_seconds else None
+        return StepCost(float(pixels), needed_bytes=pixels, available_bytes=self._room, seconds=seconds)
+
+
+def admit(planner: Any, settings: GenerationSettings = SETTINGS, job_seconds: float | None = None) -> float | None:
+    return Admission(planner, Estimator(planner), job_seconds).admit("wan", WAN, settings)
+
+
+@pytest.mark.parametrize(
+    ("room", "change", "advice"),
+    [
+        (1280 * 720 * 41, {}, "1280x720 with 41 frames would fit"),
+        (1280 * 720 * 81, {"num_videos": 2}, "1280x720 with 81 frames would fit"),
+        (900 * 500 * 5, {}, r"\d+x480 with 5 frames would fit"),
+        (1, {}, "choose a smaller size or fewer frames"),
+    ],
+)
+def test_what_does_not_fit(room: int, change: dict[str, int], advice: str) -> None:
+    with pytest.raises(TooLargeError, match=advice) as refused:
+        admit(ByPixels(room), dataclasses.replace(SETTINGS, **change))
+    assert refused.value.field == "size"
+    assert "GB on each device" in str(refused.value)
+
+
+def test_what_would_take_too_long() -> None:
+    planner = ByPixels(knows_seconds=True)
+    taken = admit(planner)
+    assert taken == pytest.approx(50 * 1280 * 720 * 81 / 1e6)
+    with pytest.raises(
+        TooLargeError, match="50 steps of 1280x720 with 81 frames .* 1000 s are the most here; 13 steps"
+    ):
+        admit(planner, job_seconds=1000)
+    assert admit(planner, job_seconds=10_000) == taken
+
+
+def test_nothing_is_known() -> None:
+    assert admit(None, job_seconds=1) is None
+    assert admit(ByPixels(), job_seconds=1) is None
+
+
+def test_times_are_those_of_the_same_shape_or_in_proportion_to_the_work() -> None:
+    estimator = Estimator(ByPixels())
+    estimator.record("wan", SETTINGS, 100.0)
+    assert estimator.predict("wan", dataclasses.replace(SETTINGS, seed=9, negative_prompt="dull")) == 100.0
+    assert estimator.predict("wan", dataclasses.replace(SETTINGS, num_inference_steps=25)) == pytest.approx(50.0)
+    assert estimator.predict("wan", dataclasses.replace(SETTINGS, num_frames=41)) == pytest.approx(100.0 * 41 / 81)
+    assert estimator.predict("flux", SETTINGS) is None
+    estimator.record("wan", SETTINGS, 200.0)
+    assert estimator.predict("wan", SETTINGS) == pytest.approx(130.0)
+
+
+def test_a_planner_of_slices_counts_the_model() -> None:
+    files = ModelFiles.open("demo")
+    small, large = (
+        SlicePlanner(parse_slice("v6e-1"), lambda name: files).cost("demo", dataclasses.replace(files.defaults, **size))
+        for size in ({}, {"num_frames": 2 * files.defaults.num_frames - 1})
+    )
+    assert small is not None
+    assert large is not None
+    assert 1.5 < large.flops / small.flops < 4
+    assert small.seconds is not None
+    assert 0 < small.needed_bytes < small.available_bytes
+
+
+def test_a_planner_of_this_machine() -> None:
+    """A CPU's memory is not counted, and `plan` does not know its speed."""
+    cost = DevicePlanner({"platform": "cpu"}).cost("demo", ModelFiles.open("demo").defaults)
+    assert cost is not None
+    assert cost.flops > 0
+    assert (cost.needed_bytes, cost.seconds) == (0, None)
+
+
+def test_a_refusal_and_estimates_in_answers(tmp_path: Path) -> None:
+    limits = Limits(job_seconds=2.5)
+    with running(tmp_path, planner=ByPixels(64 * 64 * 20), limits=limits) as (client, _, executor):
+        answer = client.post("/v1/videos", json={"prompt": "a cat", "num_frames": 81})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "does_not_fit")
+        assert "would fit" in answer.json()["error"]["message"]
+        first = create(client)
+        assert (first["estimated_seconds"], first["estimated_wait_seconds"]) == (None, None)
+        wait_for(client, first["id"], "completed")  # says that it took a second
+        running_job = create(client, "wait")
+        wait_for(client, running_job["id"], "in_progress")
+        waiting = [create(client) for _ in range(3)]
+        assert waiting[-1]["estimated_seconds"] == 1.0
+        assert 1.5 <= waiting[-1]["estimated_wait_seconds"] <= 3.0
+        long = client.post("/v1/videos", json={"prompt": "a cat", "steps": 200})
+        assert "would take about 10 s, and 2 s are the most here; 50 steps" in long.json()["error"]["message"]
+        executor.may_go_on.set()
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
+    with running(tmp_path, limits=Limits(queued_jobs=1)) as (client, service, executor):
+        service.estimator.record("demo", service.models["demo"].defaults, 42.0)
+        answers = [client.post("/v1/videos", json={"prompt": "wait"}) for _ in range(5)]
+        assert answers[-1].status_code == 429
+        assert answers[-1].headers["retry-after"] == "42"
+        executor.may_go_on.set()
+
+
+def test_times_outlive_the_server(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        wait_for(client, create(client)["id"], "completed")
+    with running(tmp_path) as (client, _, _):
+        assert create(client)["estimated_seconds"] == 1.0
