@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,15 @@ def test_inputs_of_no_job_are_removed_when_they_are_old(tmp_path: Path) -> None:
         os.utime(old, (0, 0))
         service.enforce_retention()
         assert list((tmp_path / "inputs").iterdir()) == [new]
+
+
+def test_a_model_that_begins_with_an_image_is_warmed_up_with_one(tmp_path: Path) -> None:
+    with running(tmp_path, "demo-image") as (_, _, executor):
+        deadline = time.monotonic() + 10
+        while not executor.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (path,) = executor.requests[0].values["image"]
+        assert Path(path).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_clients_see_their_own_stages_only(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ModelCard
@@ -97,9 +99,19 @@ class Service:
         first = next(iter(self.models.values()))
         suffix = _suffix(first.kind)
         values = {**self.config.common, "model": first.name, "prompt": "warm-up", "num_inference_steps": 1}
+        values |= self._warm_up_images(first)
         self._workers.give([Job(_WARM_UP, Request(values), f"{_WARM_UP}{suffix}", 1)])
         self._scheduler.start()
         self._sweeper.start()
+
+    def _warm_up_images(self, model: ServedModel) -> dict[str, Any]:
+        """Gray images, for a model that makes no step without."""
+        takes = model.card.image
+        if takes is None or not takes.required:
+            return {}
+        path = self.inputs / f"{_WARM_UP}.png"
+        Image.new("RGB", (model.defaults.width, model.defaults.height), "gray").save(path)
+        return {"image": [str(path)] * (2 if takes.last_image == "required" else 1)}
 
     def close(self) -> None:
         """Running jobs are given back, for the next server."""
