@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.outcome import Outcome, outcome_of_error
 from comfy_tpu.jobs.preview_rate import PreviewRate
+from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.worker_thread import WorkerThread
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.api import make_app
@@ -25,10 +26,12 @@ class Executor:
         self.current_jobs: tuple[str, ...] = ()
         self.may_go_on = threading.Event()
         self.previews_made = 0
+        self.requests: list[Request] = []
 
     def run(self, jobs: Any) -> None:
         for job in jobs:
             self.current_jobs = (job.id,)
+            self.requests.append(job.request)
             try:
                 self._on_outcome(self._carry_out(job))
             except Exception as error:  # noqa: BLE001 - as in the real one

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,6 @@ def test_what_a_server_says_of_its_models(tmp_path: Path) -> None:
         assert model["defaults"] == dataclasses.asdict(demo().defaults)
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return (Path.touch, (Path("/tmp/remote-pickle-was-run"),))
-
-
 def safetensors(header: Any, data: bytes = b"") -> bytes:
     content = json.dumps(header).encode()
     return struct.pack("<Q", len(content)) + content + data
@@ -92,7 +88,7 @@ def safetensors(header: Any, data: bytes = b"") -> bytes:
     [
         (b"", "not safetensors"),
         (b"garbage", "not safetensors"),
-        (pickle.dumps(Evil()), "not safetensors"),
+        (pickle.dumps({"latents": [1.0]}), "not safetensors"),
         (struct.pack("<Q", 2**60) + b"{}", "not safetensors"),
         (struct.pack("<Q", 2) + b"[]", "metadata"),
         (struct.pack("<Q", 4) + b"nope", "not JSON"),
@@ -179,6 +175,18 @@ def test_stages_and_their_tensors(stage: str, tensors: dict[str, torch.Tensor], 
         assert answer.status_code == status, answer.text
 
 
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [({}, "neither a prompt nor an image"), ({"image.0": torch.zeros(99, 99, 3, dtype=torch.uint8)}, "9000 pixels")],
+)
+def test_encoding_nothing_or_too_much(tensors: dict[str, torch.Tensor], reason: str, tmp_path: Path) -> None:
+    described = metadata()
+    del described["prompt"]
+    with running(tmp_path, limits=Limits(image_pixels=9000)) as (client, _, _):
+        answer = client.post("/v1/stages/encode", content=pack(tensors, described))
+        assert (answer.status_code, reason in answer.text) == (400, True), answer.text
+
+
 def test_large_bodies_have_a_limit_of_their_own(tmp_path: Path) -> None:
     with running(tmp_path, limits=Limits(body_bytes=1000)) as (client, _, _):
         assert denoise(client).status_code == 200
@@ -197,6 +205,15 @@ def test_inputs_of_no_job_are_removed_when_they_are_old(tmp_path: Path) -> None:
         os.utime(old, (0, 0))
         service.enforce_retention()
         assert list((tmp_path / "inputs").iterdir()) == [new]
+
+
+def test_a_model_that_begins_with_an_image_is_warmed_up_with_one(tmp_path: Path) -> None:
+    with running(tmp_path, "demo-image") as (_, _, executor):
+        deadline = time.monotonic() + 10
+        while not executor.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (path,) = executor.requests[0].values["image"]
+        assert Path(path).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_clients_see_their_own_stages_only(tmp_path: Path) -> None:

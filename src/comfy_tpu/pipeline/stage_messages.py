@@ -103,7 +103,7 @@ def check_header(content: bytes) -> dict[str, str]:
     """The metadata of safetensors that begin with `content`; raises InvalidValueError for anything else."""
     length = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else 0
     if not 2 <= length <= _HEADER_BYTES_MAX or len(content) < 8 + length:
-        raise InvalidValueError("the body is not safetensors, and nothing else is read; send what `pack` makes")
+        raise InvalidValueError("the body is not safetensors, and nothing else is read")
     try:
         header = parse_json(content[8 : 8 + length])
     except ValueError as error:

@@ -20,7 +20,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ModelCard
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import Job, NewJob
+from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
@@ -35,6 +35,7 @@ from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.planner import Planner
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
 from comfy_tpu.serving.tracing import record_job
+from comfy_tpu.serving.warm_up import WARM_UP, make_warm_up
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STAGE_PREFIX = "stage_"
-_WARM_UP = "warm-up"
 _SWEEP_SECONDS = 60.0
 _STRAY_SECONDS = 3600.0
 _LEARNED = 50
@@ -111,11 +111,12 @@ class Service:
         """Why no job can be carried out."""
         self.on_failure: Callable[[], None] = lambda: None
         self._workers = make_workers(self.folder)
+        first = next(iter(models.values()))
         self._scheduler = Scheduler(
             self.ledger,
             self.folder,
             self._workers,
-            first=self._make_warm_up(),
+            first=make_warm_up(first.name, first.card, first.defaults, config.common, self.inputs),
             on_given=lambda jobs: self.activity.begin(job.id for job in jobs),
             on_event=self._on_event,
             on_outcome=self._on_outcome,
@@ -128,19 +129,12 @@ class Service:
         self._scheduler.start()
         self._sweeper.start()
 
-    def _make_warm_up(self) -> Job:
-        first = next(iter(self.models.values()))
-        values = {**self.config.common, "model": first.name, "prompt": "warm-up", "num_inference_steps": 1}
-        return Job(_WARM_UP, Request(values), f"{_WARM_UP}{_suffix(first.kind)}", 1)
-
     def _learn_times(self) -> None:
         """From the last jobs of the servers before."""
-        for record in (*self.ledger.list_jobs(None, "video", limit=_LEARNED), *self._last_images()):
+        kinds: tuple[Kind, ...] = ("video", "image")
+        for record in itertools.chain(*(self.ledger.list_jobs(None, kind, limit=_LEARNED) for kind in kinds)):
             if record.state == "done":
                 self._record_time(record)
-
-    def _last_images(self) -> list[Record]:
-        return self.ledger.list_jobs(None, "image", limit=_LEARNED)
 
     def _record_time(self, record: Record) -> None:
         model, seconds = self.models.get(record.request.model), record.seconds.get("total")
@@ -255,7 +249,7 @@ class Service:
             self._progress[id_] = JobProgress(event.stage, event.done, event.total, shown, event.progress)
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
-        if outcome.id == _WARM_UP:
+        if outcome.id == WARM_UP:
             for output in outcome.outputs:
                 (self.config.directory / output.name).unlink(missing_ok=True)
             self.activity.end(dataclasses.replace(outcome, seconds={}), "")

@@ -25,6 +25,7 @@ from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.served_ledger import Order, Record
 from comfy_tpu.serving.answers import STATUS, NotFoundError, describe_error
+from comfy_tpu.serving.config import Limits
 from comfy_tpu.serving.orders import find_lora
 from comfy_tpu.serving.service import STAGE_PREFIX, ServedModel, Service
 
@@ -157,7 +158,7 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
     if not message.metadata.get("model"):
         raise InvalidValueError("model is missing; name one", field="model")
     model = service.find_model(message.metadata["model"])
-    _check_message(stage, message, model)
+    _check_message(stage, message, model, service.config.limits)
     values: dict[str, Any] = {
         **service.config.common,
         "model": model.name,
@@ -173,7 +174,7 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
     return service.ledger.accept(job, order, queue_limit=service.config.limits.queued_jobs)
 
 
-def _check_message(stage: str, message: StageMessage, model: ServedModel) -> None:
+def _check_message(stage: str, message: StageMessage, model: ServedModel, limits: Limits) -> None:
     """Whatever can be known without weights: a job that cannot succeed is refused at once."""
     from comfy_tpu.jobs.stages import read_images, read_strength
     from comfy_tpu.pipeline.checks import check_embeddings, check_latents
@@ -199,9 +200,15 @@ def _check_message(stage: str, message: StageMessage, model: ServedModel) -> Non
         check_init_image(tensors["init_image"], settings, read_strength(message))
     elif stage == "encode":
         images = read_images(message)
+        if not images and "prompt" not in message.metadata:
+            raise InvalidValueError("there is neither a prompt nor an image to encode; give one", field="prompt")
+        if any(image.width * image.height > limits.image_pixels for image in images):
+            raise InvalidValueError(
+                f"an image has more than {limits.image_pixels} pixels; send a smaller one", field="image"
+            )
         if "prompt" in message.metadata:
             check_prompt(message.metadata["prompt"])
-        if images or "prompt" not in message.metadata:
+        if images:
             check_images(model.name, model.card.image, len(images), settings)
     elif stage == "denoise":
         latents = tensors.pop("latents", None)

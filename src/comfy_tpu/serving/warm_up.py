@@ -1,0 +1,29 @@
+"""The first job of a server: a step with its first model, which shows that jobs can be carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import ModelCard
+from comfy_tpu.jobs.ledger import Job
+from comfy_tpu.jobs.request import Request
+
+WARM_UP = "warm-up"
+
+
+def make_warm_up(
+    name: str, card: ModelCard, defaults: GenerationSettings, common: Mapping[str, Any], inputs: Path
+) -> Job:
+    """`inputs`: where an image for it is put, if the model makes no step without."""
+    values = {**common, "model": name, "prompt": WARM_UP, "num_inference_steps": 1}
+    takes = card.image
+    if takes is not None and takes.required:
+        path = inputs / f"{WARM_UP}.png"
+        Image.new("RGB", (defaults.width, defaults.height), "gray").save(path)
+        values["image"] = [str(path)] * (2 if takes.last_image == "required" else 1)
+    return Job(WARM_UP, Request(values), f"{WARM_UP}{'.png' if card.makes_images else '.mp4'}", 1)
