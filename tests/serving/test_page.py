@@ -2,8 +2,8 @@
 
 import contextlib
 import io
+import os
 import re
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.comfyui.browser.frontend import NoBrowserError, chromium
 from tests.families import small_flux
-from tests.serving.test_server import Server
+from tests.serving.real_server import RealServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -29,13 +29,8 @@ BLACK = "a blue square moving right on a black background"
 @contextlib.contextmanager
 def serving(directory: Path, models: Sequence[str] = ("demo", "demo-image"), **environment: str) -> Iterator[str]:
     """The address of a server that has made its first step."""
-    server = Server(directory, models, **environment)
-    server.start()
-    try:
-        server.wait_until_ready()
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        server.end(signal.SIGTERM)
+    with RealServer(directory, models=models, environment={**os.environ, **environment}) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

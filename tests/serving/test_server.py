@@ -1,18 +1,18 @@
-"""A real server with the demo model, and OpenAI's own client, unmodified."""
+"""A real server with real models, and OpenAI's own client, unmodified."""
 
-import os
+import base64
+import io
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+
+from tests.families import small_flux2
+from tests.serving.real_server import RealServer
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,56 +20,20 @@ pytestmark = [
 ]
 
 
-class Server:
-    def __init__(self, directory: Path, models: Sequence[str] = ("demo",), **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self._directory, self._models = directory, models
-        self._environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-        self.process: subprocess.Popen[bytes] | None = None
+def connect(server: RealServer) -> Any:
+    from openai import OpenAI
 
-    def start(self) -> None:
-        command = [sys.executable, "-m", "comfy_tpu.cli", "serve", *self._models, "-d", str(self._directory)]
-        self.process = subprocess.Popen([*command, "--port", str(self.port)], env=self._environment)
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            assert self.process is not None
-            assert self.process.poll() is None
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
-                    return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.2)
-        raise AssertionError("the server did not get ready")
-
-    def end(self, with_signal: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(with_signal)
-        self.process.wait(60)
-
-    def client(self) -> Any:
-        from openai import OpenAI
-
-        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "served")
-    server.start()
-    try:
-        server.wait_until_ready()
+def server(tmp_path: Path) -> Iterator[RealServer]:
+    with RealServer(tmp_path / "served") as server:
         yield server
-    finally:
-        if server.process is not None and server.process.poll() is None:
-            server.end(signal.SIGKILL)
 
 
-def test_openai_client(server: Server) -> None:
-    client = server.client()
+def test_videos(server: RealServer) -> None:
+    client = connect(server)
     assert [model.id for model in client.models.list()] == ["demo"]
     chosen = {"seed": 7, "num_inference_steps": 4}
     made = client.videos.create(model="demo", prompt="a red circle moving left", size="64x64", extra_body=chosen)
@@ -85,9 +49,36 @@ def test_openai_client(server: Server) -> None:
     assert server.process.returncode is not None
 
 
-def test_jobs_survive_a_kill(server: Server, tmp_path: Path) -> None:
+def test_images(tmp_path: Path) -> None:
+    model = str(small_flux2.directory("klein"))
+    with RealServer(tmp_path / "served", models=[model]) as server:
+        client = connect(server)
+        chosen = {"seed": 7, "num_inference_steps": 2}
+        made = client.images.generate(model=model, prompt="a red circle", size="64x64", n=2, extra_body=chosen)
+        images = [_read(each) for each in made.data]
+        assert [image.size for image in images] == [(64, 64)] * 2
+        assert images[0].tobytes() != images[1].tobytes()
+        edited = client.images.edit(
+            model=model, image=_png(images[0]), prompt="a blue circle", size="64x64", extra_body=chosen
+        )
+        (image,) = map(_read, edited.data)
+        assert image.size == (64, 64)
+        assert image.tobytes() not in {each.tobytes() for each in images}
+
+
+def _read(given: Any) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(given.b64_json))).convert("RGB")
+
+
+def _png(image: Image.Image) -> tuple[str, bytes]:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return "image.png", content.getvalue()
+
+
+def test_jobs_survive_a_kill(server: RealServer, tmp_path: Path) -> None:
     """Killed with one job at work and others waiting: every one is done, once, after the next start."""
-    client = server.client()
+    client = connect(server)
     chosen = {"num_inference_steps": 20}
     made = [
         client.videos.create(model="demo", prompt="a red circle", extra_body={**chosen, "seed": seed})
