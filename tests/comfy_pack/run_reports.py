@@ -94,9 +94,9 @@ def run_native(run, hosting, error):
     shown = []
     run.send_node_text = lambda node, lines: shown.append("\n".join(map(join_line, lines)))
     host = hosting.Host.__new__(hosting.Host)
-    host._run = host._report = None
+    host._run = host._report = host._check = None
 
-    def compile_and_fail(*given):
+    def compile_and_fail(*given, meanwhile):
         host._report_progress(Progress("compiling", "t5", 0, 1, size="512 tokens", compiles=True))
         raise error
 

@@ -130,6 +130,8 @@ def load_weights(
     arrays: dict[str, jax.Array] = {}
     host_stacks = {slot.name: _HostStack(slot) for slot in slots if _is_stacked_on_host(slot, checkpoint, change)}
     try:
+        if on_progress:
+            on_progress(0, total)  # the first tensor may be a table of 2 GB
         with quiet():
             for slot, position in writes:
                 if stack := host_stacks.get(slot.name):
