@@ -12,6 +12,8 @@ class Limits:
     """What a client may ask for at most."""
 
     body_bytes: int = 32 * 2**20
+    body_seconds: float = 60.0
+    """A body that has not arrived by then is not waited for."""
     stage_bytes: int = 512 * 2**20
     """Of the embeddings or latents of a stage. Those of Wan 2.1 at 1280×720×81 have 16 MB and 19 MB, and with an image
     60 MB."""

@@ -20,7 +20,8 @@ IGNORED = frozenset(
 )
 """Fields of OpenAI's API that mean nothing here, and do no harm."""
 _SETTINGS = {field.name: field.type for field in dataclasses.fields(GenerationSettings)}
-_SAME = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames"}
+SAME_FIELDS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames"}
+"""Other names of settings."""
 _TEXTS = frozenset(("negative_prompt", "scheduler"))
 _SIZE = re.compile(r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$")
 _LORA_NAME = re.compile(r"^[\w][\w .+-]*$")
@@ -33,7 +34,7 @@ def make_request(
     numbers as text where it came as a form."""
     values: dict[str, Any] = {**config.common, "model": str(body["model"]), "prompt": _prompt(body, config)}
     for name, given in body.items():
-        field = _SAME.get(name, name)
+        field = SAME_FIELDS.get(name, name)
         if given is None or given == "" or name in IGNORED or name in _HANDLED:
             continue
         if field not in _SETTINGS:
