@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client over asyncio: on two cores, a larger one would take the time of the server that it measures."""
+"""A small HTTP/1.1 client over asyncio: a larger one would take the cores of the server that it measures."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.serve.load --clients 200 --minutes 10 --json benchmarks/serve/load-two-cores.json
 
-Starts `comfy-tpu serve demo`. Each client orders a video of the demo model, small and of few steps, polls it (or follows
-its events), lists, reads models and metrics now and then, downloads the file, and orders the next. Some cancel, some
-delete, some send an order twice with one idempotency key. A full queue (429) is waited out. At the end, what the clients
-were answered is compared with the ledger and with the files. Latencies are those that clients see; clients and server
-share the machine.
+Starts `comfy-tpu serve demo`. Each client orders a video of the demo model, small and of few steps, polls it or follows
+its events, lists, reads models and metrics now and then, downloads the file, and orders the next. Some cancel, some
+delete, some send an order twice with one idempotency key. A full queue (429) is waited out. At the end, what the
+clients were answered is compared with the ledger and with the files. Latencies are those that clients see; clients and
+server share the machine.
 """
 
 from __future__ import annotations

@@ -171,14 +171,10 @@ def _open_service(
 
 def _serve(service: Service, listening: socket.socket, tracer: Any | None) -> None:
     """Until a signal, or until it turns out that no job can be carried out."""
-    import uvicorn
-
     from comfy_tpu.serving.api import make_app
+    from comfy_tpu.serving.connections import make_server
 
-    app = make_app(service, tracer)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=10, limit_concurrency=2000)
-    )
+    server = make_server(make_app(service, tracer))
 
     def stop() -> None:
         server.should_exit = True

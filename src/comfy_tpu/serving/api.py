@@ -247,7 +247,7 @@ async def _accept(service: Service, request: Request, kind: Kind) -> Record:
     body, images = await read_body(request, service.config.limits)
     if kind == "image" and body.get("n") not in (None, ""):
         body = {**body, "num_videos": body["n"]}
-    key = request.headers.get("idempotency-key")
+    key = request.headers.get("idempotency-key") or None
     if key is not None and len(key) > 255:
         raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
     async with request.app.state.ordering:

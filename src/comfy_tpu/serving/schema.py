@@ -24,7 +24,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "lora": {"type": ["string", "array"], "items": {"type": "string"}, "description": "NAME or NAME:STRENGTH."},
     **_SETTINGS,
     **{name: _SETTINGS[field] for name, field in SAME_FIELDS.items()},
-    **dict.fromkeys(sorted(IGNORED), {"description": "Of OpenAI's API; ignored."}),
+    **{name: {"description": "Of OpenAI's API; ignored."} for name in sorted(IGNORED)},
 }
 _IMAGE_FIELDS = {"n": _SETTINGS["num_videos"], "response_format": {"type": "string"}}
 _FILES = {
@@ -154,7 +154,7 @@ def file(*media_types: str) -> dict[int | str, dict[str, Any]]:
 
 def events() -> dict[int | str, dict[str, Any]]:
     """`responses` of a route that answers with server-sent events."""
-    event = {"type": "object", "required": ["data"], "properties": dict.fromkeys(("event", "data"), {"type": "string"})}
+    event = {"type": "object", "required": ["data"], "properties": {"event": _TYPES[str], "data": _TYPES[str]}}
     return {"200": {"description": "Each has a job in JSON", **_content("text/event-stream", event)}}
 
 

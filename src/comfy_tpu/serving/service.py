@@ -162,7 +162,7 @@ class Service:
     def find_model(self, name: Any) -> ServedModel:
         if name is None or name == "":
             return next(iter(self.models.values()))
-        if name not in self.models:
+        if not isinstance(name, str) or name not in self.models:
             raise InvalidValueError(
                 f"model={str(name)[:80]!r} is not served here; choose from {', '.join(self.models)}", field="model"
             )

@@ -26,7 +26,7 @@ from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.served_ledger import Order, Record
 from comfy_tpu.serving import schema
 from comfy_tpu.serving.answers import STATUS, NotFoundError, describe_error
-from comfy_tpu.serving.orders import find_lora
+from comfy_tpu.serving.orders import LORAS_MAX, find_lora
 from comfy_tpu.serving.service import STAGE_PREFIX, ServedModel, Service
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PATH}/{{stage}}", openapi_extra=schema.stage_body(), responses=schema.answer(schema.STAGE))
     async def create(stage: str, request: Request) -> dict[str, Any]:
-        id_, key = f"{STAGE_PREFIX}{secrets.token_hex(12)}", request.headers.get("idempotency-key")
+        id_, key = f"{STAGE_PREFIX}{secrets.token_hex(12)}", request.headers.get("idempotency-key") or None
         if key is not None and len(key) > 255:
             raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
         path = service.inputs / f"{id_}-input"
@@ -222,7 +222,7 @@ def _check_message(stage: str, message: StageMessage, model: ServedModel) -> Non
 def _read_loras(message: StageMessage, service: Service) -> list[str]:
     """The LoRAs by name, as a request has them. Raises InvalidValueError where a file here is another one."""
     given = message.json("lora") or []
-    if not isinstance(given, list) or len(given) > 16 or not all(isinstance(each, dict) for each in given):
+    if not isinstance(given, list) or len(given) > LORAS_MAX or not all(isinstance(each, dict) for each in given):
         raise InvalidValueError("lora is no list of objects with name, strength, noise and sha256", field="lora")
     loras = []
     for each in given:
