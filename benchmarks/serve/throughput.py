@@ -5,7 +5,7 @@
 Two comparisons with the demo model. Images (videos of one frame) of one shape from 8 clients, and from one client that
 orders the next when it has the one before: requests that wait together share steps. And videos that all wait at once,
 in a server and in `comfy-tpu batch`. Everything is warm: the first group of a batch is not counted, and a server has
-made the same jobs before. `--rounds` alternates the two sides, and medians are compared.
+made such jobs before. `--rounds`: each with servers of its own; medians are compared.
 """
 
 from __future__ import annotations
@@ -95,13 +95,11 @@ def _steady_rate(ends: list[float]) -> float:
 
 def measure(count: int, rounds: int, root: Path) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"eight clients": [], "one by one": [], "server": [], "batch": []}
-    with serving(root / "images", root / "images.log") as (port, _):
-        asyncio.run(run_clients(port, IMAGE, clients=8, count=24))  # compiles every number of rows
-        asyncio.run(run_clients(port, IMAGE, clients=1, count=4))
-        for _ in range(rounds):
-            rates["one by one"].append(asyncio.run(run_clients(port, IMAGE, clients=1, count=count)))
-            rates["eight clients"].append(asyncio.run(run_clients(port, IMAGE, clients=8, count=count)))
     for number in range(rounds):
+        with serving(root / f"images-{number}", root / "images.log") as (port, _):
+            for name, clients in (("one by one", 1), ("eight clients", 8)):
+                asyncio.run(run_clients(port, IMAGE, clients=clients, count=4 * clients))  # compiles, where it must
+                rates[name].append(asyncio.run(run_clients(port, IMAGE, clients=clients, count=count)))
         with serving(root / f"videos-{number}", root / "videos.log") as (port, _):
             asyncio.run(run_queue(port, VIDEO, count=16, first=0))
             rates["server"].append(asyncio.run(run_queue(port, VIDEO, count=count, first=16)))

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.families import small_flux
 from tests.serving.stand_in import running
 
 schemathesis = pytest.importorskip("schemathesis")
-from schemathesis import GenerationMode  # noqa: E402 - after the check above
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402 - after the check above, which brings it
+from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
 

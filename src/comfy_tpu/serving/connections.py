@@ -37,7 +37,7 @@ def make_server(app: ASGIApp, *, header_seconds: float = HEADER_SECONDS) -> uvic
 def _make_protocol(header_seconds: float) -> type[asyncio.Protocol]:
     base: Any = AutoHTTPProtocol
 
-    class TimedProtocol(base):  # type: ignore[misc]
+    class TimedProtocol(base):
         """Ends a connection that has begun a request, or none at all, and does not go on with it."""
 
         _timer: asyncio.TimerHandle | None = None
