@@ -10,7 +10,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all test-versions test-ray native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
+.PHONY: demo bench performance test test-all test-versions test-ray test-serve native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -53,6 +53,12 @@ test-comfyui: .venv/.installed-dev
 test-ray: .venv/.installed-dev
 	@$(INSTALL) -e '.[ray]' s3fs 'moto[s3,server]'
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/jobs tests/hosts -rs
+
+# The server with all its tests, the slow ones too: 50 kills, 5,000 requests made from its schema, real servers. About a
+# quarter of an hour.
+test-serve: .venv/.installed-dev
+	@$(INSTALL) -e '.[ray]' schemathesis opentelemetry-sdk
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/serving tests/jobs/test_served_ledger.py -rs
 
 # A core of the tests on Python 3.11, 3.12 and 3.13, each with the oldest and the newest versions that pyproject.toml allows.
 # Hours and gigabytes; the result is in the README's table and known to the doctor.

@@ -62,8 +62,8 @@ class Executor:
         self._on_progress = on_progress
         self._pipeline: VideoPipeline | None = None
         self._model_key = ""
-        self._rows_used: dict[str, int] = {}
-        """Rows of the steps that were compiled, by shape."""
+        self._rows_compiled: dict[str, set[int]] = {}
+        """Numbers of rows that steps were compiled for, by shape."""
         self._texts: dict[tuple[str, str, str], PromptEmbeddings] = {}
         """The last encoded prompts, by shape, prompt and negative prompt: lines often differ in the seed only."""
         self._warm_shape: str | None = None
@@ -130,7 +130,7 @@ class Executor:
                 return
             group, waiting = waiting[:count], waiting[count:]
             shape_key = group[0].request.shape_key
-            if is_small and shape_key == self._warm_shape and count <= self._rows_used[shape_key]:
+            if is_small and shape_key == self._warm_shape and count <= max(self._rows_compiled[shape_key]):
                 self._lanes.run_beside(functools.partial(self._run_in_lane, pipeline, group))
             else:
                 self._lanes.run_alone(functools.partial(self._run_group, pipeline, group))
@@ -290,8 +290,10 @@ class Executor:
         seconds: dict[str, float],
     ) -> None:
         shape_key = rows[0].job.request.shape_key
-        # Copies of the last row make up the number that a program was compiled for: cheaper than another program.
-        count = max(len(rows), self._rows_used.get(shape_key, 0))
+        # Copies of the last row make up a number that a program was compiled for: cheaper than another program. The
+        # smallest one: a server's single requests are not to cost what eight did before them.
+        compiled = self._rows_compiled.setdefault(shape_key, set())
+        count = min((each for each in compiled if each >= len(rows)), default=len(rows))
         padded = [*rows, *[rows[-1]] * (count - len(rows))]
         settings, seeds = rows[0].settings, tuple[int, ...]()
         if count > 1:
@@ -301,7 +303,7 @@ class Executor:
         begun = time.monotonic()
         embeddings = merge_embeddings([row.embeddings for row in padded])
         latents = pipeline.denoise(embeddings, settings, init_image, seeds=seeds)
-        self._rows_used[shape_key] = count
+        compiled.add(count)
         seconds["denoising"] = time.monotonic() - begun
         frames = self._learn_colours(pipeline, latents, pipeline.decode(latents, settings))
         writer.write(rows, frames, started=started, seconds=seconds)

@@ -345,8 +345,8 @@ class Ledger:
                 f"UPDATE jobs SET losses = losses + 1 WHERE state = 'running' AND {where}", chosen
             )
             self._database.executemany(
-                f"UPDATE jobs SET state = 'failed', driver = NULL, error = 'its worker died {LOSSES_MAX} times'"
-                f" WHERE losses >= {LOSSES_MAX} AND {where}",
+                f"UPDATE jobs SET state = 'failed', driver = NULL, error = 'its worker died {LOSSES_MAX} times',"
+                f" finished_at = {time.time()} WHERE losses >= {LOSSES_MAX} AND {where}",
                 chosen,
             )
         self._database.executemany(f"UPDATE jobs SET state = 'submitted', driver = NULL WHERE {where}", chosen)

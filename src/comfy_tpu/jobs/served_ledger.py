@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +85,20 @@ class ServedLedger(Ledger):
             # One run for ever: what waited when a server ended is carried out by the next.
             self._database.execute("UPDATE drivers SET run = 1 WHERE token = ?", (self.token,))
         self.run = 1
+        # Those who look do not wait for those who write (WAL): with one connection, a poll waited for every lease and
+        # every order before it.
+        self._reading = threading.Lock()
+        self._reader = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
+        self._reader.execute("PRAGMA query_only = ON")
+
+    def close(self) -> None:
+        with self._reading:
+            self._reader.close()
+        super().close()
+
+    def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
 
     def accept(self, job: NewJob, order: Order, *, queue_limit: int) -> str:
         """The id of the order's job, which is in the ledger when this returns: a new one, or the one that the client
@@ -169,12 +185,11 @@ class ServedLedger(Ledger):
             where, values = f"{where} AND served.client = ?", (*values, client)
         order = "DESC" if newest_first else "ASC"
         columns = "jobs.id, kind, state, request, created_at, finished_at, error, outputs, seconds, estimate"
-        with self._lock:
-            rows = self._database.execute(
-                f"SELECT {columns} FROM jobs JOIN served ON served.id = jobs.id WHERE {where}"
-                f" ORDER BY created_at {order}, jobs.id {order} LIMIT ?",
-                (*values, limit),
-            ).fetchall()
+        rows = self._read(
+            f"SELECT {columns} FROM jobs JOIN served ON served.id = jobs.id WHERE {where}"
+            f" ORDER BY created_at {order}, jobs.id {order} LIMIT ?",
+            (*values, limit),
+        )
         for id_, kind, state, request, created_at, finished_at, error, outputs, seconds, estimate in rows:
             yield Record(
                 id_,
@@ -190,43 +205,38 @@ class ServedLedger(Ledger):
             )
 
     def waiting_count(self) -> int:
-        with self._lock:
-            (waiting,) = self._database.execute(
-                "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
-            ).fetchone()
+        ((waiting,),) = self._read("SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'")
         return int(waiting)
 
     def position(self, id_: str) -> int:
         """How many jobs were accepted before this one and wait, too."""
-        with self._lock:
-            (ahead,) = self._database.execute(
-                "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
-                " AND line < (SELECT line FROM jobs WHERE id = ?)",
-                (id_,),
-            ).fetchone()
+        ((ahead,),) = self._read(
+            "SELECT count(*) FROM jobs WHERE run = 1 AND state = 'submitted'"
+            " AND line < (SELECT line FROM jobs WHERE id = ?)",
+            (id_,),
+        )
         return int(ahead)
 
     def seconds_ahead(self, id_: str, usual_seconds: float) -> float:
         """Estimated seconds of work before this job begins: all of what came before it and waits, and half of what is
         at work. `usual_seconds`: of a job without an estimate."""
-        with self._lock:
-            (seconds,) = self._database.execute(
-                "SELECT coalesce(sum(coalesce(estimate, ?) * CASE jobs.state WHEN 'submitted' THEN 1 ELSE 0.5 END), 0)"
-                " FROM jobs JOIN served ON served.id = jobs.id"
-                " WHERE run = 1 AND state IN ('submitted', 'leased', 'running') AND jobs.id != ?"
-                " AND line < (SELECT line FROM jobs WHERE id = ?)",
-                (usual_seconds, id_, id_),
-            ).fetchone()
+        ((seconds,),) = self._read(
+            "SELECT coalesce(sum(coalesce(estimate, ?) * CASE jobs.state WHEN 'submitted' THEN 1 ELSE 0.5 END), 0)"
+            " FROM jobs JOIN served ON served.id = jobs.id"
+            " WHERE run = 1 AND state IN ('submitted', 'leased', 'running') AND jobs.id != ?"
+            " AND line < (SELECT line FROM jobs WHERE id = ?)",
+            (usual_seconds, id_, id_),
+        )
         return float(seconds)
 
     def finished_before(self, moment: float) -> list[Record]:
         """Jobs that were over by then, the oldest first."""
-        return list(self._records("finished_at < ?", (moment,), None, limit=1000, newest_first=False))
+        where = (
+            "state IN ('done', 'failed', 'cancelled') AND finished_at < ?"  # a job to be tried again has a time, too
+        )
+        return list(self._records(where, (moment,), None, limit=1000, newest_first=False))
 
     def finished_bytes(self) -> list[tuple[str, int]]:
         """The jobs with files, newest first, and the bytes of each."""
-        with self._lock:
-            rows = self._database.execute(
-                "SELECT id, outputs FROM jobs WHERE run = 1 AND state = 'done' ORDER BY finished_at DESC"
-            ).fetchall()
+        rows = self._read("SELECT id, outputs FROM jobs WHERE run = 1 AND state = 'done' ORDER BY finished_at DESC")
         return [(id_, sum(each["size"] for each in json.loads(outputs))) for id_, outputs in rows]

@@ -11,14 +11,16 @@ from typing import Any
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, Kind, QueueFullError, Record
-from comfy_tpu.serving import stages
+from comfy_tpu.serving import schema, stages
 from comfy_tpu.serving.admission import TooLargeError
 from comfy_tpu.serving.answers import NotFoundError, describe_error, describe_model, describe_video, preview_url
-from comfy_tpu.serving.guards import BodyGuard, find_client, is_foreign
+from comfy_tpu.serving.guards import Authentication, BodyGuard
 from comfy_tpu.serving.logs import RequestLog
 from comfy_tpu.serving.metrics import render_metrics
 from comfy_tpu.serving.page_routes import PAGE_PATHS, add_page_routes
@@ -29,6 +31,9 @@ from comfy_tpu.serving.uploads import read_body
 _KINDS: tuple[Kind, ...] = ("video", "image")
 _POLL_SECONDS = 0.2
 """How often a request that waits for a job looks at it."""
+_ORDER_THREADS = 4
+"""Orders that are looked at at once. The first of a shape waits for its plan: with as many as come, they took every
+thread, and downloads waited, too."""
 _OVER = ("done", "failed", "cancelled")
 _OPEN_PATHS = frozenset(("/healthz", "/readyz", *PAGE_PATHS))
 """They need no key: whoever watches the machine asks them, and the page asks for the key itself."""
@@ -36,24 +41,13 @@ _OPEN_PATHS = frozenset(("/healthz", "/readyz", *PAGE_PATHS))
 
 def make_app(service: Service, tracer: Any | None = None) -> FastAPI:
     """`tracer`: of OpenTelemetry."""
-    app = FastAPI(title="comfy-tpu", docs_url=None, redoc_url=None)
+    app = FastAPI(title="comfy-tpu", docs_url=None, redoc_url=None, responses=schema.ERRORS)
+    app.state.ordering = asyncio.Semaphore(_ORDER_THREADS)
     limits = service.config.limits
     large = {stages.PATH: (limits.stage_bytes, limits.stage_seconds)}
-    app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, exceptions=large)
+    app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, seconds=limits.body_seconds, exceptions=large)
+    app.add_middleware(Authentication, keys=service.config.keys, open_paths=_OPEN_PATHS)
     _add_errors(app, service)
-
-    @app.middleware("http")
-    async def authenticate(request: Request, call_next: Any) -> Response:
-        if not service.config.keys and is_foreign(request.headers):
-            return _error(
-                403, "without keys a server answers programs and pages of its own machine only", code="origin"
-            )
-        client = find_client(request.headers.get("authorization", ""), service.config.keys)
-        if client is None and request.url.path not in _OPEN_PATHS:
-            return _error(401, "the key is missing or unknown; send Authorization: Bearer KEY", code="invalid_api_key")
-        request.state.client = client or ""
-        response: Response = await call_next(request)
-        return response
 
     _add_machine_routes(app, service)
     for kind in _KINDS:
@@ -71,6 +65,17 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(InvalidValueError)
     async def invalid(_: Request, error: InvalidValueError) -> Response:
         return _error(400, str(error), param=error.field)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_query(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _error(400, f"{first['loc'][-1]}: {first['msg']}", param=str(first["loc"][-1]))
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        response = _error(error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})  # Allow, of a method that there is not
+        return response
 
     @app.exception_handler(TooLargeError)
     async def too_large(_: Request, error: TooLargeError) -> Response:
@@ -106,13 +111,13 @@ def _add_machine_routes(app: FastAPI, service: Service) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses={"503": {"description": "Not yet"}})
     async def ready() -> Response:
         if service.is_ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "the first step has not been made"}, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(render_metrics(service), media_type="text/plain; version=0.0.4")
 
@@ -123,7 +128,7 @@ def _add_machine_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
-    jobs = f"/v1/{kind}s"
+    jobs, media_type = f"/v1/{kind}s", "video/mp4" if kind == "video" else "image/png"
 
     def describe(record: Record) -> dict[str, Any]:
         model = service.models.get(record.request.model)
@@ -139,11 +144,13 @@ def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
             raise NotFoundError(f"there is no {kind} {id_[:60]!r}")
         return record
 
-    @app.post(jobs)
+    @app.post(
+        jobs, openapi_extra=schema.order_body(is_image=kind == "image"), responses=schema.answer(schema.JOB_WITH_WAIT)
+    )
     async def create(request: Request) -> dict[str, Any]:
         return describe_with_wait(await _accept(service, request, kind))
 
-    @app.get(jobs)
+    @app.get(jobs, responses=schema.answer(schema.JOB_LIST))
     async def list_jobs(
         request: Request,
         after: str | None = None,
@@ -162,29 +169,29 @@ def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
             "last_id": shown[-1]["id"] if shown else None,
         }
 
-    @app.get(jobs + "/{id_}")
+    @app.get(jobs + "/{id_}", responses=schema.answer(schema.JOB_WITH_WAIT))
     async def retrieve(id_: str, request: Request) -> dict[str, Any]:
         return describe_with_wait(find(id_, request))
 
-    @app.delete(jobs + "/{id_}")
+    @app.delete(jobs + "/{id_}", responses=schema.answer(schema.DELETED))
     async def delete(id_: str, request: Request) -> dict[str, Any]:
         await run_in_threadpool(service.remove, find(id_, request))
         return {"id": id_, "object": f"{kind}.deleted", "deleted": True}
 
-    @app.post(jobs + "/{id_}/cancel")
+    @app.post(jobs + "/{id_}/cancel", responses=schema.answer(schema.JOB))
     async def cancel(id_: str, request: Request) -> dict[str, Any]:
         await run_in_threadpool(service.cancel, find(id_, request).id)
         return describe(find(id_, request))
 
-    @app.get(jobs + "/{id_}/content")
+    @app.get(jobs + "/{id_}/content", response_class=FileResponse, responses=schema.file(media_type))
     async def content(id_: str, request: Request, index: int = 0) -> Response:
         record = find(id_, request)
         path = service.output_path(record, index)
         if path is None:
             return _error(409, f"{kind} {id_} has no file: it is {describe(record)['status']}", code="not_completed")
-        return FileResponse(path, media_type="video/mp4" if kind == "video" else "image/png", filename=path.name)
+        return FileResponse(path, media_type=media_type, filename=path.name)
 
-    @app.get(jobs + "/{id_}/events")
+    @app.get(jobs + "/{id_}/events", response_class=StreamingResponse, responses=schema.events())
     async def events(id_: str, request: Request) -> Response:
         find(id_, request)
         return StreamingResponse(_stream(id_, request), media_type="text/event-stream")
@@ -207,8 +214,13 @@ def _add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
 
 
 def _add_image_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/images/generations")
-    @app.post("/v1/images/edits")
+    described: dict[str, Any] = {
+        "openapi_extra": schema.order_body(is_image=True),
+        "responses": {**schema.answer(schema.IMAGES), **schema.FAILED_JOB},
+    }
+
+    @app.post("/v1/images/generations", **described)
+    @app.post("/v1/images/edits", **described)
     async def generate(request: Request) -> Response:
         record = await _accept(service, request, "image")
         while record.state not in _OVER:
@@ -235,7 +247,8 @@ async def _accept(service: Service, request: Request, kind: Kind) -> Record:
     body, images = await read_body(request, service.config.limits)
     if kind == "image" and body.get("n") not in (None, ""):
         body = {**body, "num_videos": body["n"]}
-    key = request.headers.get("idempotency-key")
+    key = request.headers.get("idempotency-key") or None
     if key is not None and len(key) > 255:
         raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
-    return await run_in_threadpool(service.accept, body, kind, request.state.client, key, images)
+    async with request.app.state.ordering:
+        return await run_in_threadpool(service.accept, body, kind, request.state.client, key, images)

@@ -12,6 +12,10 @@ class Limits:
     """What a client may ask for at most."""
 
     body_bytes: int = 32 * 2**20
+    json_bytes: int = 2**20
+    """Of a body in JSON, which has no images. Parsing holds the interpreter: 32 MB of it would hold every poll up."""
+    body_seconds: float = 60.0
+    """A body that has not arrived by then is not waited for."""
     stage_bytes: int = 512 * 2**20
     """Of the embeddings or latents of a stage. Those of Wan 2.1 at 1280×720×81 have 16 MB and 19 MB, and with an image
     60 MB."""
@@ -20,6 +24,8 @@ class Limits:
     prompt_characters: int = 10_000
     images: int = 4
     image_pixels: int = 4096 * 4096
+    image_side: int = 16384
+    """The longest side of an image."""
     queued_jobs: int = 1000
     """Jobs of all clients that wait; more are refused with 429."""
     job_seconds: float | None = None

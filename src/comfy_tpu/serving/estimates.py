@@ -11,6 +11,8 @@ from comfy_tpu.serving.planner import Planner
 
 _NEWEST = 0.3
 """The share of the newest job in the average of its shape."""
+_SHAPES_MAX = 1000
+"""Shapes that are remembered: clients choose them, and any number of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Estimator:
             known = self._measured.pop(key, None)
             average = seconds if known is None else (1 - _NEWEST) * known.seconds + _NEWEST * seconds
             self._measured[key] = _Measured(average, work)  # the last one that was measured is the last in the dict
+            if len(self._measured) > _SHAPES_MAX:
+                del self._measured[next(iter(self._measured))]
 
     def predict(self, model: str, settings: GenerationSettings) -> float | None:
         """Seconds of a job; None where nothing is known."""

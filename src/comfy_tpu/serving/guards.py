@@ -6,16 +6,13 @@ import asyncio
 import hmac
 import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from comfy_tpu.serving.answers import describe_error
-
-BODY_SECONDS = 60.0
-"""A body that has not arrived by then is not waited for."""
 
 
 def find_client(authorization: str, keys: Mapping[str, str]) -> str | None:
@@ -56,6 +53,32 @@ def _host_name(text: str) -> str:
     return text.partition(":")[0].lower()
 
 
+class Authentication:
+    """Refuses strangers (401), and pages of other sites where there are no keys (403); the others' name is
+    `request.state.client`."""
+
+    def __init__(self, app: ASGIApp, keys: Mapping[str, str], open_paths: Collection[str]) -> None:
+        """`open_paths`: for those without a key, too."""
+        self._app, self._keys, self._open_paths = app, keys, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.getlist("authorization")
+        client = find_client(given[0] if len(given) == 1 else "", self._keys)
+        if not self._keys and is_foreign(headers):
+            message = "without keys a server answers programs and pages of its own machine only"
+            await _refuse(send, 403, message, code="origin")
+        elif client is None and scope["path"] not in self._open_paths:
+            message = "the key is missing or unknown; send Authorization: Bearer KEY"
+            await _refuse(send, 401, message, code="invalid_api_key")
+        else:
+            scope.setdefault("state", {})["client"] = client or ""
+            await self._app(scope, receive, send)
+
+
 class BodyGuard:
     """Refuses bodies that are too large (413) or too slow (408)."""
 
@@ -63,7 +86,7 @@ class BodyGuard:
         self,
         app: ASGIApp,
         most_bytes: int,
-        seconds: float = BODY_SECONDS,
+        seconds: float,
         exceptions: Mapping[str, tuple[int, float]] = MappingProxyType({}),
     ) -> None:
         """`exceptions`: other bytes and seconds, by the beginning of a path."""
@@ -118,8 +141,12 @@ class _RefusedError(BaseException):
         self.status = status
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    content = json.dumps(describe_error(message, "invalid_request_error")).encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+async def _refuse(send: Send, status: int, message: str, *, code: str | None = None) -> None:
+    content = json.dumps(describe_error(message, "invalid_request_error", code=code)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+        (b"connection", b"close"),  # what is left of the body is not read
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STAGE_PREFIX = "stage_"
+_JOB_FILE = re.compile(r"(video|image|stage)_[0-9a-f]{24}")
 _SWEEP_SECONDS = 60.0
 _STRAY_SECONDS = 3600.0
 _LEARNED = 50
@@ -156,7 +158,7 @@ class Service:
     def find_model(self, name: Any) -> ServedModel:
         if name is None or name == "":
             return next(iter(self.models.values()))
-        if name not in self.models:
+        if not isinstance(name, str) or name not in self.models:
             raise InvalidValueError(
                 f"model={str(name)[:80]!r} is not served here; choose from {', '.join(self.models)}", field="model"
             )
@@ -221,8 +223,8 @@ class Service:
         return self._progress.get(record.id, JobProgress())
 
     def cancel(self, id_: str) -> None:
-        self.ledger.cancel(id_, "cancelled by the client")
-        self._scheduler.cancel_job(id_)
+        if self.ledger.cancel(id_, "cancelled by the client") in ("leased", "running"):
+            self._scheduler.cancel_job(id_)  # of others a worker would remember the id for ever
         self._forget(id_)
 
     def remove(self, record: Record) -> None:
@@ -276,12 +278,25 @@ class Service:
         logger.info("job %s: %s", outcome.id, state, extra={"job": outcome.id, "state": state})
 
     def _remove_strays(self) -> None:
-        """Inputs of stages that no job has: their server was killed while they came. Those of another may be coming."""
-        for path in self.inputs.glob(f"{STAGE_PREFIX}*"):
+        """Inputs that no job has: their server was killed while they came. Those of another may be coming."""
+        for path, id_ in self._find_files(self.inputs):
             with contextlib.suppress(OSError):
                 is_old = time.time() - path.stat().st_mtime > _STRAY_SECONDS
-                if is_old and self.ledger.find(path.name.partition("-")[0]) is None:
+                if is_old and self.ledger.find(id_) is None:
                     path.unlink()
+
+    def _remove_stray_outputs(self) -> None:
+        """Files of jobs that were cancelled or removed: their server was killed before it removed the file."""
+        for path, id_ in self._find_files(self.config.directory):
+            record = self.ledger.find(id_)
+            if record is None or record.state in ("failed", "cancelled"):
+                path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _find_files(directory: Path) -> list[tuple[Path, str]]:
+        """The files of jobs, and their ids."""
+        matched = ((path, _JOB_FILE.match(path.name)) for path in directory.iterdir())
+        return [(path, match[0]) for path, match in matched if match is not None]
 
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)
@@ -291,6 +306,7 @@ class Service:
             path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
+        self._remove_stray_outputs()
         while not self._is_closed.wait(_SWEEP_SECONDS):
             self.enforce_retention()
 

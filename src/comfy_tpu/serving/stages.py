@@ -24,9 +24,10 @@ from comfy_tpu.families.settings import check_images, check_prompt, check_settin
 from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.served_ledger import Order, Record
+from comfy_tpu.serving import schema
 from comfy_tpu.serving.answers import STATUS, NotFoundError, describe_error
 from comfy_tpu.serving.config import Limits
-from comfy_tpu.serving.orders import find_lora
+from comfy_tpu.serving.orders import LORAS_MAX, find_lora
 from comfy_tpu.serving.service import STAGE_PREFIX, ServedModel, Service
 
 if TYPE_CHECKING:
@@ -61,17 +62,17 @@ def add_routes(app: FastAPI, service: Service) -> None:
         described = [await run_in_threadpool(describe_model, each) for each in service.models.values()]
         return {"object": "list", "comfy_tpu": comfy_tpu.__version__, "data": described}
 
-    @app.post(f"{PATH}/{{stage}}")
+    @app.post(f"{PATH}/{{stage}}", openapi_extra=schema.stage_body(), responses=schema.answer(schema.STAGE))
     async def create(stage: str, request: Request) -> dict[str, Any]:
-        id_, key = f"{STAGE_PREFIX}{secrets.token_hex(12)}", request.headers.get("idempotency-key")
+        id_, key = f"{STAGE_PREFIX}{secrets.token_hex(12)}", request.headers.get("idempotency-key") or None
         if key is not None and len(key) > 255:
             raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
         path = service.inputs / f"{id_}-input"
         try:
             digest = await _receive(request, path)
-            accepted = await run_in_threadpool(
-                accept, service, id_, stage, Order(request.state.client, "stage", key, f"{stage} {digest}")
-            )
+            order = Order(request.state.client, "stage", key, f"{stage} {digest}")
+            async with request.app.state.ordering:
+                accepted = await run_in_threadpool(accept, service, id_, stage, order)
         except BaseException:
             service.remove_inputs(id_)
             raise
@@ -79,21 +80,21 @@ def add_routes(app: FastAPI, service: Service) -> None:
             service.remove_inputs(id_)
         return describe(find(accepted, request))
 
-    @app.get(f"{PATH}/{{id_}}")
+    @app.get(f"{PATH}/{{id_}}", responses=schema.answer(schema.STAGE))
     async def retrieve(id_: str, request: Request) -> dict[str, Any]:
         return describe(find(id_, request))
 
-    @app.delete(f"{PATH}/{{id_}}")
+    @app.delete(f"{PATH}/{{id_}}", responses=schema.answer(schema.DELETED))
     async def delete(id_: str, request: Request) -> dict[str, Any]:
         await run_in_threadpool(service.remove, find(id_, request))
         return {"id": id_, "object": "stage.deleted", "deleted": True}
 
-    @app.post(f"{PATH}/{{id_}}/cancel")
+    @app.post(f"{PATH}/{{id_}}/cancel", responses=schema.answer(schema.STAGE))
     async def cancel(id_: str, request: Request) -> dict[str, Any]:
         await run_in_threadpool(service.cancel, find(id_, request).id)
         return describe(find(id_, request))
 
-    @app.get(f"{PATH}/{{id_}}/content")
+    @app.get(f"{PATH}/{{id_}}/content", response_class=FileResponse, responses=schema.file(_TYPE))
     async def content(id_: str, request: Request) -> Response:
         record = find(id_, request)
         path = service.output_path(record, 0)
@@ -102,7 +103,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             return JSONResponse(describe_error(message, "invalid_request_error", code="not_completed"), 409)
         return FileResponse(path, media_type=_TYPE)
 
-    @app.get(f"{PATH}/{{id_}}/preview")
+    @app.get(f"{PATH}/{{id_}}/preview", response_class=Response, responses=schema.file(_TYPE))
     async def preview(id_: str, request: Request) -> Response:
         try:
             latest = await run_in_threadpool((service.inputs / f"{find(id_, request).id}-preview").read_bytes)
@@ -110,7 +111,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             raise NotFoundError(f"there is no preview of stage {id_[:60]!r}") from None
         return Response(latest, media_type=_TYPE)
 
-    @app.get(f"{PATH}/{{id_}}/events")
+    @app.get(f"{PATH}/{{id_}}/events", response_class=StreamingResponse, responses=schema.events())
     async def events(id_: str, request: Request) -> Response:
         find(id_, request)
         return StreamingResponse(_stream(id_, request), media_type="text/event-stream")
@@ -228,7 +229,7 @@ def _check_message(stage: str, message: StageMessage, model: ServedModel, limits
 def _read_loras(message: StageMessage, service: Service) -> list[str]:
     """The LoRAs by name, as a request has them. Raises InvalidValueError where a file here is another one."""
     given = message.json("lora") or []
-    if not isinstance(given, list) or len(given) > 16 or not all(isinstance(each, dict) for each in given):
+    if not isinstance(given, list) or len(given) > LORAS_MAX or not all(isinstance(each, dict) for each in given):
         raise InvalidValueError("lora is no list of objects with name, strength, noise and sha256", field="lora")
     loras = []
     for each in given:

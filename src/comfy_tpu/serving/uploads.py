@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from PIL import Image
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -28,7 +29,7 @@ async def read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], l
     if kind not in ("application/json", ""):
         raise InvalidValueError(f"content-type {kind[:60]} is not understood; send JSON or a form")
     try:
-        body = parse_json(await request.body() or b"{}")
+        body = parse_json(await _read_json(request, limits.json_bytes) or b"{}")
     except ValueError:
         raise InvalidValueError("the body is no JSON") from None
     if not isinstance(body, dict):
@@ -36,6 +37,15 @@ async def read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], l
     if any(body.get(name) for name in _IMAGE_FIELDS):
         raise InvalidValueError(_NO_ADDRESSES, field="image")
     return body, []
+
+
+async def _read_json(request: Request, most: int) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > most:
+            raise HTTPException(413, f"the body has more than {most} bytes of JSON")
+    return bytes(content)
 
 
 async def _read_form(request: Request, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
@@ -47,7 +57,7 @@ async def _read_form(request: Request, limits: Limits) -> tuple[dict[str, Any], 
                 if not isinstance(value, UploadFile):
                     if name in _IMAGE_FIELDS:
                         raise InvalidValueError(_NO_ADDRESSES, field=name)
-                    body[name] = [*body[name], value] if isinstance(body.get(name), list) else value
+                    body[name] = [*_as_list(body[name]), value] if name in body else value
                 elif name not in _IMAGE_FIELDS:
                     raise InvalidValueError(f"{name[:40]} is no file of this API; leave it out", field=name)
                 else:
@@ -57,8 +67,12 @@ async def _read_form(request: Request, limits: Limits) -> tuple[dict[str, Any], 
             raise
         raise InvalidValueError("the form cannot be read, or has too many files or fields") from error
     for content in images:
-        check_image(content, limits)
+        await run_in_threadpool(check_image, content, limits)  # 16 million pixels take a while to decode
     return body, images
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def check_image(content: bytes, limits: Limits) -> None:
@@ -66,12 +80,17 @@ def check_image(content: bytes, limits: Limits) -> None:
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             width, height = image.size
-            if width * height <= limits.image_pixels:
+            is_small = width * height <= limits.image_pixels and max(width, height) <= limits.image_side
+            is_animated = image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False)
+            if is_small and not is_animated:
                 image.load()
     except Exception as error:
         raise InvalidValueError("an image is damaged, or neither PNG, JPEG nor WebP", field="image") from error
-    if width * height > limits.image_pixels:
+    if is_animated:
+        raise InvalidValueError("an image is animated; send one of its frames", field="image")
+    if not is_small:
         raise InvalidValueError(
-            f"an image has {width}×{height} pixels, and {limits.image_pixels} are the most; send a smaller one",
+            f"an image has {width}×{height} pixels, and {limits.image_pixels} are the most, {limits.image_side} on a "
+            "side; send a smaller one",
             field="image",
         )
