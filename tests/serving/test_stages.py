@@ -199,7 +199,7 @@ def test_large_bodies_have_a_limit_of_their_own(tmp_path: Path) -> None:
 
 def test_inputs_of_no_job_are_removed_when_they_are_old(tmp_path: Path) -> None:
     with running(tmp_path) as (_, service, _):
-        old, new = (tmp_path / "inputs" / f"stage_{name}-input" for name in ("old", "new"))
+        old, new = (tmp_path / "inputs" / f"stage_{digit * 24}-input" for digit in "01")
         for path in (old, new):
             path.write_bytes(b"half of it")
         os.utime(old, (0, 0))
