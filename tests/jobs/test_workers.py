@@ -10,6 +10,7 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.jobs.driver import Batch
+from comfy_tpu.jobs.execution import Executor
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Counts, Job, Ledger, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import CancelledError, Event, Outcome
@@ -18,6 +19,7 @@ from comfy_tpu.jobs.worker_thread import WorkerThread
 from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.pipeline.video import VideoPipeline
 
 
 def make_job(number):
@@ -192,3 +194,24 @@ def test_a_full_disk_stops_the_batch_and_returns_the_job(leased, monkeypatch):
     with pytest.raises(ComfyTpuError, match="No space left on device; start the batch again afterwards"):
         leased._record(DONE)
     assert leased.ledger.counts().submitted == 1
+
+
+def test_groups_are_padded_to_the_smallest_compiled_number_of_rows(tmp_path, monkeypatch):
+    """A single job after a group of three is not made three times."""
+    rows, outcomes = [], []
+    denoise = VideoPipeline.denoise
+
+    def count(self, embeddings, settings, *arguments, **options):
+        rows.append(settings.num_videos)
+        return denoise(self, embeddings, settings, *arguments, **options)
+
+    monkeypatch.setattr(VideoPipeline, "denoise", count)
+    executor = Executor(Folder(str(tmp_path)), batch_size=3, on_outcome=outcomes.append)
+    shape = {"width": 16, "height": 16, "num_frames": 1, "num_inference_steps": 1}
+    numbers = iter(range(100))
+    with contextlib.closing(executor):
+        for size in (1, 3, 1, 2):
+            names = [str(next(numbers)) for _ in range(size)]
+            executor.run([Job(name, Request({"prompt": name, **shape}), f"{name}.png", 1) for name in names])
+    assert rows == [1, 3, 1, 3]
+    assert [outcome.state for outcome in outcomes] == ["done"] * 7

@@ -19,8 +19,9 @@ from comfy_tpu.jobs.served_ledger import ServedLedger
 logger = logging.getLogger(__name__)
 
 _RENEW_SECONDS = LEASE_SECONDS / 6
-_IDLE_SECONDS = 0.2
-"""How long a server that has nothing to do waits before it looks for jobs of others that share its ledger."""
+_IDLE_SECONDS = 0.03
+"""How long a server that has nothing to do waits before it looks for jobs: an order to an idle server waits half of it.
+A look takes 0.1 ms."""
 
 
 class JobWorkers(Workers, Protocol):
