@@ -197,7 +197,7 @@ def test_a_full_disk_stops_the_batch_and_returns_the_job(leased, monkeypatch):
 
 
 def test_groups_are_padded_to_the_smallest_compiled_number_of_rows(tmp_path, monkeypatch):
-    """A single job after a group of three is not made three times."""
+    """A single job after a group of five is not made five times, and two are not padded to five."""
     rows, outcomes = [], []
     denoise = VideoPipeline.denoise
 
@@ -206,12 +206,12 @@ def test_groups_are_padded_to_the_smallest_compiled_number_of_rows(tmp_path, mon
         return denoise(self, embeddings, settings, *arguments, **options)
 
     monkeypatch.setattr(VideoPipeline, "denoise", count)
-    executor = Executor(Folder(str(tmp_path)), batch_size=3, on_outcome=outcomes.append)
+    executor = Executor(Folder(str(tmp_path)), batch_size=5, on_outcome=outcomes.append)
     shape = {"width": 16, "height": 16, "num_frames": 1, "num_inference_steps": 1}
     numbers = iter(range(100))
     with contextlib.closing(executor):
-        for size in (1, 3, 1, 2):
+        for size in (1, 5, 1, 2, 4):
             names = [str(next(numbers)) for _ in range(size)]
             executor.run([Job(name, Request({"prompt": name, **shape}), f"{name}.png", 1) for name in names])
-    assert rows == [1, 3, 1, 3]
-    assert [outcome.state for outcome in outcomes] == ["done"] * 7
+    assert rows == [1, 5, 1, 1, 1, 5]
+    assert [outcome.state for outcome in outcomes] == ["done"] * 13
