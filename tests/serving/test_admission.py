@@ -1,6 +1,8 @@
 """What is refused because it does not fit or would take too long, and how long accepted jobs take and wait."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.serving.admission import Admission, TooLargeError
 from comfy_tpu.serving.config import Limits
 from comfy_tpu.serving.estimates import Estimator
-from comfy_tpu.serving.planner import DevicePlanner, SlicePlanner, StepCost
+from comfy_tpu.serving.planner import DevicePlanner, SlicePlanner, StepCost, _Counter
 from tests.serving.stand_in import running
 from tests.serving.test_api import create, wait_for
 
@@ -133,3 +135,23 @@ def test_times_outlive_the_server(tmp_path: Path) -> None:
         wait_for(client, create(client)["id"], "completed")
     with running(tmp_path) as (client, _, _):
         assert create(client)["estimated_seconds"] == 1.0
+
+
+def test_a_known_shape_does_not_wait_for_the_count_of_another() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def count(model: str, settings: GenerationSettings) -> StepCost:
+        if settings.num_frames == 81:
+            begun.set()
+            assert may_end.wait(60)
+        return StepCost(float(settings.num_frames))
+
+    counter = _Counter(count)
+    small = dataclasses.replace(SETTINGS, num_frames=5)
+    assert counter.cost("wan", small) == StepCost(5.0)
+    with ThreadPoolExecutor(2) as threads:
+        large = threads.submit(counter.cost, "wan", SETTINGS)
+        assert begun.wait(60)
+        assert counter.cost("wan", small) == StepCost(5.0)  # would wait for ever
+        may_end.set()
+        assert large.result(60) == StepCost(81.0)
