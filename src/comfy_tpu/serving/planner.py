@@ -45,20 +45,23 @@ class _Counter:
     def __init__(self, count: Callable[[str, GenerationSettings], StepCost]) -> None:
         self._count = count
         self._known: dict[tuple[object, ...], StepCost | None] = {}
-        self._lock = threading.Lock()
+        self._locks: dict[tuple[object, ...], threading.Lock] = {}
+        """By shape: whoever asks for one that is known does not wait for another's trace."""
 
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
         key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length)
-        with self._lock:
-            if key not in self._known:
-                try:
-                    self._known[key] = self._count(model, settings)
-                except (
-                    ComfyTpuError
-                ):  # a model of a make that the counts do not know, or no devices: its jobs say which
-                    self._known[key] = None
-            return self._known[key]
+        if key not in self._known:
+            with self._locks.setdefault(key, threading.Lock()):
+                if key not in self._known:
+                    self._known[key] = self._try_count(model, settings)
+        return self._known[key]
+
+    def _try_count(self, model: str, settings: GenerationSettings) -> StepCost | None:
+        try:
+            return self._count(model, settings)
+        except ComfyTpuError:  # a make that the counts do not know, or no devices: the jobs will say which
+            return None
 
 
 class DevicePlanner(_Counter):
