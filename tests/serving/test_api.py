@@ -198,3 +198,17 @@ def test_old_and_many_files_are_removed(tmp_path: Path) -> None:
         assert client.get("/v1/videos").json()["data"] == []
     with contextlib.closing(ServedLedger(tmp_path / ".comfy-tpu" / "ledger.sqlite3")) as ledger:
         assert ledger.counts().total == 0
+
+
+def test_files_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, _, _):
+        kept = wait_for(client, create(client)["id"], "completed")["id"]
+        cancelled = create(client, "wait")["id"]
+        client.post(f"/v1/videos/{cancelled}/cancel")
+    for name in (f"{cancelled}.mp4", f"video_{'0' * 24}.mp4", "somebody's.mp4"):
+        (tmp_path / name).write_bytes(b"")
+    with running(tmp_path):
+        deadline = time.monotonic() + 20
+        while len(names := {path.name for path in tmp_path.glob("*.mp4")} - {"warm-up.mp4"}) > 2:
+            assert time.monotonic() < deadline, names
+    assert names == {f"{kept}.mp4", "somebody's.mp4"}

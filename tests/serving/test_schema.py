@@ -11,7 +11,7 @@ from tests.families import small_flux
 from tests.serving.stand_in import running
 
 schemathesis = pytest.importorskip("schemathesis")
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402 - after the check above, which brings it
+from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402 - after the check above, which brings it
 from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
@@ -23,6 +23,7 @@ CHECKS = [
     openapi_checks.response_schema_conformance,
 ]
 
+ROUND = 25
 KEY = "a-key-of-ann-0001"
 
 
@@ -46,27 +47,34 @@ def check_cases(directory: Path, model: str, cases: int) -> int:
             share = cases * (4 if list(operation.body) else 1) // 2
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 if mode == GenerationMode.POSITIVE or list(operation.body) or list(operation.query):
-                    send_cases(operation.as_strategy(generation_mode=mode), share, ids, count)
+                    for number in range(0, share, ROUND):
+                        send_cases(operation.as_strategy(generation_mode=mode), number, min(ROUND, share), ids, count)
     return next(count)
 
 
-def send_cases(strategy: Any, cases: int, ids: list[str], count: Iterator[int]) -> None:
+def send_cases(strategy: Any, number: int, cases: int, ids: list[str], count: Iterator[int]) -> None:
+    """`number`: of the round, for other cases than those before."""
+
+    @seed(number)
     @settings(
         max_examples=cases,
         database=None,
-        derandomize=True,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
     )
     @given(case=strategy)
     def send(case: Any) -> None:
-        number = next(count)
-        if "id_" in case.path_parameters and number % 2 and case.method != "DELETE":
-            case.path_parameters["id_"] = ids[number % len(ids)]  # else every answer would be 404
+        sent = next(count)
+        if "id_" in case.path_parameters and sent % 2 and case.method != "DELETE":
+            case.path_parameters["id_"] = ids[sent % len(ids)]  # else every answer would be 404
         case.call_and_validate(headers=HEADERS, checks=CHECKS)
 
-    send()
+    try:
+        send()
+    except ValueError as error:  # of schemathesis 4.32, which cannot make some wrong values of files
+        if str(error) != "Unsupported type: 'Binary'":
+            raise
 
 
 def test_bodies_are_in_the_schema(tmp_path: Path) -> None:
@@ -83,7 +91,7 @@ def test_a_few_cases_of_every_operation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cases", "least"), [("demo", 120, 3500), ("flux", 50, 1500)])
+@pytest.mark.parametrize(("model", "cases", "least"), [("demo", 140, 3500), ("flux", 60, 1500)])
 def test_five_thousand_cases(model: str, cases: int, least: int, tmp_path: Path) -> None:
     name = model if model == "demo" else str(small_flux.directory("dev"))
     sent = check_cases(tmp_path, name, cases)

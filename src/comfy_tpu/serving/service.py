@@ -279,24 +279,20 @@ class Service:
 
     def _remove_strays(self) -> None:
         """Inputs that no job has: their server was killed while they came. Those of another may be coming."""
-        for path, id_ in self._find_files(self.inputs):
+        for path in self.inputs.iterdir():
             with contextlib.suppress(OSError):
                 is_old = time.time() - path.stat().st_mtime > _STRAY_SECONDS
-                if is_old and self.ledger.find(id_) is None:
+                if is_old and self.ledger.find(path.name.partition("-")[0]) is None:
                     path.unlink()
 
     def _remove_stray_outputs(self) -> None:
         """Files of jobs that were cancelled or removed: their server was killed before it removed the file."""
-        for path, id_ in self._find_files(self.config.directory):
-            record = self.ledger.find(id_)
+        for path in self.config.directory.iterdir():
+            if (match := _JOB_FILE.match(path.name)) is None:
+                continue
+            record = self.ledger.find(match[0])
             if record is None or record.state in ("failed", "cancelled"):
                 path.unlink(missing_ok=True)
-
-    @staticmethod
-    def _find_files(directory: Path) -> list[tuple[Path, str]]:
-        """The files of jobs, and their ids."""
-        matched = ((path, _JOB_FILE.match(path.name)) for path in directory.iterdir())
-        return [(path, match[0]) for path, match in matched if match is not None]
 
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)
