@@ -598,7 +598,7 @@ def test_a_scan_is_what_is_compiled():
     def lowered(count: int) -> str:
         model = Model([Block() for _ in range(count)], plain_loop).requires_grad_(False)
         host = hosted(model)
-        with host._weights() as weights:
+        with host._weights() as (_, weights):
             program = host._program(forward, ("dp",))
             tensors, structure = _flatten_args(((torch.randn(1, 3, WIDTH),), {}))
             return program.lower(weights, tensors=tensors, structure=structure).as_text()

@@ -89,6 +89,7 @@ def brightness(jpeg: bytes) -> float:
         return float(ImageStat.Stat(image.convert("L")).mean[0])
 
 
+@pytest.mark.slow
 def test_jobs_that_share_steps_have_their_own_previews(tmp_path: Path) -> None:
     dark, bright = "a blue square moving right on a black background", "a red circle moving left on a white background"
     events = run_jobs(tmp_path, [dark, bright, dark], [0, 1], batch_size=3, model="demo", num_inference_steps=6)
@@ -105,6 +106,7 @@ def test_nobody_watches(tmp_path: Path) -> None:
     assert run_jobs(tmp_path, ["a red circle"], [], batch_size=1, model="demo", num_inference_steps=2) == []
 
 
+@pytest.mark.slow
 def test_a_model_without_colours_learns_them_from_its_first_result(tmp_path: Path) -> None:
     model = str(small_flux.directory("dev"))
     size = {"width": 64, "height": 64, "num_inference_steps": 2}

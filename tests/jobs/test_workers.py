@@ -196,6 +196,7 @@ def test_a_full_disk_stops_the_batch_and_returns_the_job(leased, monkeypatch):
     assert leased.ledger.counts().submitted == 1
 
 
+@pytest.mark.slow
 def test_groups_are_padded_to_the_smallest_compiled_number_of_rows(tmp_path, monkeypatch):
     """A single job after a group of five is not made five times, and two are not padded to five."""
     rows, outcomes = [], []

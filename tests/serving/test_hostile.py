@@ -67,6 +67,7 @@ def head(port: int, line: str, *headers: str) -> bytes:
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
+@pytest.mark.slow
 def test_half_open_connections_end(tmp_path: Path) -> None:
     """500 of them, of which some send a byte now and then: others are served, and all of them are closed."""
     with listening(tmp_path, header_seconds=5.0) as port, contextlib.ExitStack() as stack:

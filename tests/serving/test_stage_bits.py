@@ -55,6 +55,7 @@ def client(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
             thread.join()
 
 
+@pytest.mark.slow
 def test_every_stage(client: ServerClient) -> None:
     reports = []
     remote = RemotePipeline.open(client, "demo", Callbacks(reports.append, read_preview=read_preview))
@@ -69,6 +70,7 @@ def test_every_stage(client: ServerClient) -> None:
     assert all(each.shape == latents.shape for each in previews)
 
 
+@pytest.mark.slow
 def test_a_lora_of_the_server(client: ServerClient, loras: Path) -> None:
     checkpoint = local().files.checkpoint(local().family.transformer)
     name = next(name for name in checkpoint.tensors if "attn1.to_q.weight" in name)
