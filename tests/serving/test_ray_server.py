@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.jobs.ray_processes import command_line, find_processes, wait_for
@@ -28,7 +28,7 @@ def test_jobs_on_ray_workers(tmp_path: Path) -> None:
         return find_processes(f"{name}={mark}")
 
     with RealServer(tmp_path, "--workers", "2", environment=environment) as server:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx2.Client(base_url=server.url, timeout=60) as client:
             _order_and_watch(client, processes)
         server.end(signal.SIGTERM)
     assert server.process is not None
@@ -36,7 +36,7 @@ def test_jobs_on_ray_workers(tmp_path: Path) -> None:
     wait_for(lambda: processes() == [], 60, "the end of all processes")
     with (
         RealServer(tmp_path, environment=environment) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
     ):
         # What was at work when the server ended is carried out by the next, which has no Ray.
         wait_for(lambda: _states(client) <= {"completed", "failed"}, 240, "the end of all jobs")
@@ -44,7 +44,7 @@ def test_jobs_on_ray_workers(tmp_path: Path) -> None:
         assert [video["error"]["code"] for video in failed] == ["cancelled"]
 
 
-def _order_and_watch(client: httpx.Client, processes: Callable[[], list[int]]) -> None:
+def _order_and_watch(client: httpx2.Client, processes: Callable[[], list[int]]) -> None:
     made = [_order(client, seed) for seed in range(6)]
     wait_for(lambda: _video(client, made[0])["status"] == "completed", 120, "the first video")
     assert client.get(f"/v1/videos/{made[0]}/content").content[4:8] == b"ftyp"
@@ -63,21 +63,21 @@ def _order_and_watch(client: httpx.Client, processes: Callable[[], list[int]]) -
         _order(client, seed, steps=60)
 
 
-def _order(client: httpx.Client, seed: int, steps: int = 4) -> str:
+def _order(client: httpx2.Client, seed: int, steps: int = 4) -> str:
     answer = client.post("/v1/videos", json={"prompt": "a red circle", "seed": seed, "steps": steps})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
 
-def _video(client: httpx.Client, id_: str) -> dict[str, Any]:
+def _video(client: httpx2.Client, id_: str) -> dict[str, Any]:
     found: dict[str, Any] = client.get(f"/v1/videos/{id_}").json()
     return found
 
 
-def _videos(client: httpx.Client) -> list[dict[str, Any]]:
+def _videos(client: httpx2.Client) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = client.get("/v1/videos", params={"limit": 100}).json()["data"]
     return listed
 
 
-def _states(client: httpx.Client) -> set[str]:
+def _states(client: httpx2.Client) -> set[str]:
     return {video["status"] for video in _videos(client)}
