@@ -57,8 +57,10 @@ class WorkerThread:
         self._name = name
         self._preview_rate = previews
         self._group_size = group_size
-        self._groups: queue.Queue[list[Job] | None] = queue.Queue()
-        self._happened: queue.Queue[Outcome | Event] = queue.Queue()
+        # Not queue.Queue: Ctrl-C in the middle of its `put` may leave a waiter behind that takes the next wake-up, and
+        # the thread would never learn that there are no more groups.
+        self._groups: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._happened: queue.SimpleQueue[Outcome | Event] = queue.SimpleQueue()
         self._last: Request | None = None
         # Two counts, each changed by one thread only: `+=` of two threads would lose some.
         self._given = 0
