@@ -161,7 +161,9 @@ def test_images_of_every_kind(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidValueError, match=message):
                 pipe("a red circle", images=given, **chosen)  # type: ignore[arg-type]
-        with pytest.raises(InvalidValueError, match="strength=0.5 is for an image that denoising starts from"):
+        with pytest.raises(
+            InvalidValueError, match="strength=0.5 is for an image or a video that denoising starts from"
+        ):
             pipe("a red circle", images=pixels, strength=0.5, **chosen)
     for lora in (7, [7]):
         with pytest.raises(InvalidValueError, match=r"lora is 7, expected a path or \(path, strength\)"):

@@ -266,8 +266,10 @@ class RemoteServer:
     """How long it is waited for where it does not answer."""
 
 
-INIT_IMAGE_STRENGTH = 0.6
-"""The default strength of image-to-image: the share of the image that is replaced."""
+INIT_IMAGE_STRENGTH, INIT_VIDEO_STRENGTH = 0.6, 0.8
+"""The default strengths of image-to-image and video-to-video: the share of the image or video that is replaced."""
+CONTROL_STRENGTH = 1.0
+"""The default strength of given videos and references that a model reads beside the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)

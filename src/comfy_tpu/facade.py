@@ -21,18 +21,42 @@ import numpy as np
 import torch
 from PIL import Image
 
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.pipeline import artifacts, media
-from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
+from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
+from comfy_tpu.pipeline.images import as_rgb, read_image
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.video import VideoPipeline
+from comfy_tpu.pipeline.video_files import Frames, VideoSource, open_video
 
 LoraLike: TypeAlias = "str | Path | tuple[str | Path, float] | Lora"
 """A .safetensors file, alone (strength 1) or with a strength."""
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | torch.Tensor"
 """A file, a PIL image, or pixels [height, width, 3]: uint8, or floats in 0..1."""
+
+
+VideoLike: TypeAlias = "str | Path | Sequence[ImageLike] | np.ndarray | torch.Tensor"
+"""A file or a directory of numbered images, which are read at `fps`; or frames one by one: images, or pixels [frames,
+height, width, 3], without the last dimension for a mask."""
+
+
+class Media(TypedDict, total=False):
+    """What may be given beside the prompt and the images, as the model takes it."""
+
+    references: ImageLike | Sequence[ImageLike]
+    video: VideoLike
+    mask: VideoLike
+    """White where the model makes something new; one image stands for all frames."""
+    pose_video: VideoLike
+    face_video: VideoLike
+    background_video: VideoLike
+    strength: float
+    """The share of an image or a video to start from that is replaced."""
+    control_strength: float | Sequence[float]
+    """The effect of videos and references that the model reads beside the prompt; or of each layer of the control."""
 
 
 class Settings(TypedDict, total=False):
@@ -54,6 +78,10 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+
+
+class CallSettings(Settings, Media, total=False):
+    """The settings of a call, and what is given beside the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +122,7 @@ class Video:
 class _Request:
     prompt: str
     settings: GenerationSettings
-    images: tuple[Image.Image, ...]
-    strength: float | None
+    given: GivenMedia
     on_progress: ProgressCallback
 
 
@@ -114,10 +141,9 @@ class Pipeline:
         prompt: str,
         *,
         images: ImageLike | Sequence[ImageLike] | None = ...,
-        strength: float | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
         on_progress: ProgressCallback = ...,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CallSettings],
     ) -> Video: ...
     @overload
     def __call__(
@@ -125,17 +151,15 @@ class Pipeline:
         prompt: list[str] | tuple[str, ...],
         *,
         images: ImageLike | Sequence[ImageLike] | None = ...,
-        strength: float | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
         on_progress: ProgressCallback = ...,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CallSettings],
     ) -> list[Video]: ...
     def __call__(
         self,
         prompt: str | list[str] | tuple[str, ...],
         *,
         images: ImageLike | Sequence[ImageLike] | None = None,
-        strength: float | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Any,
@@ -143,14 +167,14 @@ class Pipeline:
         """Returns one video; for a list of prompts, or with num_videos over 1, a list of videos.
 
         `images`: the first frame and optionally the last, an image to start from, or reference images, as the model
-        takes them. `strength`: the share of an image to start from that is replaced. `lora`: LoRAs for this call only.
-        `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
+        takes them. `settings`: also what else is given, see `Media`. `lora`: LoRAs for this call only. `on_progress` is
+        called with a `Progress` from this thread; an exception from it ends the run.
         """
         prompts = _as_prompts(prompt)
         self._use(lora)
         videos: list[Video] = []
         for each in prompts:
-            request = self._request(each, images, strength, on_progress, settings)
+            request = self._request(each, images, on_progress, settings)
             parts = list(self._parts(request))
             videos += self._videos(request, torch.cat(parts, dim=1))
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
@@ -160,14 +184,13 @@ class Pipeline:
         prompt: str,
         *,
         images: ImageLike | Sequence[ImageLike] | None = None,
-        strength: float | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
         on_progress: ProgressCallback = ignore_progress,
-        **settings: Unpack[Settings],
+        **settings: Unpack[CallSettings],
     ) -> AsyncIterator[np.ndarray]:
         """Yields the frames of one video as they are decoded, uint8 [height, width, 3]. Runs in another thread."""
         self._use(lora)
-        request = self._request(prompt, images, strength, on_progress, settings)
+        request = self._request(prompt, images, on_progress, settings)
         if request.settings.num_videos != 1:
             raise InvalidValueError(
                 f"num_videos={request.settings.num_videos} cannot be streamed; ask for 1", field="num_videos"
@@ -210,38 +233,25 @@ class Pipeline:
         self,
         prompt: str,
         images: ImageLike | Sequence[ImageLike] | None,
-        strength: float | None,
         on_progress: ProgressCallback,
         settings: Mapping[str, Any],
     ) -> _Request:
-        chosen = self.settings(**settings)
-        given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
-        with _own_names(image="images"):
-            return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
+        chosen = {name: value for name, value in settings.items() if name not in Media.__annotations__}
+        given = _read_media(images, {name: value for name, value in settings.items() if name not in chosen})
+        stages = self.stages
+        if given.videos and chosen.get("num_frames") is None:
+            rate = self.settings(**chosen).fps
+            chosen["num_frames"] = choose_frames(given, stages.family.card, stages.defaults, rate)
+        return _Request(prompt, self.settings(**chosen), given, on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
         """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded."""
         stages, settings = self.stages, request.settings
         before, stages.on_progress = stages.on_progress, request.on_progress
         try:
-            init_image, images = None, request.images
-            if images and stages.family.card.starts_from_image:
-                (image, *others), images = images, ()
-                if others:
-                    raise InvalidValueError(
-                        f"images has {1 + len(others)} entries; {stages.model_name} starts from one", field="images"
-                    )
-                strength = INIT_IMAGE_STRENGTH if request.strength is None else request.strength
-                init_image = stages.encode_init_image(as_frame(image, settings), settings, strength)
-            elif request.strength is not None:
-                raise InvalidValueError(
-                    f"strength={request.strength} is for an image that denoising starts from; give images, and a model "
-                    "that starts from one",
-                    field="strength",
-                )
-            with _own_names(image="images"):
-                embeddings = stages.encode(request.prompt, settings, images)
-            yield from stages.decode(stages.denoise(embeddings, settings, init_image), settings)
+            with _own_names(image="images", reference="references"):
+                embeddings = stages.encode(request.prompt, settings, request.given)
+            yield from stages.decode(stages.denoise(embeddings, settings), settings)
         finally:
             stages.on_progress = before
 
@@ -250,7 +260,7 @@ class Pipeline:
             request.prompt,
             request.settings,
             self.stages,
-            images_fingerprint=fingerprint(request.images),
+            images_fingerprint=request.given.fingerprint,
             loras=self.stages.loras.text,
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
@@ -311,28 +321,77 @@ def _as_lora(given: LoraLike) -> Lora:
     raise InvalidValueError(f"lora is {given!r}, expected a path or (path, strength)", field="lora")
 
 
-def _as_image(given: ImageLike) -> Image.Image:
+def _read_media(images: Any, given: Mapping[str, Any]) -> GivenMedia:
+    videos = {name: _as_video(given[name], name) for name in VIDEO_NAMES if given.get(name) is not None}
+    strengths = given.get("control_strength")
+    if strengths is not None and not isinstance(strengths, list | tuple):
+        strengths = [strengths]
+    with _own_names(image="images", reference="references"):
+        return GivenMedia(
+            tuple(_as_image(each, "images") for each in _as_sequence(images)),
+            tuple(_as_image(each, "references") for each in _as_sequence(given.get("references"))),
+            videos,
+            _plain(given.get("strength")),
+            None if strengths is None else tuple(map(_plain, strengths)),
+        )
+
+
+def _as_sequence(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _as_video(given: Any, name: str) -> VideoSource:
+    if isinstance(given, str | Path):
+        return open_video(Path(given), name)
+    if isinstance(given, Image.Image):
+        return Frames(np.asarray(as_rgb(given))[None], is_picture=True)
+    if isinstance(given, list | tuple):
+        if not given:
+            raise InvalidValueError(f"{name} is an empty list; give one frame or more", field=name)
+        images = [np.asarray(as_rgb(_as_image(each, name))) for each in given]
+        if len({each.shape for each in images}) > 1:
+            raise InvalidValueError(f"{name} has frames of several sizes; give frames of one", field=name)
+        return Frames(np.stack(images))
+    if not isinstance(given, np.ndarray | torch.Tensor):
+        raise InvalidValueError(
+            f"{name} is a {type(given).__name__}, expected a path, a list of images or an array", field=name
+        )
+    pixels = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
+    if pixels.ndim == 3 and name == "mask":
+        pixels = np.repeat(pixels[..., None], 3, axis=3)
+    if pixels.ndim != 4 or pixels.shape[3] != 3 or not pixels.size:
+        raise InvalidValueError(
+            f"{name} is an array of shape {pixels.shape}, expected (frames, height, width, 3)", field=name
+        )
+    return Frames(_as_uint8(pixels, name), is_picture=name == "mask" and len(pixels) == 1)
+
+
+def _as_image(given: ImageLike, name: str) -> Image.Image:
     if isinstance(given, Image.Image):
         return given
     if isinstance(given, str | Path):
-        return read_image(Path(given))
+        return read_image(Path(given), "reference" if name == "references" else "image")
     if not isinstance(given, np.ndarray | torch.Tensor):
         raise InvalidValueError(
-            f"images holds a {type(given).__name__}, expected a path, a PIL image or an array", field="images"
+            f"{name} holds a {type(given).__name__}, expected a path, a PIL image or an array", field=name
         )
     pixels = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
     if pixels.ndim != 3 or pixels.shape[2] != 3:
         raise InvalidValueError(
-            f"images holds an array of shape {pixels.shape}, expected (height, width, 3)", field="images"
+            f"{name} holds an array of shape {pixels.shape}, expected (height, width, 3)", field=name
         )
+    return Image.fromarray(_as_uint8(pixels, name))
+
+
+def _as_uint8(pixels: np.ndarray, name: str) -> np.ndarray:
     if pixels.dtype == np.uint8:
-        return Image.fromarray(pixels)
+        return pixels
     # Compared, because NaN is in no range.
     if not np.issubdtype(pixels.dtype, np.floating) or not ((pixels >= 0) & (pixels <= 1)).all():
         raise InvalidValueError(
-            f"images holds {pixels.dtype} values, expected uint8, or floats from 0 to 1", field="images"
+            f"{name} holds {pixels.dtype} values, expected uint8, or floats from 0 to 1", field=name
         )
-    return Image.fromarray(np.round(pixels * 255).astype(np.uint8))
+    return np.round(pixels * 255).astype(np.uint8)
 
 
 def _as_bytes(frames: torch.Tensor) -> np.ndarray:

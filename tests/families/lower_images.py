@@ -9,6 +9,7 @@ import jax.export
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.hunyuan_video.model import HUNYUAN15_IMAGE
+from comfy_tpu.families.media import first_frame_clips
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.wan.model import WAN21_IMAGE, WAN22_5B
 from comfy_tpu.parallel.mesh import abstract_placement
@@ -55,7 +56,7 @@ COLUMNS = (None, None, None, None, MESH_AXES)
 
 def lower_programs(name: str) -> dict[str, Any]:
     family, vae_config, encoder_config, (height, width) = FAMILIES[name]
-    image = family.image
+    image = family.media
     assert image is not None
     programs: dict[str, jax.export.Exported] = {}
     if image.encoder is not None and image.embed is not None:
@@ -68,7 +69,7 @@ def lower_programs(name: str) -> dict[str, Any]:
     weights = vae.abstract_weights()
     encode = vae.program(image.encode_frames, input_axes={"pixels": COLUMNS, "cache": COLUMNS})
     cache = None
-    for index, frames in enumerate((1,) if image.first_frame_only else (1, 4, 4)):
+    for index, frames in enumerate((1,) if image.clips is first_frame_clips else (1, 4, 4)):
         exported = encode.export("tpu", weights, pixels=array(1, 3, frames, height, width), cache=cache)
         programs[f"encode_frames {index}"] = exported
         latent, cache = outputs(exported)

@@ -23,7 +23,8 @@ from comfy_tpu.families.flux.model import FLUX_DEV, FLUX_SCHNELL
 from comfy_tpu.families.shared import patches
 from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.pipeline import media
-from comfy_tpu.pipeline.images import as_frame, read_image
+from comfy_tpu.pipeline.given_media import GivenMedia
+from comfy_tpu.pipeline.images import read_image
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
@@ -427,8 +428,8 @@ def test_from_a_picture_as_diffusers_does_it(
         ).images.permute(0, 2, 3, 1)
     pipeline = opened(variant, mesh)
     settings = pipeline.settings(**chosen, num_videos=2)
-    beginning = pipeline.encode_init_image(as_frame(read_image(file), settings), settings, strength)
-    latents = pipeline.denoise(pipeline.encode(PROMPT, settings), settings, beginning)
+    given = GivenMedia((read_image(file),), strength=strength)
+    latents = pipeline.denoise(pipeline.encode(PROMPT, settings, given), settings)
     (actual,) = pipeline.decode(latents, settings)
     assert psnr(actual[:, 0], wanted) >= SAME
     assert psnr(actual[:, 0], picture(pipeline, num_videos=2, height=size[0], width=size[1])) < 40, (
@@ -449,14 +450,19 @@ def test_the_command_starts_from_a_picture(tmp_path: Path, monkeypatch: Any, cap
     for more, message in [
         (["--image", "photograph.png", "--strength", "0"], "--strength 0.0 is not a number over 0, up to 1"),
         (["--image", "photograph.png", "--strength", "some"], "--strength 'some' is not a number over 0, up to 1"),
-        (["--strength", "0.5"], "--strength 0.5 is for an image that denoising starts from; give --image too"),
+        (["--strength", "0.5"], "--strength 0.5 is for an image or a video that denoising starts from; give one"),
         (["--image", "none.png"], "--image none.png is not a file; give an image such as first.png"),
     ]:
         assert cli.main([*command, *more]) == 1
         assert message in capsys.readouterr().err
-    assert cli.main(["encode", *command[1:], "--image", "photograph.png"]) == 1
-    assert "makes an image anew while it denoises, and no file hands it on; use comfy-tpu generate" in (
-        capsys.readouterr().err
-    )
+    given = ["--image", "photograph.png", "--strength", "0.5"]
+    assert cli.main(["encode", *command[1:], *given]) == 0
+    assert cli.main(["denoise", "text.safetensors", "--seed", "1"]) == 1
+    assert "whose image was encoded with seed=" in capsys.readouterr().err
+    assert cli.main(["denoise", "text.safetensors", "--mesh", "single"]) == 0
+    assert cli.main(["decode", "latents.safetensors", "-o", "staged.png", "--mesh", "single"]) == 0
+    with Image.open("image.png") as whole, Image.open("staged.png") as staged:
+        assert np.array_equal(np.asarray(whole), np.asarray(staged)), "the stages hand on what generate has at once"
+    capsys.readouterr()
     assert cli.main(["generate", PROMPT, "--model", "demo", "--mesh", "single", "--image", "photograph.png"]) == 1
     assert "--image is given, but model demo begins with a prompt alone; leave it out" in capsys.readouterr().err

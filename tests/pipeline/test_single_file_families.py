@@ -139,7 +139,7 @@ def test_the_files_of_a_directory_are_read_under_their_own_names(case: str) -> N
         return tuple(found for part in parts for found in (path / part.name).glob("*.safetensors"))
 
     family = expected.family
-    image = family.image.encoder if family.image is not None else None
+    image = family.media.encoder if family.media is not None else None
     given = SingleFiles(
         files(*family.denoiser.transformers),
         files(*(encoder.component for encoder in family.text.encoders)),

@@ -115,6 +115,7 @@ def test_bodies_that_are_no_stages(content: bytes, reason: str, tmp_path: Path) 
 
 
 ODD = torch.full((1, 512, 128), float("nan"))
+LATENTS = torch.zeros(1, 16, 1, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +131,9 @@ ODD = torch.full((1, 512, 128), float("nan"))
         ({"positive@7.text": torch.zeros(1, 512, 128)}, {"ranges": '{"positive": [[0, 1]]}'}, "ranges"),
         ({"../../x": torch.zeros(1, 2)}, {}, "no embedding"),
         ({"shared.image": torch.zeros(1, 2)}, {}, "another model"),
-        ({"latents": torch.zeros(1, 16, 1, 8, 8)}, {"strength": "0.5"}, "latents have shape"),
-        ({"latents": torch.zeros(1, 16, 1, 8, 8)}, {}, "strength"),
+        ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[0.5]])}, {}, "encoded for other sizes"),
+        ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[2.0]])}, {}, "strength=2.0 is not"),
+        ({"shared.initial": LATENTS}, {}, "does not start from it"),
         ({}, {"model": "/etc/passwd"}, "not served here"),
         ({}, {"model": ""}, "model is missing"),
         ({}, {"model_fingerprint": "other"}, "another one here"),
@@ -162,7 +164,11 @@ def test_inputs_that_the_model_cannot_read(
         ("encode", {}, 200),
         ("encode", {"image.0": torch.zeros(8, 8, 3, dtype=torch.uint8)}, 400),  # the model takes none
         ("encode", {"image.1": torch.zeros(8, 8, 3, dtype=torch.uint8)}, 400),
-        ("encode", {"init_image": torch.zeros(1, 64, 64, 3)}, 400),
+        ("encode", {"video.video": torch.zeros(17, 8, 8, 3, dtype=torch.uint8)}, 200),
+        ("encode", {"video.video": torch.zeros(5, 8, 8, 3, dtype=torch.uint8)}, 400),  # too short
+        ("encode", {"video.mask": torch.zeros(17, 8, 8, 3, dtype=torch.uint8)}, 400),  # the model takes none
+        ("encode", {"video.else": torch.zeros(17, 8, 8, 3, dtype=torch.uint8)}, 400),
+        ("encode", {"reference.0": torch.zeros(8, 8, 3, dtype=torch.uint8)}, 400),
         ("decode", {"latents": torch.zeros(1, 16, 2, 8, 8)}, 400),
         ("decode", {}, 400),
         ("train", {}, 404),

@@ -24,6 +24,7 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import MESH_AXES
+from comfy_tpu.families.media import first_frame_clips
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.pipeline.vae_backend import split_columns, vae_functions
@@ -45,8 +46,8 @@ def vae_inputs(bench: Bench, size: str) -> dict[Direction, tuple[int, ...]]:
     family, settings = bench.model.family, bench.model.settings(size)
     shapes: dict[Direction, tuple[int, ...]] = {"decode": latent_shape(family, bench.model.latent_channels, settings)}
     if family.card.image is not None:
-        first_frame_only = family.image is not None and family.image.first_frame_only
-        frames = 1 if first_frame_only else settings.num_frames
+        is_first_only = family.media is not None and family.media.clips is first_frame_clips
+        frames = 1 if is_first_only else settings.num_frames
         shapes["encode"] = (1, 3, frames, settings.height, settings.width)
     return shapes
 

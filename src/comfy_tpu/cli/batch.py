@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ray(parser)
     parser.add_argument("--json", action="store_true", help="print what happens as JSON lines")
     options.add_images(parser, kind=str)
+    options.add_videos(parser, kind=str)
     options.add_strength(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", metavar="TEXT", help="may be repeated (default: three prompts of its own)"
     )
     options.add_images(parser)
+    options.add_videos(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -35,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompt or calibration.PROMPTS
     for prompt in prompts:
         options.check_texts(prompt, arguments.negative_prompt)
-    images = options.read_images(arguments)
+    given = options.read_media(arguments)
     with sessions.open_session(arguments, arguments.model) as session:
         output = arguments.output or session.pipeline.directory / reuse.CURVE_FILE
         atomic.check_place(output)
         session.check_outputs(output)
-        settings = session.settings()
-        session.set_images(images)
-        curve = calibration.measure_curve(session.pipeline, prompts, settings, images)
+        settings = session.settings(given=given)
+        session.set_media(given)
+        curve = calibration.measure_curve(session.pipeline, prompts, settings, given)
         calibration.save_measured_curve(
             output, curve, session.pipeline, prompts, settings, images_fingerprint=session.images_fingerprint
         )

@@ -42,6 +42,21 @@ def models_with(fact: Callable[[ModelCard], bool]) -> str:
     return _escape(", ".join(model.name for model in model_cards() if fact(model)))
 
 
+def video_words(name: str) -> str:
+    """What a given video of this name is: "the video to be changed, for Wan 2.1; …"."""
+    groups: dict[str, list[str]] = {}
+    for model in model_cards():
+        if (video := model.find_video(name)) is not None:
+            groups.setdefault(video.words, []).append(model.name)
+    return _escape("; ".join(f"{words}, for {', '.join(names)}" for words, names in groups.items()))
+
+
+def references() -> str:
+    """What --reference is for, with the models that take one."""
+    takes = models_with(lambda model: bool(model.max_references) or model.takes_references)
+    return f"a picture of a person, thing or style to be shown, for {takes}; may be repeated"
+
+
 def _by_family(describe: Callable[[FamilyCard], str]) -> str:
     groups: dict[str, list[str]] = {}
     for card in family_cards():

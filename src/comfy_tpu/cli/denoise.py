@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         if session.pipeline.family.card.guidance == "classifier_free":
             artifacts.check_guidance(arguments.text, embeddings, settings)
         session.images_fingerprint = header.images_fingerprint
+        artifacts.check_seed(arguments.text, embeddings, header.settings, settings, session.pipeline.family.card)
         skipped = session.is_up_to_date(output, header.prompt, settings, there)
         if not skipped:
             latents = session.pipeline.denoise(embeddings, settings)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from comfy_tpu.cli import options
 from comfy_tpu.cli.hosts import add_hosts
-from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.parallel.hosts import is_first_host
 
 OUTPUT = "text.safetensors"
@@ -16,6 +15,8 @@ OUTPUT = "text.safetensors"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
     options.add_images(parser)
+    options.add_videos(parser)
+    options.add_strength(parser)
     options.add_artifact_output(parser, OUTPUT)
     options.add_force(parser)
     options.add_report(parser)
@@ -31,23 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.pipeline import artifacts
 
     prompt = options.read_prompt(arguments)
-    images = options.read_images(arguments)
+    given = options.read_media(arguments)
     output = arguments.output or Path(OUTPUT)
     there = sessions.read_existing_artifact(output, "text", arguments)
     with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         session.check_outputs(output)
         session.quantization = ""  # of the transformer, which embeddings do not depend on
-        settings = session.settings()
-        session.set_images(images)
-        if images and session.pipeline.family.card.starts_from_image:
-            raise InvalidValueError(
-                f"image is given, but model {session.pipeline.model_name} makes an image anew while it denoises, and "
-                "no file hands it on; use comfy-tpu generate",
-                field="image",
-            )
+        settings = session.settings(given=given)
+        session.set_media(given)
         if session.is_up_to_date(output, prompt, settings, there):
             return session.report([output], prompt, settings, cut=there.get("cut", ""), skipped=True)
-        embeddings = session.pipeline.encode(prompt, settings, images)
+        embeddings = session.pipeline.encode(prompt, settings, given)
         sessions.warn_of_cut(embeddings.cut)
         if is_first_host():
             artifacts.save_text(output, embeddings, settings, session.pipeline)

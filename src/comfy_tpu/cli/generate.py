@@ -15,6 +15,7 @@ IMAGE_OUTPUT = "image.png"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompt(parser)
     options.add_images(parser)
+    options.add_videos(parser)
     options.add_strength(parser)
     options.add_video_output(
         parser, f"{VIDEO_OUTPUT} or {IMAGE_OUTPUT}; {VIDEO_OUTPUT.replace('.', '-1.')} and so on if it is taken"
@@ -31,20 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = options.read_prompt(arguments)
-    images = options.read_images(arguments)
+    given = options.read_media(arguments)
     start_devices(arguments.platform)
     from comfy_tpu.cli import session as sessions
     from comfy_tpu.pipeline import media
 
     sessions.check_video_output(arguments, arguments.num_videos or 1)
     with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
-        settings = session.settings()
-        session.set_images(images)
+        settings = session.settings(given=given)
+        session.set_media(given)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
         paths = session.choose_outputs(lambda: media.free_output(own, settings.num_videos), settings)
-        init_image, given = session.encode_init_image(images, settings)
         embeddings = session.pipeline.encode(prompt, settings, given)
+        session.set_strength(embeddings)
         sessions.warn_of_cut(embeddings.cut)
-        latents = session.pipeline.denoise(embeddings, settings, init_image)
+        latents = session.pipeline.denoise(embeddings, settings)
         session.write_videos(latents, prompt, settings, paths)
     return session.report(paths, prompt, settings, cut=embeddings.cut)

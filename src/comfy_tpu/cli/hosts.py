@@ -17,6 +17,7 @@ from comfy_tpu.cli.streams import library_output_discarded
 from comfy_tpu.cli.terminal import print_error
 from comfy_tpu.config import HostsConfig, Lora
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.jobs.request import MEDIA_FIELDS
 from comfy_tpu.parallel import hosts
 
 FLAGS = ("--coordinator", "--num-processes", "--process-id", "--hosts-timeout")
@@ -26,7 +27,7 @@ _SAME = (
     *("image_encoder", "attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Options that must be the same on all hosts. All others are those of the first host."""
-_INPUTS = ("image", "last_image", "text", "latents", "lora")
+_INPUTS = (*MEDIA_FIELDS, "text", "latents", "lora")
 """Files that only the first host needs to have."""
 _OUTPUTS = ("profile", "dump")
 

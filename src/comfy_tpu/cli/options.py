@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from comfy_tpu.pipeline.given_media import GivenMedia
 
 from comfy_tpu.cli import card_texts
 from comfy_tpu.config import (
+    CONTROL_STRENGTH,
     FAST,
     INIT_IMAGE_STRENGTH,
+    INIT_VIDEO_STRENGTH,
     VAE_BACKEND,
     VAE_BACKENDS,
     AttentionConfig,
@@ -24,6 +26,7 @@ from comfy_tpu.config import (
     SingleFiles,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.parallel.hosts import first_host_value
 
@@ -99,6 +102,9 @@ FLAGS = {
     "prompt": "PROMPT",
     "image": "--image",
     "last_image": "--last-image",
+    "reference": "--reference",
+    **{name: f"--{name.replace('_', '-')}" for name in VIDEO_NAMES},
+    "control_strength": "--control-strength",
     "comfyui_dir": "COMFYUI_DIR",
     "coordinator": "--coordinator",
     "num_processes": "--num-processes",
@@ -142,18 +148,43 @@ def add_images(parser: argparse.ArgumentParser, kind: Callable[[str], Any] = Pat
     )
 
 
-def read_images(arguments: argparse.Namespace) -> list[Image]:
-    """The given images; the last frame comes last."""
+def add_videos(parser: argparse.ArgumentParser, kind: Callable[[str], Any] = Path) -> None:
+    """`kind`: as in `add_images`."""
+    group = parser.add_argument_group(
+        "videos and control",
+        "A video file, a directory of numbered images, or an animation; a mask may be one image. It is read at --fps.",
+    )
+    for name in ("reference", *VIDEO_NAMES):
+        flag = FLAGS[name]
+        group.add_argument(
+            flag,
+            action="append",
+            default=[],
+            type=path_parser(flag, kind),
+            metavar="IMAGE" if name == "reference" else "VIDEO",
+            help=card_texts.references() if name == "reference" else card_texts.video_words(name),
+        )
+    group.add_argument(
+        "--control-strength",
+        metavar="X[,X…]",
+        help=f"the effect of videos and references, from 0, or one for each layer of the control, for "
+        f"{card_texts.models_with(lambda model: model.has_control_strength)} ({CONTROL_STRENGTH:g})",
+    )
+
+
+def read_media(arguments: argparse.Namespace) -> GivenMedia:
+    """The given images and videos."""
     from comfy_tpu.jobs import opening
 
-    return opening.read_images(vars(arguments))
+    return opening.read_media(vars(arguments))
 
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
     """All input files on the command line."""
     single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
-    lists = [getattr(arguments, name, []) for name in ("image", "transformer", "text_encoder", "vae", "image_encoder")]
+    names = ("image", "reference", *VIDEO_NAMES, "transformer", "text_encoder", "vae", "image_encoder")
+    lists = [getattr(arguments, name, []) for name in names]
     return [*(path for paths in lists for path in paths), *loras, *(path for path in single if path is not None)]
 
 
@@ -340,13 +371,14 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_strength(parser: argparse.ArgumentParser) -> None:
-    families = card_texts.families_with(lambda model: model.starts_from_image)
+    of_images = card_texts.families_with(lambda model: model.starts_from_image)
+    of_videos = card_texts.models_with(lambda model: model.starts_from_video)
     parser.add_argument(
         "--strength",
         type=number_parser(float),
         metavar="X",
-        help=f"how much of --image is redrawn, above 0 and up to 1, which is all of it, for {families} "
-        f"({INIT_IMAGE_STRENGTH})",
+        help=f"how much is redrawn, above 0 and up to 1, which is all: of --image, for {of_images} "
+        f"({INIT_IMAGE_STRENGTH}); of --video, for {of_videos} ({INIT_VIDEO_STRENGTH})",
     )
 
 

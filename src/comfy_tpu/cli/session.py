@@ -27,8 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
-
 from comfy_tpu.cli import options
 from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
@@ -39,8 +37,9 @@ from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
 from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
 from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
-from comfy_tpu.pipeline.images import fingerprint
-from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
+from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
@@ -76,27 +75,25 @@ class Session:
             "quantization": self.quantization,
         }
 
-    def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
-        """The model's defaults, or `base`, replaced by the values on the command line."""
+    def settings(self, base: GenerationSettings | None = None, given: GivenMedia = NO_MEDIA) -> GenerationSettings:
+        """The model's defaults, or `base`, replaced by the values on the command line. `given`: what may decide how
+        long the result is."""
         known = dataclasses.asdict(base) if base else {}
         if (preset := getattr(self.arguments, "fast", None)) is not None:
             known = {name: value for name, value in known.items() if name not in dataclasses.asdict(preset)}
         said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.presets)
+        said = opening.add_frames(said, given, self.pipeline.family.card, self.pipeline.defaults)
         return self.pipeline.settings(**{**known, **said})
 
-    def set_images(self, images: Sequence[Image]) -> None:
-        """Checks the given images and records their fingerprint."""
+    def set_media(self, given: GivenMedia) -> None:
+        """Checks the given media and records their fingerprint."""
         opening.check_last_image(vars(self.arguments), self.pipeline)
-        self.images_fingerprint = fingerprint(images)
+        self.images_fingerprint = given.fingerprint
 
-    def encode_init_image(
-        self, images: Sequence[Image], settings: GenerationSettings
-    ) -> tuple[InitImage | None, Sequence[Image]]:
-        """The image that denoising starts from, where the model takes one; and the images that the model reads."""
-        init_image, given = opening.encode_init_image(vars(self.arguments), self.pipeline, images, settings)
-        if init_image is not None:
-            self._init_image_metadata = {"strength": str(init_image.strength)}
-        return init_image, given
+    def set_strength(self, embeddings: PromptEmbeddings) -> None:
+        """Records how much of an image or video to start from is replaced."""
+        if INITIAL in embeddings.shared:
+            self._init_image_metadata = {"strength": str(read_strength(embeddings.shared))}
 
     def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
         """Whether the metadata found are those of the same run; if so, a message is printed. The first host decides."""

@@ -14,6 +14,7 @@ WITHOUT = ("fps", "seed", "negative_prompt")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a directory, a hub id, demo or demo-image")
     options.add_images(parser)
+    options.add_videos(parser)
     options.add_strength(parser)
     options.add_settings(parser, without=WITHOUT)
     options.add_machine(parser)
@@ -27,12 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.compiler.stored.entries import format_bytes, list_files
     from comfy_tpu.pipeline.warming import warm_request
 
-    images = options.read_images(arguments)
+    given = options.read_media(arguments)
     with sessions.open_session(arguments, arguments.model, blank=True) as session:
-        settings = session.settings()
-        session.set_images(images)
-        init_image, given = session.encode_init_image(images, settings)
-        warm_request(session.pipeline, settings, given, init_image)
+        settings = session.settings(given=given)
+        session.set_media(given)
+        warm_request(session.pipeline, settings, given)
     directory = cache_directory(session.pipeline.running.runtime.cache)
     programs = session.display.account.programs
     compiled = [program for program in programs if not program.from_cache]

@@ -146,7 +146,7 @@ class ImageEncoder(FamilyNode):
         model = inputs.choose_model(model_id, pipeline)
         with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=runtime) as pipeline:
             settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
-            return node_output(pipeline.encode_images(given, settings))
+            return node_output(pipeline.encode_media(given, settings))
 
 
 class Sampler(FamilyNode):
@@ -290,15 +290,14 @@ class Pipeline(FamilyNode):
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
         with open_run(cls.FAMILY, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
-            from comfy_tpu.pipeline.images import as_frame
+            from comfy_tpu.pipeline.given_media import GivenMedia
 
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
-            init_image = None
-            if given and cls.FAMILY.image_role == "initial":
-                init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)
-            embeddings = pipeline.encode(prompt, settings, given)
+            starts = given and cls.FAMILY.image_role == "initial"
+            media = GivenMedia(tuple(given), strength=strength if starts else None)
+            embeddings = pipeline.encode(prompt, settings, media)
             _warn_of_cut(embeddings.cut)
-            latents = pipeline.denoise(embeddings, settings, init_image)
+            latents = pipeline.denoise(embeddings, settings)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
         return _frames_output(images, fps)
 

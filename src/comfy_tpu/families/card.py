@@ -23,6 +23,13 @@ ImageRole = Literal["first_frame", "reference", "initial"]
 """first_frame: the video begins with the image. reference: the model looks at the images beside the prompt. initial:
 denoising starts from the image with noise added to it."""
 
+VIDEO_NAMES = ("video", "mask", "pose_video", "face_video", "background_video")
+"""The names of given videos: fields of requests, flags, and inputs of nodes."""
+
+VideoRole = Literal["initial", "control", "mask"]
+"""initial: denoising starts from the video with noise added to it. control: the model reads the video beside the
+prompt. mask: white where the model makes something new."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -65,6 +72,25 @@ class ImageInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class VideoInput:
+    """A video that a model takes beside the prompt: moving pictures, or one for all frames of a mask."""
+
+    name: str
+    """One of VIDEO_NAMES."""
+    role: VideoRole
+    words: str
+    """What it is, as a phrase of help texts: "the video to be changed"."""
+    required: bool = False
+    needs: tuple[str, ...] = ()
+    """Inputs that have to be given beside it."""
+    may_be_shorter: bool = False
+    """Whether the model goes on where the video ends before the result. False: a shorter one is refused."""
+    side_key: str = ""
+    """The key of the transformer's configuration with the side of its frames, which are square. Empty: they have the
+    size of the result."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelCard:
     """One kind of model of a family: models that one set of functions runs."""
 
@@ -87,6 +113,12 @@ class ModelCard:
     transformer_count: int = 1
     """2: the second one computes the timesteps below `settings.boundary`."""
     image: ImageInput | None = None
+    max_references: int = 0
+    """Reference images that may be given beside those of `image`."""
+    videos: tuple[VideoInput, ...] = ()
+    """Videos that may be given. The first one decides how long the result is where nobody else does."""
+    has_control_strength: bool = False
+    """Whether the effect of given videos and references on the result can be weakened."""
     reads_fps: bool = False
     """Whether the frame rate is an input of the transformer."""
     vae_backends: tuple[VaeBackend, ...] = (VAE_BACKEND,)
@@ -105,6 +137,19 @@ class ModelCard:
     def starts_from_image(self) -> bool:
         """Whether denoising may start from an image."""
         return self.image is not None and self.image.role == "initial"
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether all of its images are references."""
+        return self.image is not None and self.image.role == "reference"
+
+    @property
+    def starts_from_video(self) -> bool:
+        """Whether denoising may start from a video."""
+        return any(video.role == "initial" for video in self.videos)
+
+    def find_video(self, name: str) -> VideoInput | None:
+        return next((video for video in self.videos if video.name == name), None)
 
     def accepts(self, index: Config, config: Config) -> bool:
         """Whether a model directory holds a model of this kind."""

@@ -8,7 +8,7 @@ from typing import get_args
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import FamilyCard, Guidance, ImageRole, ModelCard, NodeSet
+from comfy_tpu.families.card import VIDEO_NAMES, FamilyCard, Guidance, ImageRole, ModelCard, NodeSet, VideoRole
 from comfy_tpu.families.settings import check_settings
 
 
@@ -103,6 +103,7 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
         yield f"it takes {image.max_images} images, which only a model with reference images does"
     if image is not None and image.role != "first_frame" and image.last_image != "no":
         yield "it takes a last image and no first frame"
+    yield from _video_problems(model)
     for name, preset in {"default": {}, **model.presets}.items():
         if unknown := sorted(set(preset) - {field.name for field in dataclasses.fields(GenerationSettings)}):
             yield f"its size {name} has {unknown[0]}, which is no setting"
@@ -111,6 +112,23 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
             check_settings(dataclasses.replace(model.defaults, **preset), limits)
         except InvalidValueError as error:
             yield f"its size {name} cannot be used: {error}"
+
+
+def _video_problems(model: ModelCard) -> Iterator[str]:
+    names = [video.name for video in model.videos]
+    for video in model.videos:
+        if video.name not in VIDEO_NAMES:
+            yield f"its video {video.name!r} is none of {', '.join(VIDEO_NAMES)}"
+        if video.role not in get_args(VideoRole):
+            yield f"the role of its {video.name} is {video.role!r}, expected {' or '.join(get_args(VideoRole))}"
+        if names.count(video.name) > 1:
+            yield f"it takes {video.name} twice"
+        if missing := sorted(set(video.needs) - set(names)):
+            yield f"its {video.name} needs {missing[0]}, which it does not take"
+    if model.starts_from_video and (model.starts_from_image or len(names) > 1):
+        yield "denoising starts from a video, and it takes more than that"
+    if model.videos and model.makes_images:
+        yield "it takes videos and makes images"
 
 
 def _hub_ids(card: FamilyCard) -> set[str]:

@@ -18,6 +18,7 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, ModelCard
+from comfy_tpu.families.media import Clips, FittedMedia
 from comfy_tpu.parallel.constraints import Axes
 
 SchedulerFactory = Callable[[GenerationSettings], Any]
@@ -145,25 +146,29 @@ class Vae:
 
 
 @dataclasses.dataclass(frozen=True)
-class ImageEncoding:
-    """From images to embeddings."""
+class MediaEncoding:
+    """From given images and videos to embeddings."""
 
     encode_frames: Callable[..., tuple[torch.Tensor, Cache]]
     """(the VAE's module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame
     of the transformer's latents, and the cache after it."""
-    condition: Callable[[Sequence[torch.Tensor], int, GenerationSettings], dict[str, torch.Tensor]]
-    """(latents of the images' video frame by frame, number of images, settings) -> embeddings by name, on the host.
-    For reference images, the latents of each."""
+    clips: Callable[[FittedMedia, GenerationSettings, Config], Clips]
+    """(media, settings, the transformer's configuration) -> what the VAE encodes, by name."""
+    condition: Callable[
+        [Mapping[str, Sequence[torch.Tensor]], FittedMedia, GenerationSettings, Config], dict[str, torch.Tensor]
+    ]
+    """(latents of the clips frame by frame, media, settings, the transformer's configuration) -> embeddings by name, on
+    the host. "initial": the latents that denoising starts from."""
     encoder: ComponentSpec | None = None
-    """The encoder of the image's content, besides the VAE."""
+    """The encoder of an image's content, besides the VAE."""
     embed: Callable[..., dict[str, torch.Tensor]] | None = None
-    """(the encoder's module, pixel_values) -> embeddings by name."""
+    """(the encoder's module, pixel_values of the images) -> embeddings by name."""
     processor: str = "image_processor"
     """The folder of the preprocessing for `pixel_values`."""
     optional_embeddings: tuple[str, ...] = ()
     """Embeddings that the transformer can do without."""
-    first_frame_only: bool = False
-    """Whether only the first frame is encoded, because the others are gray."""
+    encodes_nothing: bool = False
+    """Whether the transformer needs embeddings where nothing is given, too."""
     fit_reference: Callable[[Image], Image] | None = None
     """Resizes a reference image to a size that the VAE takes, or raises InvalidValueError."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
@@ -191,7 +196,7 @@ class ModelFamily:
     denoiser: Denoiser
     vae: Vae
     scheduling: Scheduling
-    image: ImageEncoding | None = None
+    media: MediaEncoding | None = None
     single_files: Mapping[str, PartFile] = dataclasses.field(default_factory=dict)
     """How components are read from single files, by the component's name. Empty: the model needs a directory."""
 
@@ -205,6 +210,6 @@ class ModelFamily:
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        image = (self.image.encoder,) if self.image is not None and self.image.encoder is not None else ()
+        media = (self.media.encoder,) if self.media is not None and self.media.encoder is not None else ()
         text = (encoder.component for encoder in self.text.encoders)
-        return (*text, *image, *self.denoiser.transformers, self.vae.component)
+        return (*text, *media, *self.denoiser.transformers, self.vae.component)

@@ -102,11 +102,11 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
         )
     if unknown := set(card.vae_backends) - {VAE_BACKEND, *family.vae.other_backends}:
         raise CardError(f"{package}.model has no VAE backend {min(unknown)} for {card.name}; its card.py names it")
-    encodes = card.image is not None and not card.starts_from_image
+    encodes = bool(card.videos or card.max_references) or (card.image is not None and not card.starts_from_image)
     for fact, said, found in (
         ("transformer_count", card.transformer_count, len(family.denoiser.transformers)),
         ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
-        ("an image input", encodes, family.image is not None),
+        ("an image or a video as input", encodes, family.media is not None),
         ("reads_single_files", card.reads_single_files, bool(family.single_files)),
     ):
         if said != found:

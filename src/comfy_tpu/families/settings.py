@@ -108,7 +108,14 @@ def check_prompt(prompt: str) -> None:
 
 def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:
     """Raises InvalidValueError unless the model takes `count` images as frames or references."""
-    if wanted is None or wanted.role == "initial":
+    if wanted is not None and wanted.role == "initial":
+        if count > 1:
+            raise InvalidValueError(
+                f"image is given {count} times, but model {model} starts from one image; leave the others out",
+                field="image",
+            )
+        return
+    if wanted is None:
         if count:
             raise InvalidValueError(
                 f"image is given, but model {model} begins with a prompt alone; leave it out, or choose a model that "

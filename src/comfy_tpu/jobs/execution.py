@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
-from PIL.Image import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
@@ -31,8 +30,8 @@ from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
-from comfy_tpu.pipeline.images import fingerprint
-from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.given_media import GivenMedia
+from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.preview_colours import LearnedColours
 from comfy_tpu.pipeline.preview_images import encode_preview, render_frame
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
@@ -170,7 +169,9 @@ class Executor:
         # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
         common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
         settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
-        alone = any(name in values for name in ("contact_sheet", "num_videos", "strength", "stage"))
+        # An image to start from is sampled with the noise of each seed.
+        samples = pipeline.family.card.starts_from_image and "image" in values
+        alone = samples or any(name in values for name in ("contact_sheet", "num_videos", "stage"))
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
         return rows, runs_beside(pipeline, dataclasses.replace(settings, num_videos=rows * settings.num_videos))
@@ -189,12 +190,12 @@ class Executor:
             self._run_stage(pipeline, jobs[0])
             return
         started, seconds = time.monotonic(), dict[str, float]()
-        rows, init_image = list[Row](), None
+        rows = list[Row]()
         try:
             with hosts.failing_together(CancelledError):
                 values = self._inputs.fetch(jobs[0].request.values)
                 pipeline.use_loras(values.get("lora", ()))
-                images = opening.read_images(values)
+                given = opening.read_media(values)
                 opening.check_last_image(values, pipeline)
         except CancelledError:
             raise
@@ -204,10 +205,9 @@ class Executor:
         for job in jobs:
             try:
                 with hosts.failing_together(CancelledError):
-                    settings, paths = self._check(pipeline, job)
+                    settings, paths = self._check(pipeline, job, given)
                 with hosts.failing_together(CancelledError):
-                    row, init_image = self._encode(pipeline, job, settings, paths, images)
-                rows.append(row)
+                    rows.append(self._encode(pipeline, job, settings, paths, given))
             except CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001
@@ -217,7 +217,7 @@ class Executor:
             return
         try:
             with hosts.failing_together(CancelledError):
-                self._denoise_and_decode(pipeline, rows, init_image, writer, started, seconds)
+                self._denoise_and_decode(pipeline, rows, writer, started, seconds)
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001
@@ -242,9 +242,12 @@ class Executor:
         self._open_jobs.pop(job.id, None)
         self._on_outcome(Outcome(job.id, "done", tuple(outputs), seconds={"total": time.monotonic() - started}))
 
-    def _check(self, pipeline: VideoPipeline, job: Job) -> tuple[GenerationSettings, tuple[str, ...]]:
+    def _check(
+        self, pipeline: VideoPipeline, job: Job, given: GivenMedia
+    ) -> tuple[GenerationSettings, tuple[str, ...]]:
         """The settings of a job, and the names of its videos, which the first host knows."""
-        settings = pipeline.settings(**opening.choose_settings(job.request.values, pipeline.family.card.presets))
+        chosen = opening.choose_settings(job.request.values, pipeline.family.card.presets)
+        settings = pipeline.settings(**opening.add_frames(chosen, given, pipeline.family.card, pipeline.defaults))
         if not hosts.is_first_host():
             return settings, ()
         with self._folder.writing() as directory:
@@ -258,28 +261,27 @@ class Executor:
         job: Job,
         settings: GenerationSettings,
         paths: tuple[str, ...],
-        images: Sequence[Image],
-    ) -> tuple[Row, InitImage | None]:
-        init_image, given = opening.encode_init_image(job.request.values, pipeline, images, settings)
+        given: GivenMedia,
+    ) -> Row:
         embeddings = self._encode_prompt(pipeline, job, settings, given)
         description = artifacts.describe(
             job.request.prompt,
             settings,
             pipeline,
-            images_fingerprint=fingerprint(images),
+            images_fingerprint=given.fingerprint,
             loras=pipeline.loras.text,
             attention_window=pipeline.attention_window,
             quantization=pipeline.quantization,
         )
-        if init_image is not None:
-            description["strength"] = str(init_image.strength)
-        return Row(job, settings, paths, embeddings, description), init_image
+        if INITIAL in embeddings.shared:
+            description["strength"] = str(read_strength(embeddings.shared))
+        return Row(job, settings, paths, embeddings, description)
 
     def _encode_prompt(
-        self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, images: Sequence[Image]
+        self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, given: GivenMedia
     ) -> PromptEmbeddings:
-        if images:
-            return pipeline.encode(job.request.prompt, settings, images)
+        if given:
+            return pipeline.encode(job.request.prompt, settings, given)
         key = (job.request.shape_key, job.request.prompt, settings.negative_prompt)
         known = self._texts.get(key)
         if known is None:
@@ -292,7 +294,6 @@ class Executor:
         self,
         pipeline: VideoPipeline,
         rows: Sequence[Row],
-        init_image: InitImage | None,
         writer: Writer,
         started: float,
         seconds: dict[str, float],
@@ -310,7 +311,7 @@ class Executor:
         self._thread.jobs = tuple(row.job.id for row in rows)  # without those that failed: a row of latents each
         begun = time.monotonic()
         embeddings = merge_embeddings([row.embeddings for row in padded])
-        latents = pipeline.denoise(embeddings, settings, init_image, seeds=seeds)
+        latents = pipeline.denoise(embeddings, settings, seeds=seeds)
         compiled.add(count)
         seconds["denoising"] = time.monotonic() - begun
         frames = self._learn_colours(pipeline, latents, pipeline.decode(latents, settings))

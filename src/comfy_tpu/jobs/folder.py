@@ -255,6 +255,10 @@ def file_fingerprint(address: str) -> str:
             system = open_system(address)
             return str(system.ukey(system._strip_protocol(address)))
         path = Path(address.removeprefix("file://"))
+        if path.is_dir():  # the frames of a video
+            files = sorted(each for each in path.iterdir() if each.is_file())
+            inside = [f"{each.name} {file_fingerprint(str(each))}" for each in files]
+            return hashlib.sha256("\n".join(inside).encode("utf-8", "surrogateescape")).hexdigest()
         found = path.stat()
         return _sample_hash(path, found.st_size, found.st_mtime_ns)
     except Exception:  # noqa: BLE001 - a file on the workers' machines, perhaps; they say what is missing

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
-
 from comfy_tpu.config import (
-    INIT_IMAGE_STRENGTH,
     VAE_BACKEND,
     AttentionConfig,
     CacheConfig,
@@ -20,11 +17,12 @@ from comfy_tpu.config import (
     SingleFiles,
 )
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.registry import model_cards
+from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 from comfy_tpu.kernels.windows import parse_blocks, parse_window
-from comfy_tpu.pipeline.images import as_frame, read_image
-from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
+from comfy_tpu.pipeline.images import read_image
 from comfy_tpu.pipeline.video import VideoPipeline
+from comfy_tpu.pipeline.video_files import VideoSource, open_video
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(GenerationSettings))
 
@@ -93,13 +91,55 @@ def choose_model(values: Mapping[str, Any]) -> str | SingleFiles | None:
     )
 
 
-def read_images(values: Mapping[str, Any]) -> list[Image]:
-    """The given images; the last frame comes last."""
+def read_media(values: Mapping[str, Any]) -> GivenMedia:
+    """The given images and videos; the last frame is the last of the images. Videos are opened, and read later."""
     last = values.get("last_image")
-    given = values.get("image") or []
-    if last is not None and not given:
+    images = _as_list(values.get("image"))
+    if last is not None and not images:
         raise InvalidValueError("last_image is given without a first one; give --image too", field="last_image")
-    return [read_image(Path(path)) for path in (*given, *(() if last is None else (last,)))]
+    videos: dict[str, VideoSource] = {}
+    for name in VIDEO_NAMES:
+        paths = _as_list(values.get(name))
+        if len(paths) > 1:
+            raise InvalidValueError(f"{name} is given {len(paths)} times; give one", field=name)
+        if paths:
+            videos[name] = open_video(Path(paths[0]), name)
+    return GivenMedia(
+        tuple(read_image(Path(path)) for path in (*images, *_as_list(last))),
+        tuple(read_image(Path(path), "reference") for path in _as_list(values.get("reference"))),
+        videos,
+        values.get("strength"),
+        parse_strengths(values.get("control_strength")),
+    )
+
+
+def parse_strengths(given: Any) -> tuple[float, ...] | None:
+    """ "0.8" or "1,0.8,0.6" as numbers, one for all layers or one for each; a number or a list as it is."""
+    if given is None or given == "":
+        return None
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    try:
+        return tuple(float(part) for part in parts)
+    except (TypeError, ValueError):
+        raise InvalidValueError(
+            f"control_strength={str(given)[:60]} is neither a number nor numbers with commas between them",
+            field="control_strength",
+        ) from None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def add_frames(
+    chosen: dict[str, Any], given: GivenMedia, card: ModelCard, defaults: GenerationSettings
+) -> dict[str, Any]:
+    """The chosen settings, with the number of frames of a given video where none is chosen."""
+    if not given.videos or chosen.get("num_frames") is not None:
+        return chosen
+    fps = chosen.get("fps")
+    rate = fps if isinstance(fps, int | float) and fps > 0 else defaults.fps  # what is odd is refused with the others
+    return chosen | {"num_frames": choose_frames(given, card, defaults, rate)}
 
 
 def check_last_image(values: Mapping[str, Any], pipeline: VideoPipeline) -> None:
@@ -113,28 +153,3 @@ def check_last_image(values: Mapping[str, Any], pipeline: VideoPipeline) -> None
             f"last_image is given, but model {pipeline.model_name} takes a first image only; leave it out",
             field="last_image",
         )
-
-
-def encode_init_image(
-    values: Mapping[str, Any], pipeline: VideoPipeline, images: Sequence[Image], settings: GenerationSettings
-) -> tuple[InitImage | None, Sequence[Image]]:
-    """The image that denoising starts from, where the model takes one; and the images that the model reads."""
-    strength = values.get("strength")
-    starts = pipeline.family.card.starts_from_image
-    if strength is not None and not (starts and images):
-        able = [card.name for card in model_cards() if card.starts_from_image]
-        raise InvalidValueError(
-            f"strength={strength} is for an image that denoising starts from; give --image too, and a model such "
-            f"as {able[0]}",
-            field="strength",
-        )
-    if not starts or not images:
-        return None, images
-    if len(images) > 1:
-        raise InvalidValueError(
-            f"image is given {len(images)} times, but model {pipeline.model_name} starts from one image; "
-            "leave the others out",
-            field="image",
-        )
-    share: float = INIT_IMAGE_STRENGTH if strength is None else strength
-    return pipeline.encode_init_image(as_frame(images[0], settings), settings, share), ()

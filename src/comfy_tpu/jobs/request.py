@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.config import Lora
+from comfy_tpu.families.card import VIDEO_NAMES
 
 RESULT_VERSION = 2
 """Part of every identity. To be increased when the same request gives another video, so that finished jobs are done
@@ -24,11 +25,14 @@ MACHINE_FIELDS = frozenset(
 )
 """Fields that change where or how fast a video is made, or what it is called, and not what it shows."""
 
-FILE_FIELDS = ("image", "last_image", "lora", "transformer", "text_encoder", "vae", "image_encoder")
-"""Fields that name input files."""
+MEDIA_FIELDS = ("image", "last_image", "reference", *VIDEO_NAMES)
+"""Fields that name given images and videos."""
 
-INPUT_FIELDS = ("image", "last_image", "lora")
-"""Those that are no part of the model."""
+INPUT_FIELDS = (*MEDIA_FIELDS, "lora")
+"""Fields that name input files that are no part of the model."""
+
+FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder")
+"""Fields that name input files."""
 
 MODEL_FIELDS = (
     *("model", "transformer", "text_encoder", "vae", "image_encoder"),

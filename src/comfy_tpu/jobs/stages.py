@@ -1,6 +1,6 @@
 """One stage of a pipeline as a job: its input is a file that a client sent, its output one that it fetches.
 
-encode      prompt, images, or the image to start from  →  embeddings, or its latents
+encode      prompt, images and videos  →  embeddings
 denoise     embeddings  →  latents, the artifact of `comfy-tpu denoise`
 decode      latents  →  frames
 """
@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import OutputFile
 from comfy_tpu.pipeline import artifacts, atomic
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
-from comfy_tpu.pipeline.init_image import InitImage
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.stage_messages import (
     FORMAT,
@@ -33,6 +30,7 @@ from comfy_tpu.pipeline.stage_messages import (
     pack,
     pack_settings,
     read_embeddings,
+    read_media,
     read_message,
 )
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -49,29 +47,22 @@ def run_stage(pipeline: VideoPipeline, values: Mapping[str, Any], folder: Folder
 
 
 def _encode(pipeline: VideoPipeline, message: StageMessage, settings: GenerationSettings, path: Path) -> None:
-    if "init_image" in message.tensors:
-        init_image = pipeline.encode_init_image(message.tensors["init_image"], settings, read_strength(message))
-        _write(path, {"latents": init_image.latents}, settings, {})
-        return
-    images, prompt = read_images(message), message.metadata.get("prompt")
+    given, prompt = read_media(message), message.metadata.get("prompt")
     if prompt is None:
-        embeddings = PromptEmbeddings("", {}, None, shared=pipeline.encode_images(images, settings))
-    elif images:
-        embeddings = pipeline.encode(prompt, settings, images)
-    else:  # a node encodes the image by itself
+        embeddings = PromptEmbeddings("", {}, None, shared=pipeline.encode_media(given, settings))
+    elif given or message.metadata.get("media") == "true":
+        embeddings = pipeline.encode(prompt, settings, given)
+    else:  # a node encodes images and videos by itself
         embeddings = pipeline.encode_text(prompt, settings)
     tensors, described = embedding_tensors(embeddings)
     _write(path, tensors, settings, described)
 
 
 def _denoise(pipeline: VideoPipeline, message: StageMessage, settings: GenerationSettings, path: Path) -> None:
-    tensors = dict(message.tensors)
-    latents = tensors.pop("latents", None)
-    init_image = None if latents is None else InitImage(latents, read_strength(message))
-    embeddings = read_embeddings(StageMessage(tensors, message.metadata))
+    embeddings = read_embeddings(message)
     artifacts.save_latents(
         path,
-        pipeline.denoise(embeddings, settings, init_image),
+        pipeline.denoise(embeddings, settings),
         embeddings.prompt,
         settings,
         pipeline,
@@ -96,23 +87,6 @@ def _decode(pipeline: VideoPipeline, message: StageMessage, settings: Generation
 
 _STAGES = {"encode": _encode, "denoise": _denoise, "decode": _decode}
 STAGES = tuple(_STAGES)
-
-
-def read_images(message: StageMessage) -> list[Image.Image]:
-    images = []
-    for number in range(len(message.tensors)):
-        pixels = message.tensors.get(f"image.{number}")
-        if pixels is None or pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-            raise InvalidValueError("images are image.0, image.1 … of shape [height, width, 3], uint8", field="image")
-        images.append(Image.fromarray(pixels.numpy()))
-    return images
-
-
-def read_strength(message: StageMessage) -> float:
-    strength = message.json("strength")
-    if not isinstance(strength, (int, float)) or isinstance(strength, bool) or not 0 < strength <= 1:
-        raise InvalidValueError("strength is not a number over 0, up to 1", field="strength")
-    return float(strength)
 
 
 def _write(

@@ -23,9 +23,11 @@ from safetensors.torch import save
 import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.families.card import ModelCard
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
+from comfy_tpu.pipeline.initial import INITIAL
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
 from comfy_tpu.pipeline.stage_messages import FORMAT
 from comfy_tpu.pipeline.step_plan import guidance_scales
@@ -154,6 +156,18 @@ def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: Generatio
             f"guidance_scale={largest} needs the negative prompt, and {path} was encoded without "
             f"guidance; run `comfy-tpu encode` again with --guidance-scale {largest}",
             field="guidance_scale",
+        )
+
+
+def check_seed(
+    path: Path, embeddings: PromptEmbeddings, encoded: GenerationSettings, settings: GenerationSettings, card: ModelCard
+) -> None:
+    """Raises InvalidValueError for another seed than an image to start from was sampled with."""
+    if INITIAL in embeddings.shared and card.starts_from_image and settings.seed != encoded.seed:
+        raise InvalidValueError(
+            f"seed={settings.seed} is not that of {path}, whose image was encoded with seed={encoded.seed}; leave it "
+            "out, or run `comfy-tpu encode` again with it",
+            field="seed",
         )
 
 

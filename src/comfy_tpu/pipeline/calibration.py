@@ -12,6 +12,7 @@ from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.reuse import Curve, save_curve
 from comfy_tpu.pipeline.video import VideoPipeline
 
@@ -35,9 +36,12 @@ _SAVED_SETTINGS = (
 
 
 def measure_curve(
-    pipeline: VideoPipeline, prompts: Sequence[str], settings: GenerationSettings, images: Sequence[Image.Image] = ()
+    pipeline: VideoPipeline,
+    prompts: Sequence[str],
+    settings: GenerationSettings,
+    given: GivenMedia | Sequence[Image.Image] = NO_MEDIA,
 ) -> Curve:
-    """The mean curve over the prompts, each with its own seed. `images`: as for `VideoPipeline.encode`."""
+    """The mean curve over the prompts, each with its own seed. `given`: as for `VideoPipeline.encode`."""
     if settings.num_inference_steps < 2:
         raise InvalidValueError(
             f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50",
@@ -47,7 +51,7 @@ def measure_curve(
     measured = []
     for number, prompt in enumerate(prompts):
         own = dataclasses.replace(settings, seed=settings.seed + number)
-        measured.append(compare_velocities(pipeline.velocities(pipeline.encode(prompt, own, images), own)))
+        measured.append(compare_velocities(pipeline.velocities(pipeline.encode(prompt, own, given), own)))
         if not np.isfinite(measured[-1]).all():
             raise InvalidValueError(
                 f"model {pipeline.model_name} answers prompt {prompt!r} with NaN, infinity or nothing but zeros, which "

@@ -13,6 +13,7 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
+from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, read_strength
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.terminal_text import excerpt
@@ -24,11 +25,12 @@ def check_embeddings(
     files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
 ) -> None:
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
-        every = {**branch, **embeddings.shared}
+        shared = check_initial(files, embeddings.shared, settings)
+        every = {**branch, **shared}
         shapes = files.embedding_shapes(settings)
-        _check_images(files, embeddings.shared, shapes, settings)
+        _check_images(files, shared, shapes, settings)
         if missing := sorted(set(shapes) - set(every)):
-            how = " and an image" if files.family.image else ""
+            how = " and an image" if files.family.media else ""
             raise InvalidValueError(
                 f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
             )
@@ -62,10 +64,32 @@ def _check_branches(embeddings: PromptEmbeddings, settings: GenerationSettings) 
             )
 
 
+def check_initial(files: ModelFiles, shared: Embeddings, settings: GenerationSettings) -> Embeddings:
+    """The embeddings that `prepare` reads; raises InvalidValueError unless denoising can start from the others."""
+    others = {name: rows for name, rows in shared.items() if name not in (INITIAL, STRENGTH)}
+    if len(others) == len(shared):
+        return others
+    card = files.family.card
+    if not (card.starts_from_image or card.starts_from_video) or not {INITIAL, STRENGTH} <= set(shared):
+        raise InvalidValueError(
+            f"the image or video was encoded for another model: {files.name} does not start from it; leave it out"
+        )
+    check_strength(card, read_strength(shared), settings)
+    expected = (1, *latent_shape(files.family, files.latent_channels, settings)[1:])
+    if tuple(shared[INITIAL].shape) != expected:
+        raise InvalidValueError(
+            f"the image or video was encoded for other sizes: {INITIAL} has shape {tuple(shared[INITIAL].shape)}, "
+            f"expected {expected}; encode it for {size_text(settings)}"
+        )
+    if not is_finite(shared[INITIAL]):
+        raise InvalidValueError(f"embeddings hold NaN or infinity ({INITIAL}); encode the image or video again")
+    return others
+
+
 def _check_images(
     files: ModelFiles, shared: Embeddings, shapes: Mapping[str, tuple[int, ...]], settings: GenerationSettings
 ) -> None:
-    image = files.family.image
+    image = files.family.media
     known = {*shapes, *(image.optional_embeddings if image is not None else ())}
     if not set(shared) <= known:
         raise InvalidValueError(

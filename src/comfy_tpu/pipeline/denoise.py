@@ -14,9 +14,9 @@ import torch
 from comfy_tpu.bridge import to_device, to_host
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.parallel.global_arrays import fetch_global
-from comfy_tpu.pipeline.checks import check_finite, check_latents
-from comfy_tpu.pipeline.embeddings import PromptEmbeddings
-from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.checks import check_finite
+from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
+from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
 from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
 from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -35,13 +35,12 @@ def denoise_steps(
     plan: Plan,
     embeddings: PromptEmbeddings,
     settings: GenerationSettings,
-    init_image: InitImage | None = None,
     seeds: Sequence[int] = (),
 ) -> Generator[State, None, None]:
     """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
     has its own."""
     _warn_of_idle_devices(running, plan, settings)
-    first = _first_sample(running, plan, settings, init_image, seeds)
+    first = _first_sample(running, plan, settings, embeddings.shared, seeds)
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
@@ -83,17 +82,20 @@ def _first_sample(
     running: RunningModel,
     plan: Plan,
     settings: GenerationSettings,
-    init_image: InitImage | None,
+    shared: Embeddings,
     seeds: Sequence[int],
 ) -> torch.Tensor:
     shape = latent_shape(running.family, running.files.latent_channels, settings)
     if seeds:
-        return rows_noise(shape, seeds)
-    if init_image is None:
-        return initial_noise(shape, settings.seed)
-    check_latents(init_image.latents.expand(shape[0], -1, -1, -1, -1), shape, settings)
+        noise = rows_noise(shape, seeds)
+    elif INITIAL in shared and running.family.card.starts_from_image:
+        noise = image_noise(shape, settings.seed)[1]
+    else:
+        noise = initial_noise(shape, settings.seed)
+    if INITIAL not in shared:
+        return noise
     sigma = plan.steps[0].sigma
-    return sigma * image_noise(shape, settings.seed)[1] + (1 - sigma) * init_image.latents
+    return sigma * noise + (1 - sigma) * shared[INITIAL]
 
 
 def _prompt_rows(
@@ -101,7 +103,8 @@ def _prompt_rows(
 ) -> dict[str, torch.Tensor]:
     """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt."""
     denoiser = running.family.denoiser
-    shared = {**embeddings.shared, **denoiser.settings_inputs(settings)}
+    given = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
+    shared = {**given, **denoiser.settings_inputs(settings)}
     names = [*embeddings.positive, *shared]
     branches = [
         {**branch, **shared}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +15,47 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline.image_files import describe_format, open_image_file
 
-_SIDE_MAX = 16384
+SIDE_MAX = 16384
 """An image with a longer side is refused before it is decoded or resized."""
-_PIXELS_MAX = 89_478_485
+PIXELS_MAX = 89_478_485
 """An image with more pixels is refused before it is decoded: 256 MiB in RGB, where Pillow warns of a bomb."""
 
 
-def read_image(path: Path) -> Image.Image:
+def read_image(path: Path, field: str = "image") -> Image.Image:
     """Reads an image as RGB, rotated by its EXIF tag. Transparency is dropped, as ComfyUI's Load Image does.
 
-    Only the first image of an animation or of a file with several pages is read.
+    Only the first image of an animation or of a file with several pages is read. `field`: its name in errors.
     """
     if not path.is_file():
-        raise InvalidValueError(f"image={path} is not a file; give an image such as first.png", field="image")
+        raise InvalidValueError(f"{field}={path} is not a file; give an image such as first.png", field=field)
     try:
         with open_image_file(path) as image:
-            if max(image.size) > _SIDE_MAX:
+            if max(image.size) > SIDE_MAX:
                 raise InvalidValueError(
-                    f"image={path} is {image.width}×{image.height}, more than {_SIDE_MAX} on a side; make it smaller",
-                    field="image",
+                    f"{field}={path} is {image.width}×{image.height}, more than {SIDE_MAX} on a side; make it smaller",
+                    field=field,
                 )
-            if image.width * image.height > _PIXELS_MAX:
+            if image.width * image.height > PIXELS_MAX:
                 raise InvalidValueError(
-                    f"image={path} is {image.width}×{image.height}, more than {_PIXELS_MAX} pixels; make it smaller",
-                    field="image",
+                    f"{field}={path} is {image.width}×{image.height}, more than {PIXELS_MAX} pixels; make it smaller",
+                    field=field,
                 )
             if image.mode == "F":  # of no agreed range: PIL would make 0..1 black
                 raise InvalidValueError(
-                    f"image={path} has floating-point pixels; save it as a PNG or JPEG", field="image"
+                    f"{field}={path} has floating-point pixels; save it as a PNG or JPEG", field=field
                 )
             return as_rgb(ImageOps.exif_transpose(image))
     except ComfyTpuError:
         raise
     except Image.DecompressionBombError as error:
         raise InvalidValueError(
-            f"image={path} has more than {_PIXELS_MAX} pixels ({error}); make it smaller", field="image"
+            f"{field}={path} has more than {PIXELS_MAX} pixels ({error}); make it smaller", field=field
         ) from error
     # PIL's readers also let through what Python says of a damaged header or of a kind that they do not know.
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         reason = describe_format(path) if isinstance(error, UnidentifiedImageError) else error
         raise InvalidValueError(
-            f"image={path} cannot be read as an image ({reason}); give a PNG or JPEG", field="image"
+            f"{field}={path} cannot be read as an image ({reason}); give a PNG or JPEG", field=field
         ) from error
 
 
@@ -80,7 +80,7 @@ def crop_to_frame(image: Image.Image, settings: GenerationSettings) -> Image.Ima
         size = width, image.height * width // image.width
     else:
         size = image.width * height // image.height, height
-    if max(size) > _SIDE_MAX:
+    if max(size) > SIDE_MAX:
         raise InvalidValueError(
             f"image is {image.width}×{image.height}, too long to fill {width}×{height}; cut a piece out of it",
             field="image",
@@ -91,34 +91,7 @@ def crop_to_frame(image: Image.Image, settings: GenerationSettings) -> Image.Ima
     return frame
 
 
-def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
-    """[1, height, width, 3] in 0..1, stretched to the frame as diffusers does."""
-    fitted = image.resize((settings.width, settings.height), resample=Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0).unsqueeze(0)
-
-
-def as_pixels(image: Image.Image) -> torch.Tensor:
-    """[1, 3, 1, height, width] in -1..1, in the image's own size."""
-    values = torch.from_numpy(np.array(image, dtype=np.float32) / 255.0)
-    return (values.permute(2, 0, 1) * 2.0 - 1.0)[None, :, None]
-
-
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
     """The inputs of the image encoder, [images, 3, side, side], by its processor."""
     values: torch.Tensor = processor(images=list(images), return_tensors="pt").pixel_values
     return values
-
-
-def video_parts(
-    images: Sequence[Image.Image], settings: GenerationSettings, temporal_scale: int
-) -> Iterator[torch.Tensor]:
-    """Yields a video [1, 3, frames, height, width] that is gray except for the given images, in the parts that a VAE
-    encodes: the first frame, then as many frames at a time as a latent holds."""
-    first, *last = (as_frame(image, settings)[0].permute(2, 0, 1) * 2.0 - 1.0 for image in images)
-    yield first[None, :, None]
-    count = (settings.num_frames - 1) // temporal_scale
-    for index in range(count):
-        part = torch.zeros(1, 3, temporal_scale, settings.height, settings.width)
-        if last and index == count - 1:
-            part[0, :, -1] = last[0]
-        yield part

@@ -89,8 +89,8 @@ class ModelFiles:
         files = cls(name or str(model), directory, family, index, shared_parts=shared)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
         folders = [encoder.tokenizer for encoder in family.text.encoders if to_run]
-        if to_run and family.image is not None and family.image.encoder is not None:
-            folders.append(family.image.processor)
+        if to_run and family.media is not None and family.media.encoder is not None:
+            folders.append(family.media.processor)
         missing += [folder for folder in folders if not files.path(folder).is_dir()]
         if missing:
             raise CheckpointError(

@@ -149,7 +149,7 @@ def _assign(given: SingleFiles, opened: Mapping[Path, Checkpoint], family: Model
             f"{left[0].name} is one text encoder too many: {family.name} has {len(family.text.encoders)}; leave it out",
             field="text_encoder",
         )
-    image_encoder = family.image.encoder if family.image is not None else None
+    image_encoder = family.media.encoder if family.media is not None else None
     if (image_encoder is None) != (given.image_encoder is None):
         raise InvalidValueError(
             f"{family.name} has no image encoder; leave it out"
@@ -192,8 +192,8 @@ def _base_card(base: str, directory: Path) -> tuple[str, ModelCard]:
 def _check_folders(model: SingleFileModel, hub_id: str) -> None:
     family = model.family
     folders = [encoder.tokenizer for encoder in family.text.encoders]
-    if family.image is not None and family.image.encoder is not None:
-        folders.append(family.image.processor)
+    if family.media is not None and family.media.encoder is not None:
+        folders.append(family.media.processor)
     if missing := [folder for folder in folders if not model.path(folder).is_dir()]:
         raise CheckpointError(
             f"{model.directory} lacks {' and '.join(missing)}, which single files do not hold; "

@@ -2,7 +2,8 @@
 
     text        positive.NAME, negative.NAME and shared.NAME as in the artifact; beyond the first of several prompts
                 that follow each other, positive@1.NAME and so on, with their ranges in the metadata
-    images      image.0 and so on [height, width, 3], uint8; or init_image [1, height, width, 3], float32
+    media       uint8: image.0, reference.0 and so on [height, width, 3]; video.NAME [frames, height, width, 3]; and
+                picture.NAME [1, height, width, 3], one for all frames. Their strengths are in the metadata
     latents     latents [videos, channels, frames, height, width], float32
     frames      frames [videos, frames, height, width, 3], float32 in 0..1
 
@@ -20,15 +21,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 from comfy_tpu.finite import is_finite
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings, TimedEmbeddings
+from comfy_tpu.pipeline.given_media import GivenMedia, read_frames
+from comfy_tpu.pipeline.video_files import Frames, VideoSource
 
 FORMAT = 2
 """Of the metadata, here and in `artifacts.py`."""
@@ -136,6 +142,56 @@ def _unreadable(error: Exception) -> InvalidValueError:
     return InvalidValueError(f"the body cannot be read as safetensors ({str(error)[:200]}); send it again")
 
 
+def media_tensors(given: GivenMedia, card: ModelCard, settings: GenerationSettings) -> tuple[Tensors, dict[str, str]]:
+    """The tensors and the metadata of given media. Videos are cut to the length of the result, and have its size, so
+    that a server stretches them to the same pixels as this machine would."""
+    tensors = {
+        f"{kind}.{number}": torch.from_numpy(np.array(image.convert("RGB")))
+        for kind, images in (("image", given.images), ("reference", given.references))
+        for number, image in enumerate(images)
+    }
+    for name, source in given.videos.items():
+        known = card.find_video(name)
+        size = source.size if known is None or known.side_key else (settings.width, settings.height)
+        kind = "picture" if source.is_picture else "video"
+        tensors[f"{kind}.{name}"] = read_frames(source, name, settings, size)
+    strengths = {"strength": given.strength, "control_strength": given.control_strength}
+    return tensors, {name: json.dumps(value) for name, value in strengths.items() if value is not None}
+
+
+def read_media(message: StageMessage) -> GivenMedia:
+    """Raises InvalidValueError for tensors that are no media."""
+    images: dict[str, list[Image.Image]] = {"image": [], "reference": []}
+    videos: dict[str, VideoSource] = {}
+    for full in sorted(message.tensors, key=lambda name: (len(name), name)):
+        kind, _, name = full.partition(".")
+        pixels = message.tensors[full]
+        is_frames = kind in ("video", "picture") and name in VIDEO_NAMES and pixels.ndim == 4
+        is_image = kind in images and pixels.ndim == 3 and name == str(len(images[kind]))
+        if pixels.dtype != torch.uint8 or not (is_frames or is_image) or pixels.shape[-1] != 3 or not pixels.numel():
+            raise InvalidValueError(
+                "media are image.0, image.1 …, reference.0 … of shape [height, width, 3] and video.NAME of shape "
+                "[frames, height, width, 3], uint8",
+                field="image",
+            )
+        if is_image:
+            images[kind].append(Image.fromarray(pixels.numpy()))
+        else:
+            videos[name] = Frames(pixels.numpy(), is_picture=kind == "picture")
+    strength, control = message.json("strength"), message.json("control_strength")
+    if strength is not None and not _is_number(strength):
+        raise InvalidValueError("strength is no number", field="strength")
+    if control is not None and not (isinstance(control, list) and all(map(_is_number, control))):
+        raise InvalidValueError("control_strength is no list of numbers", field="control_strength")
+    return GivenMedia(
+        tuple(images["image"]),
+        tuple(images["reference"]),
+        videos,
+        strength,
+        None if control is None else tuple(control),
+    )
+
+
 def embedding_tensors(embeddings: PromptEmbeddings) -> tuple[Tensors, dict[str, str]]:
     """The tensors and the metadata of prompts and images."""
     timed = {"positive": embeddings.timed_positive, "negative": embeddings.timed_negative}
@@ -186,4 +242,8 @@ def _read_timed(branch: str, found: Mapping[int, Tensors], ranges: Mapping[str, 
 
 
 def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -21,7 +21,7 @@ def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
     return VaeFunctions(
         family.vae.decode_frame,
         {"latent": _COLUMN_AXES, "cache": _COLUMN_AXES},
-        family.image.encode_frames if family.image else None,
+        family.media.encode_frames if family.media else None,
         {"pixels": _COLUMN_AXES, "cache": _COLUMN_AXES},
     )
 

@@ -17,9 +17,9 @@ from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.families.card import Limits
+from comfy_tpu.families.media import FittedMedia
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.settings import (
-    check_images,
     check_prompt,
     check_settings,
     make_settings,
@@ -42,11 +42,12 @@ from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
-from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
-from comfy_tpu.pipeline.images import fingerprint
-from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
+from comfy_tpu.pipeline.initial import default_strength, first_step, read_strength
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
+from comfy_tpu.pipeline.media_encoding import encode_media
+from comfy_tpu.pipeline.media_fitting import fit_media
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
 from comfy_tpu.pipeline.preview_colours import PreviewColours
@@ -225,15 +226,15 @@ class VideoPipeline:
     def latent_shape(self, settings: GenerationSettings) -> tuple[int, ...]:
         return latent_shape(self.family, self.files.latent_channels, settings)
 
-    def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
-        """Embeddings of a prompt and of images: the first frame and optionally the last, or reference images."""
-        check_images(self.model_name, self.family.card.image, len(images), settings)
-        fit_images(self.family, images, settings)  # now: one of no use must not be found after the encoder is loaded
+    def encode(
+        self, prompt: str, settings: GenerationSettings, given: GivenMedia | Sequence[Image.Image] = NO_MEDIA
+    ) -> PromptEmbeddings:
+        """Embeddings of a prompt, and of given media: images alone may be given as they are."""
+        given = as_given(given)
+        media = self._fit(given, settings)  # now: what is of no use must not be found after the encoder is loaded
         text = self.encode_text(prompt, settings)
-        if not images:
-            return text
-        shared = self.encode_images(images, settings)
-        return dataclasses.replace(text, shared=shared, images_fingerprint=fingerprint(images))
+        shared = self._encode_media(media, given, settings)
+        return dataclasses.replace(text, shared=shared, images_fingerprint=given.fingerprint)
 
     def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
         check_prompt(prompt)
@@ -273,42 +274,43 @@ class VideoPipeline:
         positive, negative = ({name: row[at : at + 1] for name, row in rows.items()} for at in (0, 1))
         return PromptEmbeddings(prompt, positive, negative if guided else None, cut)
 
-    def encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
-        """Embeddings of the images by name, the same for every branch of guidance."""
-        check_settings(settings, self.limits)
-        check_images(self.model_name, self.family.card.image, len(images), settings)
-        self.running.size = size_text(settings)
-        with jax.profiler.TraceAnnotation("encode images"):
-            return encode_images(self.running, images, settings)
+    def encode_media(
+        self, given: GivenMedia | Sequence[Image.Image], settings: GenerationSettings
+    ) -> dict[str, torch.Tensor]:
+        """Embeddings of given media by name, the same for every branch of guidance."""
+        given = as_given(given)
+        return self._encode_media(self._fit(given, settings), given, settings)
 
-    def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
-        """Encodes the image that denoising starts from, [1, height, width, 3] in 0..1. `strength`: the share of the
-        image that is replaced."""
+    def _fit(self, given: GivenMedia, settings: GenerationSettings) -> FittedMedia:
         check_settings(settings, self.limits)
-        check_init_image(image, settings, strength)
+        config = self.files.config(self.family.transformer)
+        return fit_media(self.family, config, given, settings, self.model_name)
+
+    def _encode_media(
+        self, media: FittedMedia, given: GivenMedia, settings: GenerationSettings
+    ) -> dict[str, torch.Tensor]:
+        encoding = self.family.media
+        if not given and not (encoding is not None and encoding.encodes_nothing):
+            return {}
         self.running.size = size_text(settings)
-        with jax.profiler.TraceAnnotation("encode the image to start from"):
-            return encode_init_image(self.running, image, settings, strength)
+        strength = default_strength(self.family.card) if given.strength is None else given.strength
+        with jax.profiler.TraceAnnotation("encode images and videos"):
+            return encode_media(self.running, media, settings, strength)
 
     def denoise(
-        self,
-        embeddings: PromptEmbeddings,
-        settings: GenerationSettings,
-        init_image: InitImage | None = None,
-        *,
-        seeds: Sequence[int] = (),
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings, *, seeds: Sequence[int] = ()
     ) -> torch.Tensor:
         """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale.
 
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
         """
-        for samples, _ in self._steps(embeddings, settings, init_image, seeds):
+        for samples, _ in self._steps(embeddings, settings, seeds):
             latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
-        image = self.family.image
-        return image.finish(made, embeddings.shared) if image and image.finish and embeddings.shared else made
+        media = self.family.media
+        return media.finish(made, embeddings.shared) if media and media.finish and embeddings.shared else made
 
     def velocities(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """The velocity of each step of `denoise`, in the shape of the latents, on the host."""
@@ -318,7 +320,7 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
+        schedule = self._schedule(settings, first_step(self.family.card, settings.num_inference_steps, strength))
         if self.family.card.guidance != "classifier_free":
             settings = dataclasses.replace(settings, guidance_until=0.0)
         return make_plan(schedule, settings, self._curve_for(settings))
@@ -380,27 +382,26 @@ class VideoPipeline:
         )
 
     def generate(
-        self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
+        self, prompt: str, settings: GenerationSettings, given: GivenMedia | Sequence[Image.Image] = NO_MEDIA
     ) -> Iterator[torch.Tensor]:
         """Runs all three stages; yields frames as `decode` does."""
-        return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
+        return self.decode(self.denoise(self.encode(prompt, settings, given), settings), settings)
 
     @close_at_exit
     def _steps(
         self,
         embeddings: PromptEmbeddings,
         settings: GenerationSettings,
-        init_image: InitImage | None = None,
         seeds: Sequence[int] = (),
     ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
-        plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
+        plan = self.plan(settings, read_strength(embeddings.shared))
         self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
         check_window(self.running.runtime.attention, self.files, settings)
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
-        yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
+        yield from denoise_steps(self.running, plan, embeddings, settings, seeds)
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1

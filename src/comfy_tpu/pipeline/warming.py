@@ -6,41 +6,43 @@ what a real run looks for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 from PIL import Image
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import ModelCard
 from comfy_tpu.pipeline.denoise import denoise_steps
-from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
+from comfy_tpu.pipeline.initial import read_strength
 from comfy_tpu.pipeline.step_plan import Plan
 from comfy_tpu.pipeline.video import VideoPipeline
+from comfy_tpu.pipeline.video_files import Frames
 
 
 def warm_request(
     pipeline: VideoPipeline,
     settings: GenerationSettings,
-    images: Sequence[Image.Image] = (),
-    init_image: InitImage | None = None,
+    given: GivenMedia = NO_MEDIA,
 ) -> None:
     """Runs each program of a request once. `pipeline` was opened with blank weights."""
-    plan = pipeline.plan(settings, 1.0 if init_image is None else init_image.strength)
-    given = images or _required_images(pipeline, settings)
-    embeddings = pipeline.encode("a video", settings, given)
+    embeddings = pipeline.encode("a video", settings, given or blank_media(pipeline.family.card, settings))
+    plan = pipeline.plan(settings, read_strength(embeddings.shared))
     pipeline.running.place_steps(pipeline.choose_placement(settings))
-    for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings, init_image):
+    for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings):
         latents = samples[0]
     for _ in pipeline.decode(to_host(latents), settings):
         pass
 
 
-def _required_images(pipeline: VideoPipeline, settings: GenerationSettings) -> Sequence[Image.Image]:
-    takes = pipeline.family.card.image
-    if takes is None or not takes.required:
-        return ()
-    blank = Image.new("RGB", (settings.width, settings.height))
-    return (blank, blank) if takes.last_image == "required" else (blank,)
+def blank_media(card: ModelCard, settings: GenerationSettings) -> GivenMedia:
+    """Black images and videos, as far as the model needs some."""
+    takes, images = card.image, tuple[Image.Image, ...]()
+    if takes is not None and takes.required:
+        blank = Image.new("RGB", (settings.width, settings.height))
+        images = (blank, blank) if takes.last_image == "required" else (blank,)
+    black = Frames(np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8))
+    return GivenMedia(images, videos={video.name: black for video in card.videos if video.required})
 
 
 def _one_of_each(plan: Plan) -> Plan:

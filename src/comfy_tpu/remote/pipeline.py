@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -21,13 +20,14 @@ from comfy_tpu.families.card import Limits, ModelCard
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings, settings_of_latents
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
-from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.preview_colours import PreviewColours
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback
 from comfy_tpu.pipeline.stage_messages import (
     StageMessage,
     embedding_tensors,
+    media_tensors,
     pack,
     pack_settings,
     read_embeddings,
@@ -172,23 +172,24 @@ class RemotePipeline:
     def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
         return read_embeddings(self._run("encode", {}, settings, {"prompt": prompt}))
 
-    def encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
-        return dict(read_embeddings(self._run("encode", _image_tensors(images), settings, {})).shared)
+    def encode_media(
+        self, given: GivenMedia | Sequence[Image.Image], settings: GenerationSettings
+    ) -> dict[str, torch.Tensor]:
+        return dict(self._encode(given, settings, {}).shared)
 
-    def encode(self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()) -> PromptEmbeddings:
-        return read_embeddings(self._run("encode", _image_tensors(images), settings, {"prompt": prompt}))
+    def encode(
+        self, prompt: str, settings: GenerationSettings, given: GivenMedia | Sequence[Image.Image] = NO_MEDIA
+    ) -> PromptEmbeddings:
+        return self._encode(given, settings, {"prompt": prompt})
 
-    def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
-        made = self._run("encode", {"init_image": image}, settings, {"strength": json.dumps(strength)})
-        return InitImage(_latents(made), strength)
+    def _encode(
+        self, given: GivenMedia | Sequence[Image.Image], settings: GenerationSettings, described: Mapping[str, str]
+    ) -> PromptEmbeddings:
+        tensors, strengths = media_tensors(as_given(given), self.model.card, settings)
+        return read_embeddings(self._run("encode", tensors, settings, {**described, **strengths, "media": "true"}))
 
-    def denoise(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings, init_image: InitImage | None = None
-    ) -> torch.Tensor:
+    def denoise(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> torch.Tensor:
         tensors, described = embedding_tensors(embeddings)
-        if init_image is not None:
-            tensors["latents"] = init_image.latents
-            described["strength"] = json.dumps(init_image.strength)
         if self.loras:
             described["lora"] = json.dumps([_describe_lora(lora) for lora in self.loras], ensure_ascii=False)
         return _latents(self._run("denoise", tensors, settings, described))
@@ -244,10 +245,6 @@ def _latents(message: StageMessage) -> torch.Tensor:
     if latents is None or latents.ndim != 5:
         raise RefusedError("the server's result holds no latents; queue the prompt again", 200)
     return latents
-
-
-def _image_tensors(images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
-    return {f"image.{number}": torch.from_numpy(np.array(image.convert("RGB"))) for number, image in enumerate(images)}
 
 
 def _frames_bytes(settings: GenerationSettings) -> int:

@@ -20,7 +20,7 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 import comfy_tpu
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.settings import check_images, check_prompt, check_settings
+from comfy_tpu.families.settings import check_prompt, check_settings
 from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.served_ledger import Order, Record
@@ -41,7 +41,8 @@ _ALIVE_SECONDS = 2.0
 _TYPE = "application/x-safetensors"
 _FIELDS = frozenset(
     (
-        *("format", "settings", "model", "model_fingerprint", "prompt", "cut", "ranges", "strength", "lora", "preview"),
+        *("format", "settings", "model", "model_fingerprint", "prompt", "cut", "ranges", "lora", "preview"),
+        *("media", "strength", "control_strength"),
         *("artifact", "seed", "dtype", "comfy_tpu", "pictures"),  # of the files of `comfy-tpu encode`
     )
 )
@@ -177,47 +178,42 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
 
 def _check_message(stage: str, message: StageMessage, model: ServedModel, limits: Limits) -> None:
     """Whatever can be known without weights: a job that cannot succeed is refused at once."""
-    from comfy_tpu.jobs.stages import read_images, read_strength
     from comfy_tpu.pipeline.checks import check_embeddings, check_latents
-    from comfy_tpu.pipeline.init_image import check_init_image, check_strength
-    from comfy_tpu.pipeline.stage_messages import StageMessage, read_embeddings
+    from comfy_tpu.pipeline.media_fitting import check_given
+    from comfy_tpu.pipeline.stage_messages import read_embeddings, read_media
     from comfy_tpu.pipeline.step import latent_shape
     from comfy_tpu.pipeline.step_plan import guidance_scales
 
     files = _files(model)
-    given = message.metadata.get("model_fingerprint", "")
-    if given != files.fingerprint:
+    meant = message.metadata.get("model_fingerprint", "")
+    if meant != files.fingerprint:
         raise InvalidValueError(
-            f"model={model.name} is another one here ({files.fingerprint}) than the client means ({given[:40]}): its "
+            f"model={model.name} is another one here ({files.fingerprint}) than the client means ({meant[:40]}): its "
             "files have changed; queue the prompt again",
             field="model",
         )
     settings = message.settings()
     check_settings(settings, model.card.limits)
-    tensors = dict(message.tensors)
-    if stage == "encode" and "init_image" in tensors:
-        if set(tensors) != {"init_image"} or not model.card.starts_from_image:
-            raise InvalidValueError(f"model={model.name} starts from no image", field="image")
-        check_init_image(tensors["init_image"], settings, read_strength(message))
-    elif stage == "encode":
-        images = read_images(message)
-        if not images and "prompt" not in message.metadata:
+    tensors = message.tensors
+    if stage == "encode":
+        given = read_media(message)
+        encodes_media = given or message.metadata.get("media") == "true"
+        if not encodes_media and "prompt" not in message.metadata:
             raise InvalidValueError("there is neither a prompt nor an image to encode; give one", field="prompt")
-        if any(image.width * image.height > limits.image_pixels for image in images):
+        sizes = [
+            *(image.size for image in (*given.images, *given.references)),
+            *(v.size for v in given.videos.values()),
+        ]
+        if any(width * height > limits.image_pixels for width, height in sizes):
             raise InvalidValueError(
                 f"an image has more than {limits.image_pixels} pixels; send a smaller one", field="image"
             )
         if "prompt" in message.metadata:
             check_prompt(message.metadata["prompt"])
-        if images:
-            check_images(model.name, model.card.image, len(images), settings)
+        if encodes_media:
+            check_given(model.card, given, settings, model.name)
     elif stage == "denoise":
-        latents = tensors.pop("latents", None)
-        if latents is not None:
-            check_strength(read_strength(message), settings.num_inference_steps)
-            single = dataclasses.replace(settings, num_videos=1)
-            check_latents(latents, latent_shape(files.family, files.latent_channels, single), single)
-        embeddings = read_embeddings(StageMessage(tensors, message.metadata))
+        embeddings = read_embeddings(message)
         is_guided = model.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
         check_embeddings(files, embeddings, int(is_guided), settings)
     else:

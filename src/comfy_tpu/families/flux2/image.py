@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2.vae import encode_frames
-from comfy_tpu.families.model_family import ImageEncoding
+from comfy_tpu.families.media import FittedMedia, reference_clips
+from comfy_tpu.families.model_family import MediaEncoding
 
 _AREA = 1024 * 1024
 _SIDE_MIN, _RATIO_MAX, _MULTIPLE = 64, 8, 16
@@ -36,9 +38,11 @@ def fit(image: Image.Image) -> Image.Image:
 
 
 def condition(
-    latents: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+    latents: Mapping[str, Sequence[torch.Tensor]], media: FittedMedia, settings: GenerationSettings, config: Config
 ) -> dict[str, torch.Tensor]:
-    return dict(zip(_NAMES, latents, strict=False))
+    return {name: frames[0] for name, frames in zip(_NAMES, latents.values(), strict=False)}
 
 
-REFERENCES = ImageEncoding(encode_frames, condition, optional_embeddings=tuple(_NAMES), fit_reference=fit)
+REFERENCES = MediaEncoding(
+    encode_frames, reference_clips, condition, optional_embeddings=tuple(_NAMES), fit_reference=fit
+)

@@ -14,7 +14,8 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video import transformer
 from comfy_tpu.families.hunyuan_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE, VAE, build_vae, split_columns
-from comfy_tpu.families.model_family import Cache, ImageEncoding
+from comfy_tpu.families.media import FittedMedia, first_frame_clips
+from comfy_tpu.families.model_family import Cache, MediaEncoding
 from comfy_tpu.families.shared.vision_encoders import VISION_RULES, strip_vision_prefix
 
 IMAGE_TOKENS = 729
@@ -61,12 +62,15 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
     return moments.float().chunk(2, dim=1)[0] * module.config.scaling_factor, []
 
 
-def condition(given: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+def condition(
+    latents: Mapping[str, Sequence[torch.Tensor]], media: FittedMedia, settings: GenerationSettings, config: Config
+) -> dict[str, torch.Tensor]:
     """The channels beside the noise: the image's latents in the first frame, zeros in the others, and a mask."""
-    batch, channels, _, height, width = given[0].shape
+    given = latents["video"][0]
+    batch, channels, _, height, width = given.shape
     frames = (settings.num_frames - 1) // TEMPORAL_SCALE + 1
     channels_beside = torch.zeros(batch, channels + 1, frames, height, width)
-    channels_beside[:, :channels, 0] = given[0][:, :, 0]
+    channels_beside[:, :channels, 0] = given[:, :, 0]
     channels_beside[:, channels, 0] = 1
     return {"condition": channels_beside}
 
@@ -80,11 +84,11 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
     }
 
 
-FIRST_FRAME = ImageEncoding(
+FIRST_FRAME = MediaEncoding(
     encode_frames,
+    first_frame_clips,
     condition,
     encoder=IMAGE_ENCODER,
     embed=embed_image,
     processor="feature_extractor",
-    first_frame_only=True,
 )

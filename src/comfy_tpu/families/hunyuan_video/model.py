@@ -53,7 +53,7 @@ HUNYUAN15_IMAGE = dataclasses.replace(
     card=card.HUNYUAN15_IMAGE,
     text=TextEncoding(text.TEXT_ENCODERS, image.embedding_shapes),
     vae=dataclasses.replace(HUNYUAN15.vae, component=image.IMAGE_VAE),
-    image=image.FIRST_FRAME,
+    media=image.FIRST_FRAME,
 )
 
 MODELS = {family.name: family for family in (HUNYUAN15, HUNYUAN15_IMAGE)}

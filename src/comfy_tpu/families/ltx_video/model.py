@@ -5,7 +5,8 @@ from __future__ import annotations
 from comfy_tpu.families.ltx_video import card, schedulers, text, transformer, vae
 from comfy_tpu.families.ltx_video.lora import lora_names
 from comfy_tpu.families.ltx_video.single_files import SINGLE_FILES
-from comfy_tpu.families.model_family import Denoiser, ImageEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
+from comfy_tpu.families.media import first_frame_clips
+from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
 from comfy_tpu.families.shared import first_frame
 
 LTX_VIDEO = ModelFamily(
@@ -29,11 +30,11 @@ LTX_VIDEO = ModelFamily(
         tiles=Tiles(side=16, overlap=4),  # 512 pixels
     ),
     Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
-    ImageEncoding(
+    MediaEncoding(
         vae.encode_frames,
+        first_frame_clips,
         first_frame.condition,
         optional_embeddings=("condition",),
-        first_frame_only=True,
         finish=first_frame.finish,
     ),
     SINGLE_FILES,

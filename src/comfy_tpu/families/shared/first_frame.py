@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.media import FittedMedia
 
 
 def condition(
-    frames: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+    latents: Mapping[str, Sequence[torch.Tensor]], media: FittedMedia, settings: GenerationSettings, config: Config
 ) -> dict[str, torch.Tensor]:
-    """`ImageEncoding.condition`: the image's latents."""
-    return {"condition": frames[0]}
+    """`MediaEncoding.condition`: the image's latents."""
+    return {"condition": latents["video"][0]}
 
 
 def replace_first_frame(latents: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -21,6 +23,6 @@ def replace_first_frame(latents: torch.Tensor, first: torch.Tensor) -> torch.Ten
 
 
 def finish(latents: torch.Tensor, embeddings: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`ImageEncoding.finish`: replaces the first latent frame by the image's own."""
+    """`MediaEncoding.finish`: replaces the first latent frame by the image's own."""
     first = embeddings["condition"]
     return replace_first_frame(latents, first.expand(latents.shape[0], *first.shape[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, VideoInput, Words
 
 _TEXT_PIPELINE, _IMAGE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline"
 
@@ -76,6 +76,7 @@ WAN21 = ModelCard(
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": TRANSFORMER_14B,
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,
     },
+    videos=(VideoInput("video", "initial", words="the video to be changed"),),
     vae_backends=("torchax", "nnx"),
     reads_single_files=True,
     reuse_curves={
@@ -90,6 +91,7 @@ WAN21_IMAGE = dataclasses.replace(
     pipeline_classes=(_IMAGE_PIPELINE,),
     matches=lambda index, config: _is_wan21(index) and config.get("pos_embed_seq_len") is None,
     image=ImageInput("first_frame", required=True),
+    videos=(),
     published={
         "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": _TRANSFORMER_I2V,
         "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _TRANSFORMER_I2V,
@@ -110,6 +112,7 @@ WAN22 = dataclasses.replace(
     name="Wan 2.2",
     matches=lambda index, config: _is_a14b(index),
     transformer_count=2,
+    videos=(),
     # As the authors' own settings for this model have them. The scheduler's file is not asked for the shift: diffusers'
     # conversion writes Wan 2.1's 3.0 into it.
     defaults=dataclasses.replace(
@@ -143,6 +146,7 @@ WAN22_5B = dataclasses.replace(
     pipeline_classes=(_TEXT_PIPELINE, _IMAGE_PIPELINE),
     matches=lambda index, config: not _has_two_transformers(index) and _has_timestep_per_token(index),
     image=ImageInput("first_frame"),
+    videos=(),
     limits=dataclasses.replace(WAN21.limits, size_multiple=32, size_min=32),
     defaults=dataclasses.replace(
         WAN21.defaults, height=704, width=1280, num_frames=121, fps=24, flow_shift=5.0, guidance_scale=5.0

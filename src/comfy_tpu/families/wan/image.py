@@ -13,12 +13,13 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.model_family import ImageEncoding
+from comfy_tpu.families.media import Clips, FittedMedia, first_frame_clips, gray_video
+from comfy_tpu.families.model_family import MediaEncoding
 from comfy_tpu.families.shared import first_frame
 from comfy_tpu.families.shared.vision_encoders import VISION_RULES, strip_vision_prefix
 from comfy_tpu.families.wan import text as wan_text
 from comfy_tpu.families.wan import transformer
-from comfy_tpu.families.wan.vae import encode_frames
+from comfy_tpu.families.wan.vae import TEMPORAL_SCALE, encode_frames
 from comfy_tpu.parallel.rules import column, replicate
 
 
@@ -115,19 +116,24 @@ def predict(
     return transformer.predict(module, channels, timestep, guidance_scale)
 
 
+def clips(media: FittedMedia, settings: GenerationSettings, config: Config) -> Clips:
+    """The video that is gray but for its first frame, and perhaps its last."""
+    return {"video": gray_video(media.images, settings, TEMPORAL_SCALE)}
+
+
 def condition(
-    frames: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+    latents: Mapping[str, Sequence[torch.Tensor]], media: FittedMedia, settings: GenerationSettings, config: Config
 ) -> dict[str, torch.Tensor]:
     """The channels beside the noise: a mask of the given frames, four per latent, and the latents of all frames."""
     given = torch.zeros(settings.num_frames)
     given[0] = 1
-    if image_count > 1:
+    if len(media.images) > 1:
         given[-1] = 1
-    latents = torch.cat(tuple(frames), dim=2)
+    frames = torch.cat(tuple(latents["video"]), dim=2)
     # The first latent holds one frame, which counts for all four.
     each = torch.cat((given[:1].expand(4), given[1:])).view(-1, 4).T
-    mask = each[None, :, :, None, None].expand(latents.shape[0], -1, -1, *latents.shape[3:])
-    return {"condition": torch.cat((mask, latents), dim=1)}
+    mask = each[None, :, :, None, None].expand(frames.shape[0], -1, -1, *frames.shape[3:])
+    return {"condition": torch.cat((mask, frames), dim=1)}
 
 
 def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
@@ -141,13 +147,13 @@ def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, t
     return shapes
 
 
-LATENT_ENCODING = ImageEncoding(encode_frames, condition)
+LATENT_ENCODING = MediaEncoding(encode_frames, clips, condition)
 LATENT_AND_CLIP_ENCODING = dataclasses.replace(LATENT_ENCODING, encoder=IMAGE_ENCODER, embed=embed_image)
-FIRST_FRAME_ENCODING = ImageEncoding(
+FIRST_FRAME_ENCODING = MediaEncoding(
     encode_frames,
+    first_frame_clips,
     first_frame.condition,
     optional_embeddings=("condition",),
-    first_frame_only=True,
     finish=first_frame.finish,
 )
 """The encoding of the 5B, whose first latent frame is the image's own."""

@@ -12,6 +12,7 @@ from comfy_tpu.families.wan import card, image, text, transformer, vae
 from comfy_tpu.families.wan.lora import lora_names
 from comfy_tpu.families.wan.nnx_vae import nnx_functions
 from comfy_tpu.families.wan.single_files import SINGLE_FILES
+from comfy_tpu.families.wan.video_to_video import VIDEO_ENCODING
 
 _TEXT = TextEncoding(
     encoders=(TextEncoder(text.TEXT_ENCODER, text.encode_prompt, zeroes_padding=True),),
@@ -55,7 +56,7 @@ def _with_low_noise(spec: ComponentSpec) -> tuple[ComponentSpec, ComponentSpec]:
     return spec, dataclasses.replace(spec, name="transformer_2")
 
 
-WAN21 = ModelFamily(card.WAN21, _TEXT, _DENOISER, _VAE, _SCHEDULING, single_files=SINGLE_FILES)
+WAN21 = ModelFamily(card.WAN21, _TEXT, _DENOISER, _VAE, _SCHEDULING, VIDEO_ENCODING, SINGLE_FILES)
 WAN21_IMAGE = ModelFamily(
     card.WAN21_IMAGE,
     _TEXT_AND_IMAGE,
@@ -77,6 +78,7 @@ WAN22 = dataclasses.replace(
         _DENOISER,
         transformers=_with_low_noise(transformer.TRANSFORMER),
     ),
+    media=None,
 )
 WAN22_IMAGE = dataclasses.replace(
     WAN22,
@@ -86,7 +88,7 @@ WAN22_IMAGE = dataclasses.replace(
         _IMAGE_DENOISER,
         transformers=_with_low_noise(transformer.TRANSFORMER),
     ),
-    image=image.LATENT_ENCODING,
+    media=image.LATENT_ENCODING,
 )
 WAN22_5B = ModelFamily(
     card.WAN22_5B,

@@ -13,6 +13,9 @@ from comfy_tpu.families.model_family import Cache
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
+TEMPORAL_SCALE = 4
+"""Frames per latent, except the first."""
+
 
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLWan

@@ -1,0 +1,90 @@
+"""Video files of every kind, written with PyAV. The number of a frame can be read off its colour."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+SIZE = (64, 48)
+UPRIGHT = (1, 0, 0, 1)
+_MILLISECONDS = Fraction(1, 1000)
+
+
+def picture(number: int, size: tuple[int, int] = SIZE) -> Image.Image:
+    """Gray by its number, with a white corner at the upper left."""
+    pixels = np.full((size[1], size[0], 3), 20 * number, np.uint8)
+    pixels[: size[1] // 3, : size[0] // 3] = 255
+    return Image.fromarray(pixels)
+
+
+def numbers(frames: Iterable[Image.Image]) -> list[int]:
+    """The numbers of the frames that `picture` drew."""
+    return [round(np.asarray(frame)[-4:, -4:].mean() / 20) for frame in frames]
+
+
+def corner(frame: Image.Image) -> tuple[int, int]:
+    """Where the white corner is: (0, 0) is the upper left, (1, 0) the upper right."""
+    pixels = np.asarray(frame.convert("L")).astype(int)
+    places = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    return max(places, key=lambda place: pixels[-place[1] * 2 + place[1], -place[0] * 2 + place[0]])
+
+
+def write_video(
+    path: Path,
+    times: Sequence[int] = tuple(range(0, 400, 40)),
+    *,
+    size: tuple[int, int] = SIZE,
+    matrix: tuple[int, int, int, int] = UPRIGHT,
+    ratio: Fraction | None = None,
+    sound: bool = False,
+    empty_track: bool = False,
+    first: int = 0,
+) -> Path:
+    """`times`: when each picture is shown, in milliseconds; none: no pictures. `matrix`: how an MP4 turns them.
+    `first`: the number of the first picture."""
+    with av.open(str(path), "w") as container:
+        if times or empty_track:
+            stream = container.add_stream("libx264", rate=25, options={"crf": "8"})
+            stream.width, stream.height = size
+            stream.pix_fmt = "yuv420p"
+            stream.codec_context.time_base = stream.time_base = _MILLISECONDS
+            if ratio is not None:
+                stream.codec_context.sample_aspect_ratio = ratio
+            for number, time in enumerate(times):
+                frame = av.VideoFrame.from_image(picture(number + first, size))
+                frame.pts, frame.time_base = time, _MILLISECONDS
+                container.mux(stream.encode(frame))
+            if times:
+                container.mux(stream.encode(None))
+        if sound:  # alone: a container's streams have to be there before the first packet
+            assert not times
+            track = container.add_stream("aac", rate=8000)
+            silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            silence.sample_rate, silence.pts = 8000, 0
+            container.mux(track.encode(silence))
+            container.mux(track.encode(None))
+    if matrix != UPRIGHT:
+        _write_matrix(path, matrix)
+    return path
+
+
+def write_images(directory: Path, count: int, name: str = "frame_{:03d}.png", size: tuple[int, int] = SIZE) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        picture(number, size).save(directory / name.format(number))
+    return directory
+
+
+def _write_matrix(path: Path, matrix: tuple[int, int, int, int]) -> None:
+    """Writes the display matrix of the first track into its header, as cameras do."""
+    content = bytearray(path.read_bytes())
+    begin = content.index(b"tkhd") + 4 + 4 + 20 + 8 + 8
+    a, b, c, d = (each * 65536 for each in matrix)
+    struct.pack_into(">9i", content, begin, a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(content)
