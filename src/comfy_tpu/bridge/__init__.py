@@ -4,7 +4,16 @@ from comfy_tpu.bridge.boundary import alias_torch_tensor, check_host_data, is_on
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
 from comfy_tpu.bridge.joint import joint_attention, video_attention
-from comfy_tpu.bridge.layers import BlockCall, map_layers, run_layer, run_layers, tensor_content
+from comfy_tpu.bridge.layers import (
+    BlockCall,
+    StackedLayers,
+    map_layers,
+    run_layer,
+    run_layers,
+    scan_groups,
+    scan_layers,
+    tensor_content,
+)
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.rotary import rotary_attention, rotate_pairs
@@ -14,6 +23,7 @@ from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_sh
 
 __all__ = [
     "BlockCall",
+    "StackedLayers",
     "TraceContext",
     "alias_torch_tensor",
     "build_skeleton",
@@ -32,6 +42,8 @@ __all__ = [
     "run_layer",
     "run_layers",
     "scan",
+    "scan_groups",
+    "scan_layers",
     "skeleton_limits",
     "tensor_content",
     "to_device",

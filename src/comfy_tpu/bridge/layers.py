@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from comfy_tpu.bridge.environment import DeviceTensor, environment
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.bridge.skeleton import weight_shapes
 from comfy_tpu.errors import StackingError, see
-from comfy_tpu.parallel.constraints import constrain, even_batch_spec
+from comfy_tpu.parallel.constraints import Axes, constrain, even_batch_spec
 
 
 class BlockCall:
@@ -104,12 +105,70 @@ def tensor_content(tensor: torch.Tensor) -> object:
 
 def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any], *, count: int, path: str) -> Any:
     """`function(block)` for every layer of stacked weights; results have a leading layer dimension."""
+    stack = StackedLayers(block, path, count, ())
+    return scan_layers(stack, lambda block, carry, part: (None, function(block)), None)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedLayers:
+    """Layers of a scan: a block, and the weights of all of them."""
+
+    block: torch.nn.Module
+    path: str
+    count: int
+    carry_axes: Axes
+    """How a carried tensor of so many dimensions is split over the mesh between layers."""
+    weights: dict[str, jax.Array] | None = None
+    """With a leading layer dimension. None: those that the block has in this trace."""
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        given: dict[str, jax.Array] = environment().as_jax(weight_shapes(self.block))
+        return given if self.weights is None else self.weights
+
+
+def scan_layers(
+    stack: StackedLayers,
+    function: Callable[[torch.nn.Module, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    parts: Any = None,
+) -> tuple[Any, Any]:
+    """`carry, result = function(block, carry, part)` for every layer, with its part of `parts`, which have a leading
+    layer dimension. Returns the last carry, and the results with a leading layer dimension."""
     bridge, trace = environment(), current_trace()
 
-    def layer(_: None, weights: dict[str, jax.Array]) -> tuple[None, Any]:
-        weights = {name: trace.constrain_weight(f"{path}.*.{name}", array) for name, array in weights.items()}
-        with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
-            return None, bridge.as_jax(function(block))
+    def place(value: jax.Array) -> jax.Array:
+        if trace.placement is None or value.ndim != len(stack.carry_axes):
+            return value
+        return constrain(value, trace.placement, even_batch_spec(stack.carry_axes, value.shape, trace.placement))
 
-    _, results = jax.lax.scan(layer, None, bridge.as_jax(weight_shapes(block)), length=count)
-    return bridge.as_torch(results)
+    def layer(carried: Any, given: tuple[dict[str, jax.Array], Any]) -> tuple[Any, Any]:
+        weights, part = given
+        weights = {name: trace.constrain_weight(f"{stack.path}.*.{name}", array) for name, array in weights.items()}
+        with torch.nn.utils.stateless._reparametrize_module(stack.block, bridge.as_torch(weights), tie_weights=True):
+            after, result = function(stack.block, bridge.as_torch(jax.tree.map(place, carried)), bridge.as_torch(part))
+        return jax.tree.map(place, bridge.as_jax(after)), bridge.as_jax(result)
+
+    given = (stack.arrays, bridge.as_jax(parts))
+    last, results = jax.lax.scan(layer, bridge.as_jax(carry), given, length=stack.count)
+    return bridge.as_torch(last), bridge.as_torch(results)
+
+
+def scan_groups(
+    leaders: StackedLayers,
+    members: StackedLayers,
+    function: Callable[[torch.nn.Module, StackedLayers, Any, Any], Any],
+    carry: Any,
+    parts: Any = None,
+) -> Any:
+    """`carry = function(leader, its members, carry, part)` for every layer of `leaders`; the members of one are the
+    next layers of `members`, the same number for each. Returns the last carry."""
+    size, environment_ = members.count // leaders.count, environment()
+    grouped = {name: array.reshape(-1, size, *array.shape[1:]) for name, array in members.arrays.items()}
+
+    def group(block: torch.nn.Module, carried: Any, given: Any) -> tuple[Any, None]:
+        weights, part = given
+        own = dataclasses.replace(members, count=size, weights=environment_.as_jax(weights))
+        return function(block, own, carried, part), None
+
+    return scan_layers(leaders, group, carry, (environment_.as_torch(grouped), parts))[0]

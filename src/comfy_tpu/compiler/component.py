@@ -172,12 +172,13 @@ class Component:
         """Loads the weights onto the devices and adds `changes`: on the devices, or on the host if the weights are
         quantized or packed afterwards.
 
-        A change has its columns in the checkpoint's order.
+        A change has the module's name, and its columns in the checkpoint's order.
         """
         enable_cache(self._cache)  # writing layers into large stacks compiles a little, too
+        checkpoint = self._rename_source(checkpoint)
         if changes is not None and (self._quantize != "none" or self._packed):
             checkpoint, changes = MergedSource(checkpoint, changes), None
-        checkpoint = self._convert_source(checkpoint)
+        checkpoint = self._pack_source(checkpoint)
         options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused, "store": self._store}
         if changes is None:
             return load_weights(checkpoint, self.slots, **options)
@@ -203,13 +204,19 @@ class Component:
 
     def check(self, checkpoint: WeightSource) -> None:
         """Raises CheckpointError if `load` would refuse the checkpoint. Reads no weight."""
-        check_checkpoint(self._convert_source(checkpoint), self.slots, self.spec.unused)
+        check_checkpoint(self._pack_source(self._rename_source(checkpoint)), self.slots, self.spec.unused)
 
-    def _convert_source(self, checkpoint: WeightSource) -> WeightSource:
-        """The checkpoint with the names, the order and the dtypes of the slots."""
-        if self.spec.rename or self._packed:
+    def _rename_source(self, checkpoint: WeightSource) -> WeightSource:
+        """The checkpoint with the names of the slots."""
+        if self.spec.rename is None:
+            return checkpoint
+        return ConvertedSource(checkpoint, rename=self.spec.rename, packed=(), tp=1)
+
+    def _pack_source(self, checkpoint: WeightSource) -> WeightSource:
+        """The checkpoint with the order and the dtypes of the slots."""
+        if self._packed:
             tp = self.placement.sizes.tp
-            checkpoint = ConvertedSource(checkpoint, rename=self.spec.rename, packed=self._packed, tp=tp)
+            checkpoint = ConvertedSource(checkpoint, rename=None, packed=self._packed, tp=tp)
         if self._quantize != "none":
             scaled = {slot.name for slot in self.slots if slot.name + SCALE_SUFFIX in self.plan.entries}
             weights = [source for slot in self.slots if slot.name in scaled for source in slot.sources]

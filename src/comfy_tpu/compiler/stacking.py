@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.bridge import map_layers, run_layers, weight_shapes
+from comfy_tpu.bridge import StackedLayers, map_layers, run_layers, weight_shapes
 from comfy_tpu.errors import InvalidValueError, StackingError, see
 
 INDEX = "*"
@@ -85,6 +85,11 @@ class ScannedLayers(StackedBlocks):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.template, name)
+
+    @property
+    def layers(self) -> StackedLayers:
+        """For `scan_layers` and `scan_groups`, in a trace."""
+        return StackedLayers(self.template, self.stack.path, self.count, self.stack.carry_axes)
 
     def map(self, function: Callable[[torch.nn.Module], Any]) -> Any:
         """`function(block)` for every layer, with a leading layer dimension in its results."""

@@ -37,7 +37,7 @@ class FittedMedia:
     """uint8 [frames, height, width, 3] by the names of the card's inputs; of a mask [frames, height, width]. As many
     frames as the result has, or fewer where the model goes on from a shorter one."""
     control_strength: tuple[float, ...] = (1.0,)
-    """One for all layers of the control, or one for each."""
+    """Of each layer of the control."""
 
 
 def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:

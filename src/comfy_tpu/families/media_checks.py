@@ -40,6 +40,11 @@ def check_media(
     check_references(model, card, references)
     check_video_names(model, card, videos)
     check_images(model, card.image, images, settings)
+    if images and videos and card.image is not None and card.image.role == "first_frame":
+        name = next(iter(videos))
+        raise InvalidValueError(
+            f"image is given beside {name}, whose frames it would replace; give one of them", field="image"
+        )
     first = next((videos[each.name] for each in card.videos if each.name in videos and each.role != "mask"), None)
     for each in card.videos:
         if each.name in videos and first is not None:

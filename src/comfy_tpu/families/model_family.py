@@ -169,6 +169,11 @@ class MediaEncoding:
     """Embeddings that the transformer can do without."""
     encodes_nothing: bool = False
     """Whether the transformer needs embeddings where nothing is given, too."""
+    frames_from: str = ""
+    """The embedding [channels, frames, height, width] whose frames are those of a step, where there may be more than
+    the result has: reference images come first, and are dropped at the end. Empty: a step has those of the result."""
+    control_layers: Callable[[Config], int] = lambda config: 1
+    """(the transformer's configuration) -> the number of strengths that a control has."""
     fit_reference: Callable[[Image], Image] | None = None
     """Resizes a reference image to a size that the VAE takes, or raises InvalidValueError."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None

@@ -101,6 +101,10 @@ def _check_images(
         # A model that may do without an image has its first frame's latents, whatever the length of the video.
         own = image is not None and image.fit_reference is not None
         expected = shapes.get(name, (channels, 1, *(rows.shape[3:] if own else (height, width))))
+        if image is not None and name == image.frames_from and rows.ndim == 5:
+            most = expected[1] + files.family.card.max_references
+            if expected[1] <= rows.shape[2] <= most:  # each reference image is a frame more
+                expected = (expected[0], rows.shape[2], *expected[2:])
         if rows.ndim == 5 and tuple(rows.shape[1:]) != expected:
             raise InvalidValueError(
                 f"the image was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "

@@ -21,7 +21,7 @@ from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
 from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
-from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
+from comfy_tpu.pipeline.step import StepPrograms, split_prepared, step_shape
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def denoise_steps(
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
+    front = first.shape[2] - running.family.card.latent_frames(settings)
     done, size = 0, running.size
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
@@ -66,7 +67,7 @@ def denoise_steps(
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
-                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma)
+                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, front)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
@@ -85,7 +86,8 @@ def _first_sample(
     shared: Embeddings,
     seeds: Sequence[int],
 ) -> torch.Tensor:
-    shape = latent_shape(running.family, running.files.latent_channels, settings)
+    shapes = {name: tuple(rows.shape) for name, rows in shared.items()}
+    shape = step_shape(running.family, running.files.latent_channels, settings, shapes)
     if seeds:
         noise = rows_noise(shape, seeds)
     elif INITIAL in shared and running.family.card.starts_from_image:
@@ -145,13 +147,14 @@ def _advance(
     return after[0], after[1]
 
 
-def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, row: int = 0) -> torch.Tensor:
-    """The latents of a video without noise, as the velocity predicts them: 19 MB at 1280×720×81."""
+def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, front: int, row: int = 0) -> torch.Tensor:
+    """The latents of a video without noise, as the velocity predicts them: 19 MB at 1280×720×81. `front`: the number of
+    frames before the video's own."""
     # From this process's own copies: the others may not look, and would not take part in a collective.
     arrays = (fetch_global(array) for array in (sample, velocity))
     # The row is an input of the slice: one program for all rows.
     sample, velocity = (jax.lax.dynamic_slice_in_dim(array, row, 1) for array in arrays)
-    return to_host(sample - sigma * velocity)
+    return to_host(sample - sigma * velocity)[:, :, front:]
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:

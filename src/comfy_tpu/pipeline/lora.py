@@ -129,7 +129,10 @@ def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
     """Opens the files and checks all that their headers show, before a weight is loaded."""
     if not loras:
         return NO_LORAS
-    targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.denoiser.lora_names)
+    spec = files.family.transformer
+    found = files.checkpoint(spec).tensors
+    tensors = {spec.rename(name) if spec.rename else name: info for name, info in found.items()}
+    targets = make_targets(tensors, files.family.denoiser.lora_names)
     return Loras(tuple(_open(lora, targets, files) for lora in loras))
 
 

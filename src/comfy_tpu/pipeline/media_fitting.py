@@ -34,7 +34,7 @@ def fit_media(
     not take. `config`: the transformer's; `model`: its name in messages."""
     card = family.card
     given = check_given(card, given, settings, model)
-    control = given.control_strength or (CONTROL_STRENGTH,)
+    control = _control_strengths(family, config, given)
     read = {
         video.name: _read_video(given.videos[video.name], video, config, settings)
         for video in card.videos
@@ -49,6 +49,19 @@ def fit_media(
         read,
         control,
     )
+
+
+def _control_strengths(family: ModelFamily, config: Config, given: GivenMedia) -> tuple[float, ...]:
+    """A strength for each layer of the control."""
+    strengths = given.control_strength or (CONTROL_STRENGTH,)
+    layers = family.media.control_layers(config) if family.media is not None else 1
+    if len(strengths) not in (1, layers):
+        raise InvalidValueError(
+            f"control_strength has {len(strengths)} numbers, and the model's control {layers} layers; give one number, "
+            f"or {layers}",
+            field="control_strength",
+        )
+    return strengths * layers if len(strengths) == 1 else strengths
 
 
 def check_given(card: ModelCard, given: GivenMedia, settings: GenerationSettings, model: str) -> GivenMedia:

@@ -135,6 +135,16 @@ def latent_shape(family: ModelFamily, channels: int, settings: GenerationSetting
     return (settings.num_videos, channels, *family.card.latent_size(settings))
 
 
+def step_shape(
+    family: ModelFamily, channels: int, settings: GenerationSettings, embeddings: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The shape of a step's latents, with the frames of reference images before those of the result. `embeddings`:
+    shapes by name, with or without a batch dimension."""
+    shape = latent_shape(family, channels, settings)
+    source = embeddings.get(family.media.frames_from) if family.media is not None else None
+    return shape if source is None else (*shape[:2], source[-3], *shape[3:])
+
+
 @dataclasses.dataclass(frozen=True)
 class ExportedStep:
     """The programs of a step, lowered for a machine that need not be attached."""
@@ -201,7 +211,7 @@ def export_step(
     prepare = programs.prepare(embeddings).export(platform, weights, **embeddings)
     prepared = place_prepared(component, family.denoiser, jax.tree.unflatten(prepare.out_tree, prepare.out_avals))
     prompt_weights, inputs = split_prepared(prepared)
-    shape = latent_shape(family, latent_channels, settings)
+    shape = step_shape(family, latent_channels, settings, {name: each.shape for name, each in embeddings.items()})
     compute = programs.compute().export(
         platform,
         {**weights, **prompt_weights},

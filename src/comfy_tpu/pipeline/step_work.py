@@ -29,8 +29,8 @@ from comfy_tpu.pipeline.step import (
     abstract_state,
     batch_rows,
     is_guided,
-    latent_shape,
     split_prepared,
+    step_shape,
 )
 
 
@@ -117,7 +117,7 @@ def count_step(
     `store` once for all processes."""
     text = json.dumps(dict(config), sort_keys=True, default=str)
     found = _find_structure(_Model(family.name, family.denoiser.predict, text, latent_channels, family), store)
-    latents = latent_shape(family, latent_channels, settings)
+    latents = step_shape(family, latent_channels, settings, family.text.embedding_shapes(config, settings))
     return Workload(
         batch=batch_rows(family, settings),
         tokens=math.prod(latents[1:]) // found.output_features,
@@ -150,7 +150,7 @@ def _structure(model: _Model) -> _Structure:
     settings = family.card.defaults
     placement = abstract_placement(MeshSizes(), platform="cpu", chip="")
     component = Component(family.transformer, config, placement, dtype=torch.bfloat16)
-    latents = latent_shape(family, model.latent_channels, settings)
+    latents = step_shape(family, model.latent_channels, settings, family.text.embedding_shapes(config, settings))
     calls, used, has_keys = _trace(family, config, settings, component, latents)
     weights = list(_weights(component))
     # A list of blocks that no device divides is not the transformer's: it refines the text, and counts as the rest.

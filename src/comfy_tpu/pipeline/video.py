@@ -309,6 +309,7 @@ class VideoPipeline:
             latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
+        made = made[:, :, made.shape[2] - self.family.card.latent_frames(settings) :]  # without reference images
         media = self.family.media
         return media.finish(made, embeddings.shared) if media and media.finish and embeddings.shared else made
 

@@ -7,7 +7,7 @@ import dataclasses
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, VideoInput, Words
 
-_TEXT_PIPELINE, _IMAGE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline"
+_TEXT_PIPELINE, _IMAGE_PIPELINE, _VACE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"
 
 TRANSFORMER_14B: Config = {
     "patch_size": (1, 2, 2),
@@ -25,6 +25,7 @@ TRANSFORMER_14B: Config = {
 }
 """The configuration of the 14B, with diffusers' defaults for values that config.json leaves out."""
 _TRANSFORMER_1_3B: Config = {**TRANSFORMER_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+_VACE: Config = {"vace_layers": [0, 5, 10, 15, 20, 25, 30, 35], "vace_in_channels": 96}
 _TRANSFORMER_I2V: Config = {**TRANSFORMER_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 _TRANSFORMER_5B: Config = {
     **TRANSFORMER_14B,
@@ -158,6 +159,42 @@ WAN22_5B = dataclasses.replace(
     reuse_curves={},
 )
 
+WAN_VACE = dataclasses.replace(
+    WAN21,
+    name="Wan 2.1 VACE",
+    pipeline_classes=(_VACE_PIPELINE,),
+    image=ImageInput("first_frame", last_image="optional"),
+    max_references=4,
+    videos=(
+        VideoInput(
+            "video",
+            "control",
+            words="the video to be changed, continued or followed (its depth, poses, edges)",
+            may_be_shorter=True,
+        ),
+        VideoInput("mask", "mask", words="white where --video is made anew, black where it stays", needs=("video",)),
+    ),
+    has_control_strength=True,
+    # As Wan's own code has it for VACE, at every size.
+    defaults=dataclasses.replace(WAN21.defaults, flow_shift=16.0),
+    presets={name: {**preset, "flow_shift": 16.0} for name, preset in WAN21.presets.items()},
+    published={
+        "Wan-AI/Wan2.1-VACE-14B-diffusers": {**TRANSFORMER_14B, **_VACE},
+        "Wan-AI/Wan2.1-VACE-1.3B-diffusers": {**_TRANSFORMER_1_3B, **_VACE, "vace_layers": [*range(0, 30, 2)]},
+    },
+    reuse_curves={},
+)
+
+WAN22_VACE = dataclasses.replace(
+    WAN_VACE,
+    name="Wan 2.2 VACE-Fun",
+    matches=lambda index, config: _is_a14b(index),
+    transformer_count=2,
+    defaults=WAN22.defaults,
+    presets=WAN22.presets,
+    published={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": {**TRANSFORMER_14B, **_VACE}},
+)
+
 _WORDS = Words(
     text_encoder="Wan's UMT5 encoder",
     native_text_encoder=" or from ComfyUI's CLIP Text Encode with Wan's encoder",
@@ -193,6 +230,15 @@ CARD = FamilyCard(
                 flow_shift="12 for text-to-video A14B, 5 for image-to-video A14B and the 5B",
                 trained_fps="16, the 5B at 24",
             ),
+            shift_max=20.0,
+        ),
+        NodeSet(
+            key="WanVACE",
+            name="Wan VACE",
+            category="TPU/Wan VACE",
+            models=(WAN_VACE, WAN22_VACE),
+            latent_format="Wan21",
+            words=dataclasses.replace(_WORDS, flow_shift="16 for 2.1, 12 for 2.2"),
             shift_max=20.0,
         ),
     ),

@@ -16,8 +16,10 @@ _ORIGINAL_NAMES = (
     (r"\bnorm_added_k$", "norm_k_img"),
     (r"\bffn\.net\.0\.proj$", "ffn.0"),
     (r"\bffn\.net\.2$", "ffn.2"),
-    (r"^(blocks\.\d+)\.norm2$", r"\1.norm3"),
-    (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^((?:vace_)?blocks\.\d+)\.norm2$", r"\1.norm3"),
+    (r"^((?:vace_)?blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^(vace_blocks\.\d+)\.proj_out$", r"\1.after_proj"),
+    (r"^vace_proj_in$", "vace_blocks.0.before_proj"),
     (r"^scale_shift_table$", "head.modulation"),
     (r"^proj_out$", "head.head"),
     (r"^condition_embedder\.time_proj$", "time_projection.1"),
@@ -32,4 +34,5 @@ _ORIGINAL_NAMES = (
 
 def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
     """The name of a module of diffusers in Wan's own code, which ComfyUI and most trainers use too."""
-    return {rename_module(module, _ORIGINAL_NAMES): ALL}
+    diffusers = {"vace_blocks.0.proj_in": ALL} if module == "vace_proj_in" else {}
+    return {rename_module(module, _ORIGINAL_NAMES): ALL, **diffusers}

@@ -8,7 +8,7 @@ import dataclasses
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoder, TextEncoding, Vae
 from comfy_tpu.families.shared.schedulers import FLOW_SCHEDULERS, own_shift
-from comfy_tpu.families.wan import card, image, text, transformer, vae
+from comfy_tpu.families.wan import card, image, text, transformer, vace, vace_control, vae
 from comfy_tpu.families.wan.lora import lora_names
 from comfy_tpu.families.wan.nnx_vae import nnx_functions
 from comfy_tpu.families.wan.single_files import SINGLE_FILES
@@ -105,4 +105,28 @@ WAN22_5B = ModelFamily(
     SINGLE_FILES,
 )
 
-MODELS = {family.name: family for family in (WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B)}
+WAN_VACE = ModelFamily(
+    card.WAN_VACE,
+    dataclasses.replace(_TEXT, embedding_shapes=vace_control.embedding_shapes),
+    dataclasses.replace(
+        _DENOISER,
+        transformers=(vace.TRANSFORMER,),
+        prepare=vace.prepare,
+        prepared_axes=vace.PROMPT_AXES,
+        predict=vace.predict,
+    ),
+    _VAE,
+    _SCHEDULING,
+    vace_control.CONTROL_ENCODING,
+    SINGLE_FILES,
+)
+WAN22_VACE = dataclasses.replace(
+    WAN_VACE,
+    card=card.WAN22_VACE,
+    denoiser=dataclasses.replace(WAN_VACE.denoiser, transformers=_with_low_noise(vace.TRANSFORMER)),
+)
+
+MODELS = {
+    family.name: family
+    for family in (WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B, WAN_VACE, WAN22_VACE)
+}

@@ -157,9 +157,34 @@ def predict(
     return velocity
 
 
+def predict_with_control(
+    module: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    settings: GenerationSettings,
+    text: torch.Tensor,
+    control: torch.Tensor,
+    control_scale: torch.Tensor,
+) -> torch.Tensor:
+    dtype = module.patch_embedding.weight.dtype
+    velocity: torch.Tensor = module(
+        hidden_states=latents.to(dtype),
+        timestep=timestep.expand(latents.shape[0]),
+        encoder_hidden_states=text.to(dtype),
+        control_hidden_states=control.to(dtype),
+        control_hidden_states_scale=control_scale[0].to(dtype),
+        return_dict=False,
+    )[0]
+    return velocity
+
+
 _PARTS: dict[str, Config] = {"text_encoder": UMT5_XXL, "vae": {}, "image_encoder": _CLIP_H}
+_PREDICT = dict.fromkeys((card.WAN_VACE.name, card.WAN22_VACE.name), predict_with_control)
 REFERENCES = {
-    hub_id: Reference(predict, {**_PARTS, "vae": _VAE_5B} if model is card.WAN22_5B else _PARTS)
+    hub_id: Reference(
+        _PREDICT.get(model.name, predict), {**_PARTS, "vae": _VAE_5B} if model is card.WAN22_5B else _PARTS
+    )
     for model in card.CARD.models
     for hub_id in model.published
 }

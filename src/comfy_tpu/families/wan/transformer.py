@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,11 +72,16 @@ def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     refuse_unknown_keys(WanTransformer3DModel, config)
     model = WanTransformer3DModel.from_config(dict(config))
     model.patch_embedding = PatchEmbedding.like(model.patch_embedding)
-    for block in model.blocks:
+    set_processors(model.blocks)
+    return model
+
+
+def set_processors(blocks: Iterable[Any]) -> None:
+    """Gives blocks our attention processors, and a place for keys and values that are computed once."""
+    for block in blocks:
         block.attn1.processor = block.attn2.processor = WanProcessor()
         for name in ("prompt_key", "prompt_value", "prompt_bias", "image_key", "image_value"):
             block.attn2.register_buffer(name, None)
-    return model
 
 
 def _build_text_only(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -117,16 +123,19 @@ TRANSFORMER = ComponentSpec(
 )
 
 
-def prompt_cache(module: Any, text: torch.Tensor, padding_count: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def prompt_cache(
+    module: Any, text: torch.Tensor, padding_count: torch.Tensor | None = None, *, blocks: str = "blocks"
+) -> dict[str, torch.Tensor]:
     """Keys and values of every cross-attention, which no step changes: [layers, batch, tokens, heads, head_dim]. With
-    `padding_count`, also what is added to scores, [layers, batch, 1, 1, tokens]."""
-    dtype = module.blocks.template.attn2.to_k.weight.dtype
+    `padding_count`, also what is added to scores, [layers, batch, 1, 1, tokens]. `blocks`: the list of the layers."""
+    layers = getattr(module, blocks)
+    dtype = layers.template.attn2.to_k.weight.dtype
     context = module.condition_embedder.text_embedder(text.to(dtype))
-    keys, values = module.blocks.map(lambda block: keys_and_values(block.attn2, context))
-    prepared = {"blocks.*.attn2.prompt_key": keys, "blocks.*.attn2.prompt_value": values}
+    keys, values = layers.map(lambda block: keys_and_values(block.attn2, context))
+    prepared = {f"{blocks}.*.attn2.prompt_key": keys, f"{blocks}.*.attn2.prompt_value": values}
     if padding_count is not None:
         bias = F.pad(padding_count.log()[:, None], (text.shape[1] - 1, 0))[:, None, None].to(dtype)
-        prepared["blocks.*.attn2.prompt_bias"] = bias.expand(keys.shape[0], *bias.shape)
+        prepared[f"{blocks}.*.attn2.prompt_bias"] = bias.expand(keys.shape[0], *bias.shape)
     return prepared
 
 
@@ -138,6 +147,46 @@ def token_grid(config: Config, sizes: tuple[int, int, int]) -> tuple[int, int, i
         size // patch for size, patch in zip(sizes, config.get("patch_size", (1, 2, 2)), strict=True)
     )
     return frames, rows, columns
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """What the blocks of a transformer read, for models whose blocks run in another order than Wan's own."""
+
+    hidden: torch.Tensor
+    """Tokens [batch, tokens, features]."""
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    modulation: torch.Tensor
+    """[batch, 6, features]"""
+    time: torch.Tensor
+    text: torch.Tensor
+    """Of no use: the real one is in the prompt cache."""
+    grid: tuple[int, ...]
+    """Batch, frames, rows and columns of the tokens."""
+
+
+def begin_step(module: Any, channels: torch.Tensor, timestep: torch.Tensor) -> StepInputs:
+    """The tokens of noise and of the channels beside it, and the time, before the first block."""
+    batch, dtype = channels.shape[0], module.blocks.template.attn2.to_k.weight.dtype
+    channels = channels.to(dtype)
+    unused_text = torch.zeros(batch, 1, module.config.text_dim, dtype=dtype, device=channels.device)
+    time, modulation, text, _ = module.condition_embedder(timestep.expand(batch), unused_text, None)
+    return StepInputs(
+        module.patch_embedding(channels).flatten(2).transpose(1, 2),
+        module.rope(channels),
+        modulation.unflatten(1, (6, -1)),
+        time,
+        text,
+        (batch, *token_grid(module.config, (channels.shape[2], channels.shape[3], channels.shape[4]))),
+    )
+
+
+def end_step(module: Any, hidden: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    """The velocity from the tokens behind the last block."""
+    shift, scale = (module.scale_shift_table + step.time.unsqueeze(1)).chunk(2, dim=1)
+    hidden = (module.norm_out(hidden.float()) * (1 + scale) + shift).type_as(hidden)
+    patches = module.proj_out(hidden).reshape(*step.grid, *module.config.patch_size, -1)
+    return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, guidance_scale: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from comfy_tpu.families.model_family import Cache
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
-TEMPORAL_SCALE = 4
-"""Frames per latent, except the first."""
+SPATIAL_SCALE, TEMPORAL_SCALE = 8, 4
+"""Pixels per latent on a side, but for the 5B; and frames per latent, except the first."""
 
 
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
