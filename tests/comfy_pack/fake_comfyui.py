@@ -43,6 +43,7 @@ TYPES = {
     "Vae": "VAE",
     "Clip": "CLIP",
     "Image": "IMAGE",
+    "Mask": "MASK",
     "Video": "VIDEO",
     "AnyType": "*",
 }

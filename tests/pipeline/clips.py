@@ -18,7 +18,7 @@ _MILLISECONDS = Fraction(1, 1000)
 
 def picture(number: int, size: tuple[int, int] = SIZE) -> Image.Image:
     """Gray by its number, with a white corner at the upper left."""
-    pixels = np.full((size[1], size[0], 3), 20 * number, np.uint8)
+    pixels = np.full((size[1], size[0], 3), 20 * (number % 12), np.uint8)
     pixels[: size[1] // 3, : size[0] // 3] = 255
     return Image.fromarray(pixels)
 

@@ -100,7 +100,12 @@ def png(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"GIF89a", "damaged"), (png(8, 8)[:40], "damaged"), (png(200, 200), "pixels"), (png(8, 8), "takes no images")],
+    [
+        (b"GIF89a", "damaged"),
+        (png(8, 8)[:40], "damaged"),
+        (png(200, 200), "pixels"),
+        (png(8, 8), "begins with a prompt alone"),
+    ],
 )
 def test_images_that_are_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     with running(tmp_path, limits=Limits(image_pixels=100 * 100)) as (client, _, _):

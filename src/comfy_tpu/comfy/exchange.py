@@ -16,6 +16,8 @@ from comfy_tpu.finite import is_finite
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from comfy_tpu.pipeline.video_files import Frames
+
 Conditioning = list[list[Any]]
 Latent = dict[str, Any]
 
@@ -116,6 +118,38 @@ def from_conditioning(
     return read | {"text": torch.nn.functional.pad(read["text"], (0, 0, 0, missing))}
 
 
+def from_frames(name: str, images: Any) -> Frames:
+    """The frames of an IMAGE, [frames, height, width, channels] in 0..1, taken one by one."""
+    from comfy_tpu.pipeline.video_files import Frames
+
+    frames = _check_frames(name, images, "an IMAGE (frames, height, width, 3)", 4)
+    return Frames(_as_uint8(frames[..., :3].expand(-1, -1, -1, 3)))
+
+
+def from_mask(name: str, mask: Any) -> Frames:
+    """The frames of a MASK, [frames, height, width] in 0..1; one stands for all frames of a video."""
+    from comfy_tpu.pipeline.video_files import Frames
+
+    mask = mask[None] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else mask
+    frames = _check_frames(name, mask, "a MASK (frames, height, width)", 3)
+    return Frames(_as_uint8(frames[..., None].expand(-1, -1, -1, 3)), is_picture=len(frames) == 1)
+
+
+def _check_frames(name: str, given: Any, expected: str, dimensions: int) -> torch.Tensor:
+    is_frames = isinstance(given, torch.Tensor) and given.ndim == dimensions and given.numel() > 0
+    if not is_frames or (dimensions == 4 and given.shape[3] not in (1, 3, 4)):
+        got = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise InvalidValueError(f"{name} is {got}, expected {expected}", field=name)
+    if not is_finite(given):
+        raise InvalidValueError(f"{name} holds NaN or infinity; make the frames again", field=name)
+    frames: torch.Tensor = given.detach().cpu().float()
+    return frames
+
+
+def _as_uint8(values: torch.Tensor) -> Any:
+    return (values.clamp(0, 1) * 255).round().byte().numpy()
+
+
 def from_images(name: str, images: Any) -> Image:
     """The PIL image of an IMAGE that holds one, [1, height, width, channels] in 0..1."""
     from PIL.Image import fromarray
@@ -132,7 +166,7 @@ def from_images(name: str, images: Any) -> Image:
     if not is_finite(images):
         raise InvalidValueError(f"{name} holds NaN or infinity; make the image again", field=name)
     image = images[0, :, :, :3].detach().cpu().float().expand(-1, -1, 3)
-    return fromarray((image.clamp(0, 1) * 255).round().byte().numpy())
+    return fromarray(_as_uint8(image))
 
 
 def to_latent(samples: torch.Tensor, *, is_image: bool = False) -> Latent:

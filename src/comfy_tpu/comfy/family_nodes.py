@@ -18,8 +18,10 @@ from comfy_tpu.comfy.exchange import (
     TimedPrompt,
     check_conditioning,
     from_conditioning,
+    from_frames,
     from_images,
     from_latent,
+    from_mask,
     node_output,
     to_conditioning,
     to_images,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from comfy_tpu.comfy.run import NodePipeline
     from comfy_tpu.config import GenerationSettings
     from comfy_tpu.pipeline.embeddings import PromptEmbeddings
+    from comfy_tpu.pipeline.given_media import GivenMedia
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +152,37 @@ class ImageEncoder(FamilyNode):
             return node_output(pipeline.encode_media(given, settings))
 
 
+class VideoEncoder(FamilyNode):
+    KIND = "VideoEncoder"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        family = cls.FAMILY
+        given = [*inputs.size_inputs(family), inputs.model_id(family), *inputs.media_inputs(family)]
+        made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler, at the same size.")
+        return cls.schema(
+            "Video Encoder (TPU)",
+            "Encodes given videos, masks and images for the sampler, on the device.",
+            given,
+            [made],
+        )
+
+    @classmethod
+    def validate_inputs(cls, num_frames: int | None = None) -> bool | str:
+        return _check_frames(cls.FAMILY, num_frames)
+
+    @classmethod
+    def execute(
+        cls, model_id: str, pipeline: Any = None, options: Any = None, server: Any = None, **chosen: Any
+    ) -> io.NodeOutput:
+        given, runtime = _take_media(cls.FAMILY, chosen), inputs.check_options(options).runtime
+        inputs.check_integers(**_pick_counts(chosen))
+        count = _latent_frames(cls.FAMILY, chosen)
+        model = inputs.choose_model(model_id, pipeline)
+        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=runtime) as pipeline:
+            return node_output(pipeline.encode_media(given, _make_settings(pipeline, **chosen)))
+
+
 class Sampler(FamilyNode):
     KIND = "TPUSampler"
 
@@ -172,7 +206,7 @@ class Sampler(FamilyNode):
         return cls.schema(
             "TPU Sampler",
             f"Denoises {_noun(family)}'s latents from the prompt, on all chips.",
-            [*given, *([inputs.image_embeds(family)] if has_image_encoder(family) else [])],
+            [*given, *([inputs.image_embeds(family)] if _has_encoder(family) else [])],
             [latents] if family.makes_images else [latents, frames],
         )
 
@@ -278,7 +312,6 @@ class Pipeline(FamilyNode):
         model_id: str,
         fps: int | None = None,
         lora: Any = None,
-        strength: float = 1.0,
         pipeline: Any = None,
         options: Any = None,
         server: Any = None,
@@ -286,16 +319,12 @@ class Pipeline(FamilyNode):
     ) -> io.NodeOutput:
         run_options = inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen), **({} if fps is None else {"fps": fps}))
-        given = _take_images(chosen)
+        given = _take_media(cls.FAMILY, chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
         with open_run(cls.FAMILY, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
-            from comfy_tpu.pipeline.given_media import GivenMedia
-
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
-            starts = given and cls.FAMILY.image_role == "initial"
-            media = GivenMedia(tuple(given), strength=strength if starts else None)
-            embeddings = pipeline.encode(prompt, settings, media)
+            embeddings = pipeline.encode(prompt, settings, given)
             _warn_of_cut(embeddings.cut)
             latents = pipeline.denoise(embeddings, settings)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
@@ -317,8 +346,9 @@ def open_run(
     return remote_run(remote, family, model, stages, loras, runtime)
 
 
-def has_image_encoder(family: NodeSet) -> bool:
-    return family.image_role in ("first_frame", "reference")
+def _has_encoder(family: NodeSet) -> bool:
+    """Whether images or videos are encoded by a node of their own."""
+    return family.has_image_encoder or family.has_video_encoder
 
 
 def _noun(family: NodeSet) -> str:
@@ -326,7 +356,9 @@ def _noun(family: NodeSet) -> str:
 
 
 def make_nodes(family: NodeSet) -> list[type[io.ComfyNode]]:
-    kinds = [TextEncoder, *([ImageEncoder] if has_image_encoder(family) else []), Sampler, VAEDecoder, Pipeline]
+    images = [ImageEncoder] if family.has_image_encoder else []
+    videos = [VideoEncoder] if family.has_video_encoder else []
+    kinds: list[type[FamilyNode]] = [TextEncoder, *images, *videos, Sampler, VAEDecoder, Pipeline]
     return [type(f"{family.key}{kind.KIND}", (kind,), {"FAMILY": family}) for kind in kinds]
 
 
@@ -351,6 +383,28 @@ def _take_images(chosen: dict[str, Any]) -> list[Any]:
     if given["image"] is None and given["last_image"] is not None:
         raise InvalidValueError("last_image is given without image; connect the first frame too", field="last_image")
     return [from_images(name, images) for name, images in given.items() if images is not None]
+
+
+def _take_media(family: NodeSet, chosen: dict[str, Any]) -> GivenMedia:
+    """Removes connected images, videos and their strengths from `chosen` and returns them."""
+    from comfy_tpu.pipeline.given_media import GivenMedia
+
+    images = tuple(_take_images(chosen))
+    references = {name: chosen.pop(name, None) for name in inputs.reference_names(family)}
+    videos = {video: chosen.pop(video.name, None) for video in family.video_inputs}
+    strength, control = chosen.pop("strength", None), chosen.pop("control_strength", None)
+    read = {
+        video.name: (from_mask if video.role == "mask" else from_frames)(video.name, frames)
+        for video, frames in videos.items()
+        if frames is not None
+    }
+    return GivenMedia(
+        images,
+        tuple(from_images(name, image) for name, image in references.items() if image is not None),
+        read,
+        strength if read or (images and family.image_role == "initial") else None,  # widgets always have a value
+        None if control is None else (control,),
+    )
 
 
 def _latent_frames(family: NodeSet, chosen: Mapping[str, Any]) -> int:

@@ -10,9 +10,17 @@ from typing import Any
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.models import model_choices
-from comfy_tpu.config import INIT_IMAGE_STRENGTH, Lora, RemoteServer, RunOptions, SingleFiles
+from comfy_tpu.config import (
+    CONTROL_STRENGTH,
+    INIT_IMAGE_STRENGTH,
+    INIT_VIDEO_STRENGTH,
+    Lora,
+    RemoteServer,
+    RunOptions,
+    SingleFiles,
+)
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.card import NodeSet
+from comfy_tpu.families.card import NodeSet, VideoInput
 
 SIZE_MIN, FRAMES_MIN = 256, 17
 
@@ -153,8 +161,66 @@ def _second_guidance(family: NodeSet) -> io.Input:
     )
 
 
+def media_inputs(family: NodeSet) -> list[io.Input]:
+    """Images, videos and their strengths, of models that take videos."""
+    frames = family.image_role == "first_frame" and not family.has_image_encoder
+    images = [frame(family, "image", "first"), frame(family, "last_image", "last")] if frames else []
+    if family.image_role == "reference":
+        needed = any(image.required for image in family.image_inputs)
+        images = [reference("image", optional=not needed, fitting="It is fitted into the video's frame.")]
+    return [
+        *images,
+        *map(_video, family.video_inputs),
+        *(reference(name, fitting="White surrounds it in the video's frame.") for name in reference_names(family)),
+        *([_strength()] if family.starts_from_video else []),
+        *([_control_strength()] if family.has_control_strength else []),
+    ]
+
+
+def reference_names(family: NodeSet) -> tuple[str, ...]:
+    """Names of the inputs of reference images beside others."""
+    return tuple(
+        "reference" if number == 1 else f"reference_{number}" for number in range(1, family.max_references + 1)
+    )
+
+
+def _video(video: VideoInput) -> io.Input:
+    words = video.words.replace("--", "")
+    needs = f" With {' and '.join(video.needs)}." if video.needs else ""
+    optional = not video.required and video.role != "initial"
+    if video.role == "mask":
+        tooltip = f"A mask: {words}. One for each frame, or one for all.{needs}"
+        return io.Mask.Input(video.name, optional=optional, tooltip=tooltip)
+    tooltip = f"{words[:1].upper()}{words[1:]}: frames, such as those of Load Video, taken one by one.{needs}"
+    return io.Image.Input(video.name, optional=optional, tooltip=tooltip)
+
+
+def _strength() -> io.Input:
+    return io.Float.Input(
+        "strength",
+        default=INIT_VIDEO_STRENGTH,
+        min=0.01,
+        max=1.0,
+        step=0.01,
+        tooltip="How much of the video is redrawn: 1 is all of it.",
+    )
+
+
+def _control_strength() -> io.Input:
+    return io.Float.Input(
+        "control_strength",
+        default=CONTROL_STRENGTH,
+        min=0.0,
+        max=10.0,
+        step=0.05,
+        tooltip="The effect of the video and the references. 0: none.",
+    )
+
+
 def image_inputs(family: NodeSet) -> list[io.Input]:
     """The image inputs of a full pipeline node."""
+    if family.has_video_encoder and not family.has_image_encoder:
+        return media_inputs(family)
     if family.image_role is None:
         return []
     if family.image_role == "initial":
@@ -165,12 +231,11 @@ def image_inputs(family: NodeSet) -> list[io.Input]:
     return [frame(family, "image", "first"), *last]
 
 
-def reference(name: str, *, optional: bool = True) -> io.Input:
-    return io.Image.Input(
-        name,
-        optional=optional,
-        tooltip="A reference image: one, of any size. Over a million pixels it is scaled down.",
-    )
+def reference(
+    name: str, *, optional: bool = True, fitting: str = "Over a million pixels it is scaled down."
+) -> io.Input:
+    """`fitting`: how its size is changed, as a sentence."""
+    return io.Image.Input(name, optional=optional, tooltip=f"A reference image: one, of any size. {fitting}")
 
 
 def frame(family: NodeSet, name: str, which: str) -> io.Input:
@@ -200,9 +265,9 @@ def init_image_inputs() -> list[io.Input]:
 
 def image_embeds(family: NodeSet) -> io.Input:
     use = "reference images" if family.image_role == "reference" else "models that begin with an image"
-    return IMAGE_TYPE.Input(
-        "image_embeds", optional=True, tooltip=f"From {family.name} Image Encoder (TPU), for {use}."
-    )
+    encoders = [f"{family.name} Image Encoder (TPU), for {use}"] if family.has_image_encoder else []
+    encoders += [f"{family.name} Video Encoder (TPU), for given videos"] if family.has_video_encoder else []
+    return IMAGE_TYPE.Input("image_embeds", optional=True, tooltip=f"From {', or from '.join(encoders)}.")
 
 
 def latents(family: NodeSet) -> io.Input:

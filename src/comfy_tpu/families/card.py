@@ -264,6 +264,35 @@ class NodeSet:
         return any(image.last_image != "no" for image in self.image_inputs)
 
     @property
+    def video_inputs(self) -> tuple[VideoInput, ...]:
+        """Videos that its models take, each name once."""
+        return tuple(
+            {video.name: video for model in reversed(self.models) for video in reversed(model.videos)}.values()
+        )[::-1]
+
+    @property
+    def max_references(self) -> int:
+        """Reference images that its models take beside others."""
+        return max(model.max_references for model in self.models)
+
+    @property
+    def starts_from_video(self) -> bool:
+        return any(model.starts_from_video for model in self.models)
+
+    @property
+    def has_control_strength(self) -> bool:
+        return any(model.has_control_strength for model in self.models)
+
+    @property
+    def has_image_encoder(self) -> bool:
+        """Whether one of its models reads images, and no videos beside them."""
+        return self.image_role != "initial" and any(model.image and not model.videos for model in self.models)
+
+    @property
+    def has_video_encoder(self) -> bool:
+        return bool(self.video_inputs)
+
+    @property
     def crops_images(self) -> bool:
         return any(image.resize == "crop" for image in self.image_inputs)
 

@@ -30,7 +30,8 @@ def check_embeddings(
         shapes = files.embedding_shapes(settings)
         _check_images(files, shared, shapes, settings)
         if missing := sorted(set(shapes) - set(every)):
-            how = " and an image" if files.family.media else ""
+            media = files.family.media
+            how = ", with a video or without" if media and media.encodes_nothing else " and an image" if media else ""
             raise InvalidValueError(
                 f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"
             )

@@ -35,6 +35,8 @@ _DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,ogg,flv,asf"
 """The containers that are read. Playlists (HLS, DASH, concat) are not among them: they name other files."""
 _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"))
 _SAME_RATE = 0.01
+_PICTURES_MAX = 200_000
+"""Of a video: two hours. The times of all are held in memory."""
 _NUMBER = re.compile(r"\d+")
 _COVER = 0x400
 """The bit of a stream that is the cover of a song."""
@@ -58,6 +60,16 @@ class VideoSource(Protocol):
         """Whether it is one picture, without a duration."""
         ...
 
+    @property
+    def pictures(self) -> int:
+        """The number of its own pictures."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """How long it is shown; 0 where that is not known."""
+        ...
+
     def count(self, fps: float) -> int:
         """The number of frames at this rate."""
         ...
@@ -71,8 +83,9 @@ class VideoSource(Protocol):
         ...
 
 
-def open_video(path: Path, field: str) -> VideoSource:
-    """The video of a file or directory; raises InvalidValueError, with `field`, for what holds none."""
+def open_video(path: Path, field: str, *, animations: bool = True) -> VideoSource:
+    """The video of a file or directory; raises InvalidValueError, with `field`, for what holds none. `animations`:
+    whether GIF, WebP and PNG may have several pictures, all of which are decoded to know their times."""
     if path.is_dir():
         return FrameDirectory.open(path, field)
     if not path.is_file():
@@ -81,7 +94,7 @@ def open_video(path: Path, field: str) -> VideoSource:
             field=field,
         )
     if _is_image(path):
-        return _open_image(path, field)
+        return _open_image(path, field, animations)
     return VideoFile.open(path, field)
 
 
@@ -95,9 +108,15 @@ class Frames:
         self.array = frames
         self.is_picture = is_picture
 
+    seconds = 0.0
+
     @property
     def size(self) -> tuple[int, int]:
         return self.array.shape[2], self.array.shape[1]
+
+    @property
+    def pictures(self) -> int:
+        return len(self.array)
 
     def count(self, fps: float) -> int:
         return len(self.array)
@@ -113,10 +132,11 @@ class FrameDirectory:
     """A directory of numbered images, in the order of their numbers."""
 
     is_picture = False
+    seconds = 0.0
 
     def __init__(self, path: Path, files: Sequence[Path], size: tuple[int, int], field: str) -> None:
         self._path, self._files, self._field = path, files, field
-        self.size = size
+        self.size, self.pictures = size, len(files)
 
     @classmethod
     def open(cls, path: Path, field: str) -> FrameDirectory:
@@ -171,19 +191,18 @@ class _Timed:
 
     def __init__(self, starts: Sequence[float], end: float) -> None:
         """`starts`: when each picture begins to be shown, from 0, rising; `end`: when the last one ends, in seconds."""
-        self._starts, self._end = starts, end
+        self._starts, self.end, self.count = starts, end, len(starts)
 
     def picks(self, fps: float) -> Sequence[int]:
         """The number of the picture of each frame at this rate."""
         if self._has_rate(fps):
             return range(len(self._starts))
-        count = max(1, round(self._end * fps))
+        count = max(1, round(self.end * fps))
         return [max(bisect.bisect_right(self._starts, (frame + 0.5) / fps) - 1, 0) for frame in range(count)]
 
     def _has_rate(self, fps: float) -> bool:
         """Whether pictures follow each other at this rate, up to a hundredth."""
-        count = len(self._starts)
-        rate = count / self._end
+        rate = self.count / self.end
         is_constant = all(abs(start - index / rate) < 0.5 / rate for index, start in enumerate(self._starts))
         return is_constant and abs(rate / fps - 1) < _SAME_RATE
 
@@ -195,7 +214,7 @@ class Animation:
 
     def __init__(self, path: Path, size: tuple[int, int], timing: _Timed, field: str) -> None:
         self._path, self._timing, self._field = path, timing, field
-        self.size = size
+        self.size, self.pictures, self.seconds = size, timing.count, timing.end
 
     @property
     def name(self) -> str:
@@ -220,7 +239,7 @@ class VideoFile:
 
     def __init__(self, path: Path, size: tuple[int, int], timing: _Timed, field: str) -> None:
         self._path, self._timing, self._field = path, timing, field
-        self.size = size
+        self.size, self.pictures, self.seconds = size, timing.count, timing.end
 
     @classmethod
     def open(cls, path: Path, field: str) -> VideoFile:
@@ -276,11 +295,13 @@ def _is_image(path: Path) -> bool:
         return False
 
 
-def _open_image(path: Path, field: str) -> VideoSource:
+def _open_image(path: Path, field: str, animations: bool) -> VideoSource:
     first = read_image(path, field)  # checks sizes
     durations: list[float] = []
     with _read_errors(path, field), open_image_file(path) as opened:
-        if getattr(opened, "n_frames", 1) > 1 and opened.format in ("GIF", "WEBP", "PNG"):
+        if getattr(opened, "is_animated", False) and opened.format in ("GIF", "WEBP", "PNG"):
+            if not animations:
+                raise InvalidValueError(f"{field}={path} is an animation; give a video such as an MP4", field=field)
             for picture in ImageSequence.Iterator(opened):
                 picture.load()  # of WebP the duration is known then
                 durations.append(max(float(picture.info.get("duration", 0) or 0), 10.0) / 1000)
@@ -313,25 +334,33 @@ def _video_stream(container: Any, path: Path, field: str) -> Any:
         holds = "holds sound only" if container.streams.audio else "holds no video"
         raise InvalidValueError(f"{field}={path} {holds}; give a file with moving pictures", field=field)
     stream = streams[0]
-    width, height = stream.codec_context.width, stream.codec_context.height
+    _check_size(stream.codec_context.width, stream.codec_context.height, path, field)
+    stream.thread_type = "AUTO"
+    return stream
+
+
+def _check_size(width: int, height: int, path: Path, field: str) -> None:
     if max(width, height) > SIDE_MAX or width * height > PIXELS_MAX:
         raise InvalidValueError(
             f"{field}={path} has pictures of {width}×{height}, more than {SIDE_MAX} on a side or {PIXELS_MAX} pixels; "
             "make it smaller",
             field=field,
         )
-    stream.thread_type = "AUTO"
-    return stream
 
 
 def _read_times(container: Any, stream: Any, path: Path, field: str) -> _Timed:
     """From the packets, without decoding."""
     with _read_errors(path, field):
-        packets = [
+        found = (
             (packet.pts, packet.dts, packet.duration or 0)
             for packet in container.demux(stream)
             if packet.size and not packet.is_discard
-        ]
+        )
+        packets = list(itertools.islice(found, _PICTURES_MAX + 1))
+    if len(packets) > _PICTURES_MAX:
+        raise InvalidValueError(
+            f"{field}={path} has more than {_PICTURES_MAX} pictures; cut a piece out of it", field=field
+        )
     if not packets:
         raise InvalidValueError(f"{field}={path} has no frames; give another video", field=field)
     shown, decoded, durations = zip(*packets, strict=True)
@@ -351,6 +380,7 @@ def _decode(container: Any, path: Path, field: str) -> Iterator[Image.Image]:
     stream = _video_stream(container, path, field)
     ratio = stream.sample_aspect_ratio
     for frame in container.decode(stream):
+        _check_size(frame.width, frame.height, path, field)  # a stream may change it
         image: Image.Image = frame.to_image()
         if ratio and ratio != 1:
             image = image.resize((max(1, round(image.width * ratio)), image.height), Image.Resampling.LANCZOS)

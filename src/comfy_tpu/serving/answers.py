@@ -8,6 +8,7 @@ from typing import Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.jobs.ledger import State
 from comfy_tpu.jobs.served_ledger import Record
 from comfy_tpu.serving.service import JobProgress, ServedModel
@@ -49,7 +50,8 @@ def describe_video(
         "prompt": record.request.prompt,
         "error": None,
         "stage": progress.stage if record.state == "running" else STATUS[record.state],
-        "has_image": bool(values.get("image")),
+        "has_image": bool(values.get("image") or values.get("reference")),
+        "has_video": any(values.get(name) for name in VIDEO_NAMES),
         "settings": {
             name: values.get(name, default)
             for name, default in dataclasses.asdict(defaults).items()
@@ -75,6 +77,9 @@ def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
         "limits": dataclasses.asdict(model.card.limits),
         "sizes": sorted({f"{size['width']}x{size['height']}" for size in model.card.presets.values()}),
         "max_images": 0 if images is None else max(images.max_images, images.max_frames),
+        "max_references": model.card.max_references,
+        "takes_videos": [f"input_{video.name}" for video in model.card.videos],
+        "needs_videos": [f"input_{video.name}" for video in model.card.videos if video.required],
         "has_guidance": model.card.guidance != "none",
         "has_negative_prompt": model.card.guidance == "classifier_free",
     }

@@ -45,7 +45,15 @@ def make_app(service: Service, tracer: Any | None = None) -> FastAPI:
     app.state.ordering = asyncio.Semaphore(_ORDER_THREADS)
     limits = service.config.limits
     large = {stages.PATH: (limits.stage_bytes, limits.stage_seconds)}
-    app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, seconds=limits.body_seconds, exceptions=large)
+    takes_videos = any(model.card.videos for model in service.models.values())
+    forms = {"/v1/videos": (limits.video_body_bytes, limits.stage_seconds)} if takes_videos else {}
+    app.add_middleware(
+        BodyGuard,
+        most_bytes=limits.body_bytes,
+        seconds=limits.body_seconds,
+        exceptions=large,
+        form_exceptions=forms,
+    )
     app.add_middleware(Authentication, keys=service.config.keys, open_paths=_OPEN_PATHS)
     _add_errors(app, service)
 
@@ -244,11 +252,11 @@ def _add_image_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _accept(service: Service, request: Request, kind: Kind) -> Record:
-    body, images = await read_body(request, service.config.limits)
-    if kind == "image" and body.get("n") not in (None, ""):
-        body = {**body, "num_videos": body["n"]}
-    key = request.headers.get("idempotency-key") or None
-    if key is not None and len(key) > 255:
-        raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
-    async with request.app.state.ordering:
-        return await run_in_threadpool(service.accept, body, kind, request.state.client, key, images)
+    async with read_body(request, service.config.limits, service.inputs) as (body, uploads):
+        if kind == "image" and body.get("n") not in (None, ""):
+            body = {**body, "num_videos": body["n"]}
+        key = request.headers.get("idempotency-key") or None
+        if key is not None and len(key) > 255:
+            raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
+        async with request.app.state.ordering:
+            return await run_in_threadpool(service.accept, body, kind, request.state.client, key, uploads)

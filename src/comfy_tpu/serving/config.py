@@ -26,6 +26,12 @@ class Limits:
     image_pixels: int = 4096 * 4096
     image_side: int = 16384
     """The longest side of an image."""
+    video_body_bytes: int = 256 * 2**20
+    """Of a form with videos, where a served model takes some."""
+    video_frames: int = 4096
+    """Pictures of a given video."""
+    video_seconds: float = 120.0
+    """The longest that a given video takes."""
     queued_jobs: int = 1000
     """Jobs of all clients that wait; more are refused with 429."""
     job_seconds: float | None = None

@@ -88,17 +88,22 @@ class BodyGuard:
         most_bytes: int,
         seconds: float,
         exceptions: Mapping[str, tuple[int, float]] = MappingProxyType({}),
+        form_exceptions: Mapping[str, tuple[int, float]] = MappingProxyType({}),
     ) -> None:
-        """`exceptions`: other bytes and seconds, by the beginning of a path."""
-        self._app, self._default, self._exceptions = app, (most_bytes, seconds), exceptions
+        """`exceptions`: other bytes and seconds, by the beginning of a path; `form_exceptions`: those of forms with
+        files."""
+        self._app, self._default = app, (most_bytes, seconds)
+        self._exceptions, self._form_exceptions = exceptions, form_exceptions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limits = (found for path, found in self._exceptions.items() if scope["path"].startswith(path))
-        most, seconds = next(limits, self._default)
         headers = dict(scope["headers"])
+        is_form = headers.get(b"content-type", b"").lower().startswith(b"multipart/form-data")
+        exceptions = {**self._exceptions, **(self._form_exceptions if is_form else {})}
+        limits = (found for path, found in exceptions.items() if scope["path"].startswith(path))
+        most, seconds = next(limits, self._default)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             await _refuse(send, 413, f"the body has {int(length)} bytes, and {most} are the most")

@@ -14,6 +14,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ModelCard
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.serving.config import ServeConfig
+from comfy_tpu.serving.uploads import FILE_FIELDS
 
 IGNORED = frozenset(
     ("user", "quality", "style", "background", "moderation", "output_compression", "output_format", "stream")
@@ -29,10 +30,14 @@ LORAS_MAX = 16
 
 
 def make_request(
-    body: Mapping[str, Any], config: ServeConfig, card: ModelCard, defaults: GenerationSettings, images: Sequence[Path]
+    body: Mapping[str, Any],
+    config: ServeConfig,
+    card: ModelCard,
+    defaults: GenerationSettings,
+    media: Mapping[str, Sequence[Path]],
 ) -> Request:
     """Raises InvalidValueError, with the field's name, for what the model or the server does not take. `body` has
-    numbers as text where it came as a form."""
+    numbers as text where it came as a form. `media`: files of given images and videos, by field of a request."""
     values: dict[str, Any] = {**config.common, "model": str(body["model"]), "prompt": _prompt(body, config)}
     for name, given in body.items():
         field = SAME_FIELDS.get(name, name)
@@ -44,8 +49,12 @@ def make_request(
     values |= _size(body)
     if "num_frames" not in values and body.get("seconds") not in (None, ""):
         values["num_frames"] = _frames(body["seconds"], card, values.get("fps", defaults.fps))
-    if images:
-        values["image"] = [str(path) for path in images]
+    values |= {name: [str(path) for path in paths] for name, paths in media.items() if paths}
+    if body.get("strength") not in (None, ""):
+        values["strength"] = _number("strength", body["strength"])
+    if body.get("control_strength") not in (None, ""):
+        strengths = [each for given in _as_list(body["control_strength"]) for each in str(given).split(",")]
+        values["control_strength"] = ",".join(str(_number("control_strength", each)) for each in strengths[:100])
     if body.get("lora"):
         loras = _as_list(body["lora"])
         if len(loras) > LORAS_MAX:
@@ -54,7 +63,12 @@ def make_request(
     return Request(values)
 
 
-_HANDLED = frozenset(("model", "prompt", "size", "seconds", "n", "response_format", "lora", "image", "input_reference"))
+_HANDLED = frozenset(
+    (
+        *("model", "prompt", "size", "seconds", "n", "response_format", "lora", "strength", "control_strength"),
+        *FILE_FIELDS,
+    )
+)
 
 
 def _text(name: str, given: Any, config: ServeConfig) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.serving.orders import IGNORED, SAME_FIELDS
+from comfy_tpu.serving.uploads import IMAGE_FIELDS, VIDEO_FIELDS
 
 _TYPES: dict[type, dict[str, Any]] = {
     int: {"type": "integer", "minimum": 0},
@@ -21,15 +22,23 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "prompt": {"type": "string", "minLength": 1, "maxLength": 10_000},
     "size": {"type": "string", "pattern": "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"},
     "seconds": {"type": ["string", "number"], "description": "Becomes the nearest number of frames."},
+    "strength": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "description": "Of what is started from."},
+    "control_strength": {"type": ["string", "number"], "description": "Of videos and references; or of each layer."},
     "lora": {"type": ["string", "array"], "items": {"type": "string"}, "description": "NAME or NAME:STRENGTH."},
     **_SETTINGS,
     **{name: _SETTINGS[field] for name, field in SAME_FIELDS.items()},
     **{name: {"description": "Of OpenAI's API; ignored."} for name in sorted(IGNORED)},
 }
 _IMAGE_FIELDS = {"n": _SETTINGS["num_videos"], "response_format": {"type": "string"}}
-_FILES = {
-    name: {"type": "array", "items": {"type": "string", "format": "binary"}, "description": "PNG, JPEG or WebP."}
-    for name in ("image", "image[]", "input_reference")
+_FILES: dict[str, dict[str, Any]] = {
+    **{
+        name: {"type": "array", "items": {"type": "string", "format": "binary"}, "description": "PNG, JPEG or WebP."}
+        for name in IMAGE_FIELDS
+    },
+    **{
+        name: {"type": "string", "format": "binary", "description": "A video file, of models that take one."}
+        for name in VIDEO_FIELDS
+    },
 }
 _KEY = {
     "name": "Idempotency-Key",
@@ -70,6 +79,7 @@ _JOB_FIELDS: dict[str, dict[str, Any]] = {
     "error": {"type": ["object", "null"]},
     "stage": {"type": "string"},
     "has_image": {"type": "boolean"},
+    "has_video": {"type": "boolean"},
     "settings": {"type": "object"},
     "estimated_seconds": _NULLABLE_NUMBER,
 }

@@ -32,6 +32,7 @@ from comfy_tpu.serving.activity import Activity
 from comfy_tpu.serving.admission import Admission
 from comfy_tpu.serving.config import ServeConfig
 from comfy_tpu.serving.estimates import Estimator
+from comfy_tpu.serving.given_files import check_uploads, sort_uploads
 from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.planner import Planner
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
@@ -40,6 +41,7 @@ from comfy_tpu.serving.warm_up import WARM_UP, make_warm_up
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles
+    from comfy_tpu.serving.uploads import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -165,22 +167,23 @@ class Service:
         return self.models[name]
 
     def accept(
-        self, body: Mapping[str, Any], kind: Kind, client: str, key: str | None, images: Sequence[bytes] = ()
+        self, body: Mapping[str, Any], kind: Kind, client: str, key: str | None, uploads: Sequence[Upload] = ()
     ) -> Record:
         """The job of an order, which is in the ledger by then. Raises InvalidValueError, QueueFullError or
         KeyUsedError."""
         model = self.find_model(body.get("model"))
         if model.kind != kind:
             raise InvalidValueError(f"model={model.name} makes {model.kind}s, not {kind}s", field="model")
-        self._check_images(model, images)
         id_ = f"{kind}_{secrets.token_hex(12)}"
-        paths = [self.inputs / f"{id_}-{number}" for number in range(len(images))]
-        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, paths)
+        places = {upload: self.inputs / f"{id_}-{number}" for number, upload in enumerate(uploads)}
+        media = {name: [places[each] for each in given] for name, given in sort_uploads(model.card, uploads).items()}
+        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, media)
+        request = check_uploads(request, model, uploads)
         seconds = self._admission.admit(model.name, model.card, _settings(request, model))
-        said = json.dumps([dict(body), [hashlib.sha256(each).hexdigest() for each in images]], sort_keys=True)
+        said = json.dumps([dict(body), [[each.given, each.digest] for each in uploads]], sort_keys=True)
         order = Order(client, kind, key, hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest(), seconds)
-        for path, content in zip(paths, images, strict=True):
-            path.write_bytes(content)
+        for upload, path in places.items():
+            upload.path.replace(path)
         try:
             job = NewJob(id_, 0, request, f"{id_}{_suffix(kind)}")
             accepted = self.ledger.accept(job, order, queue_limit=self.config.limits.queued_jobs)
@@ -207,14 +210,6 @@ class Service:
         """When a client whom a full queue refused may try again: after a job of usual length."""
         usual = self.estimator.usual_seconds() or _RETRY_SECONDS
         return max(1, min(600, round(usual / self._workers.count)))
-
-    @staticmethod
-    def _check_images(model: ServedModel, images: Sequence[bytes]) -> None:
-        takes = model.card.image
-        if images and takes is None:
-            raise InvalidValueError(f"model={model.name} takes no images; leave them out", field="image")
-        if not images and takes is not None and takes.required:
-            raise InvalidValueError(f"model={model.name} begins with an image; give one", field="image")
 
     def find(self, id_: str, client: str) -> Record | None:
         return self.ledger.find(id_, None if client == "" else client)

@@ -1,9 +1,14 @@
-"""What a client sends: JSON or a form, and images in it, within limits."""
+"""What a client sends: JSON or a form, and images and videos in it, within limits."""
 
 from __future__ import annotations
 
-import io
-from typing import Any
+import contextlib
+import dataclasses
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -13,19 +18,50 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.json_input import parse_json
+from comfy_tpu.pipeline.video_files import open_video
 from comfy_tpu.serving.config import Limits
 
-_IMAGE_FIELDS = ("image", "image[]", "input_reference")
+REFERENCE = "input_reference"
+"""The name of OpenAI's API for an image: the first frame, or a reference for models that take some beside it."""
+IMAGE_FIELDS = {"image": "image", "image[]": "image", REFERENCE: REFERENCE}
+VIDEO_FIELDS = {f"input_{name}": name for name in VIDEO_NAMES}
+FILE_FIELDS: Mapping[str, str] = {**IMAGE_FIELDS, **VIDEO_FIELDS}
+"""Fields of a form that are files -> what is given."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_NO_ADDRESSES = "images are files of a form here; addresses are not fetched"
+_NO_ADDRESSES = "images and videos are files of a form here; addresses are not fetched"
+_CHUNK = 2**20
 
 
-async def read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
-    """The fields, and the images. Raises InvalidValueError for what is no such thing."""
+@dataclasses.dataclass(frozen=True)
+class Upload:
+    """A file of a form, which lies in a directory of the server."""
+
+    given: str
+    """A value of FILE_FIELDS."""
+    path: Path
+    digest: str
+
+
+@contextlib.asynccontextmanager
+async def read_body(
+    request: Request, limits: Limits, directory: Path
+) -> AsyncIterator[tuple[dict[str, Any], list[Upload]]]:
+    """The fields, and the files, which are written to `directory` and removed at the end of the block unless somebody
+    moved them. Raises InvalidValueError for what is no such thing."""
+    uploads: list[Upload] = []
+    try:
+        yield await _read_fields(request, limits, directory, uploads), uploads
+    finally:
+        for upload in uploads:
+            upload.path.unlink(missing_ok=True)
+
+
+async def _read_fields(request: Request, limits: Limits, directory: Path, uploads: list[Upload]) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        return await _read_form(request, limits)
+        return await _read_form(request, limits, directory, uploads)
     if kind not in ("application/json", ""):
         raise InvalidValueError(f"content-type {kind[:60]} is not understood; send JSON or a form")
     try:
@@ -34,9 +70,10 @@ async def read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], l
         raise InvalidValueError("the body is no JSON") from None
     if not isinstance(body, dict):
         raise InvalidValueError("the body is JSON, but no object")
-    if any(body.get(name) for name in _IMAGE_FIELDS):
-        raise InvalidValueError(_NO_ADDRESSES, field="image")
-    return body, []
+    for name in FILE_FIELDS:
+        if body.get(name):
+            raise InvalidValueError(_NO_ADDRESSES, field="image" if name in IMAGE_FIELDS else name)
+    return body
 
 
 async def _read_json(request: Request, most: int) -> bytes:
@@ -48,37 +85,53 @@ async def _read_json(request: Request, most: int) -> bytes:
     return bytes(content)
 
 
-async def _read_form(request: Request, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+async def _read_form(request: Request, limits: Limits, directory: Path, uploads: list[Upload]) -> dict[str, Any]:
     body: dict[str, Any] = {}
-    images: list[bytes] = []
     try:
-        async with request.form(max_files=limits.images, max_fields=100) as form:
+        async with request.form(max_files=limits.images + len(VIDEO_FIELDS), max_fields=100) as form:
             for name, value in form.multi_items():
                 if not isinstance(value, UploadFile):
-                    if name in _IMAGE_FIELDS:
+                    if name in FILE_FIELDS:
                         raise InvalidValueError(_NO_ADDRESSES, field=name)
                     body[name] = [*_as_list(body[name]), value] if name in body else value
-                elif name not in _IMAGE_FIELDS:
+                elif name not in FILE_FIELDS:
                     raise InvalidValueError(f"{name[:40]} is no file of this API; leave it out", field=name)
                 else:
-                    images.append(await value.read())
+                    path = directory / f"upload-{secrets.token_hex(12)}"
+                    uploads.append(Upload(FILE_FIELDS[name], path, ""))
+                    digest = await run_in_threadpool(_write, value.file, path)
+                    uploads[-1] = dataclasses.replace(uploads[-1], digest=digest)
     except (HTTPException, MultiPartException, UnicodeError, ValueError) as error:
         if isinstance(error, InvalidValueError):
             raise
         raise InvalidValueError("the form cannot be read, or has too many files or fields") from error
-    for content in images:
-        await run_in_threadpool(check_image, content, limits)  # 16 million pixels take a while to decode
-    return body, images
+    images = [upload for upload in uploads if upload.given not in VIDEO_NAMES]
+    if len(images) > limits.images:
+        raise InvalidValueError("the form cannot be read, or has too many files or fields")
+    for upload in uploads:  # 16 million pixels take a while to decode
+        check = check_image if upload in images else check_video
+        await run_in_threadpool(check, upload, limits)
+    return body
+
+
+def _write(source: IO[bytes], path: Path) -> str:
+    digest = hashlib.sha256()
+    source.seek(0)
+    with path.open("wb") as file:
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()
 
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def check_image(content: bytes, limits: Limits) -> None:
+def check_image(upload: Upload, limits: Limits) -> None:
     """Raises InvalidValueError for what is no image of a known kind, or a huge one. Nothing is decoded before."""
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        with Image.open(upload.path, formats=_FORMATS) as image:
             width, height = image.size
             is_small = width * height <= limits.image_pixels and max(width, height) <= limits.image_side
             is_animated = image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False)
@@ -93,4 +146,33 @@ def check_image(content: bytes, limits: Limits) -> None:
             f"an image has {width}×{height} pixels, and {limits.image_pixels} are the most, {limits.image_side} on a "
             "side; send a smaller one",
             field="image",
+        )
+
+
+def check_video(upload: Upload, limits: Limits) -> None:
+    """Raises InvalidValueError for what is no video, nor a picture for a mask, or is over the limits. Its times are
+    read, and one picture is decoded."""
+    field = f"input_{upload.given}"
+    try:
+        video = open_video(upload.path, field, animations=False)
+    except InvalidValueError as error:  # without the place of the file
+        reason = str(error).replace(f"{field}={upload.path}", field)
+        raise InvalidValueError(reason, field=field) from error
+    width, height = video.size
+    if width * height > limits.image_pixels:
+        raise InvalidValueError(
+            f"{field} has pictures of {width}×{height} pixels, and {limits.image_pixels} are the most; send a smaller "
+            "one",
+            field=field,
+        )
+    if video.seconds > limits.video_seconds:
+        raise InvalidValueError(
+            f"{field} takes {video.seconds:.0f} seconds, and {limits.video_seconds:g} are the most; cut a piece out of "
+            "it",
+            field=field,
+        )
+    if video.pictures > limits.video_frames:
+        raise InvalidValueError(
+            f"{field} has {video.pictures} pictures, and {limits.video_frames} are the most; cut a piece out of it",
+            field=field,
         )
