@@ -299,6 +299,10 @@ class GenerationSettings:
     guidance_until: float = 1.0
     """The fraction of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale
     1."""
+    segment_frames: int = 0
+    """Frames that are made at once, of a model that makes a video segment by segment. 0: all of them."""
+    segment_overlap: int = 0
+    """The last frames of a segment with which the next one begins."""
 
 
 @dataclasses.dataclass(frozen=True)

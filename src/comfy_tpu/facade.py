@@ -78,6 +78,8 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+    segment_frames: int
+    segment_overlap: int
 
 
 class CallSettings(Settings, Media, total=False):

@@ -121,6 +121,11 @@ class StackedLayers:
     weights: dict[str, jax.Array] | None = None
     """With a leading layer dimension. None: those that the block has in this trace."""
 
+    def part(self, start: int, stop: int) -> StackedLayers:
+        """Some of the layers, which follow each other."""
+        weights = {name: array[start:stop] for name, array in self.arrays.items()}
+        return dataclasses.replace(self, count=stop - start, weights=weights)
+
     @property
     def arrays(self) -> dict[str, jax.Array]:
         given: dict[str, jax.Array] = environment().as_jax(weight_shapes(self.block))

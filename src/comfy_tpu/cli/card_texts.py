@@ -18,7 +18,7 @@ def frame_counts() -> str:
 
     def multiples(card: FamilyCard) -> str:
         found = {model.limits.frames_multiple for model in card.models if not model.makes_images}
-        return " or ".join(f"{multiple}n+1" for multiple in sorted(found))
+        return " or ".join(f"{multiple}n+1" if multiple > 1 else "any" for multiple in sorted(found, reverse=True))
 
     return _by_family(multiples)
 
@@ -49,6 +49,10 @@ def video_words(name: str) -> str:
         if (video := model.find_video(name)) is not None:
             groups.setdefault(video.words, []).append(model.name)
     return _escape("; ".join(f"{words}, for {', '.join(names)}" for words, names in groups.items()))
+
+
+def segment_models() -> str:
+    return models_with(lambda model: model.makes_segments)
 
 
 def references() -> str:

@@ -59,6 +59,8 @@ SETTINGS = (
     Option("fps", ("--fps",), "frames per second"),
     Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
+    Option("segment_frames", ("--segment-frames",), "frames that are made at once, for ", card_texts.segment_models),
+    Option("segment_overlap", ("--segment-overlap",), "frames of a segment with which the next begins, for the same"),
 )
 
 TEXT_SETTINGS = ("negative_prompt",)

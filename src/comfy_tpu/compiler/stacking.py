@@ -35,6 +35,8 @@ class LayerStack:
     """How each carried tensor is split over the mesh between layers."""
     varying: tuple[str, ...] = ("layer_idx",)
     """Attributes that may differ between the blocks because their forward does not read them."""
+    attends: bool = True
+    """Whether its blocks attend among all tokens, which decides what they cost."""
 
 
 class StackedBlocks(torch.nn.Module):

@@ -47,6 +47,8 @@ class Limits:
     shift_max: float = 100.0
     videos_max: int = 64
     fps_max: int = 240
+    segment_overlaps: tuple[int, ...] = ()
+    """Frames that a segment may take from the one before. Empty: a video is made at once."""
     tokens_max: int = 512
     reuse_max: float = 1.0
 
@@ -155,8 +157,25 @@ class ModelCard:
         """Whether a model directory holds a model of this kind."""
         return index.get("_class_name") in self.pipeline_classes and self.matches(index, config)
 
+    @property
+    def makes_segments(self) -> bool:
+        """Whether a video is made segment by segment, each beginning with the last frames of the one before."""
+        return bool(self.limits.segment_overlaps)
+
+    def segment_count(self, settings: GenerationSettings) -> int:
+        if not self.makes_segments:
+            return 1
+        step = settings.segment_frames - settings.segment_overlap
+        return max(1, -(-(settings.num_frames - settings.segment_overlap) // step))
+
+    def segment_settings(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings of one segment."""
+        return dataclasses.replace(settings, num_frames=settings.segment_frames) if self.makes_segments else settings
+
     def latent_frames(self, settings: GenerationSettings) -> int:
-        return (settings.num_frames - 1) // self.temporal_scale + 1
+        """Of all segments, where there are several: those that two have in common are there twice."""
+        frames = self.segment_settings(settings).num_frames
+        return self.segment_count(settings) * ((frames - 1) // self.temporal_scale + 1)
 
     def latent_size(self, settings: GenerationSettings) -> tuple[int, int, int]:
         """Frames, height and width of the latents."""

@@ -93,7 +93,7 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
         return
     if limits.size_multiple % model.spatial_scale:
         yield f"sizes are multiples of {limits.size_multiple}, and a latent has {model.spatial_scale} pixels"
-    if not model.makes_images and limits.frames_multiple % model.temporal_scale:
+    if not model.makes_images and not model.makes_segments and limits.frames_multiple % model.temporal_scale:
         yield f"frames are {limits.frames_multiple}n+1, and a latent has {model.temporal_scale}"
     if model.transformer_count not in (1, 2):
         yield f"it has {model.transformer_count} transformers, expected 1 or 2"

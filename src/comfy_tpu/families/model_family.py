@@ -82,6 +82,8 @@ class Denoiser:
     """(module, latents, timestep, guidance_scale, **prepared) -> velocity."""
     prepared_axes: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     """How outputs of `prepare` are split over the mesh. Others are whole, until a step splits its batch."""
+    negative_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Embeddings of given media that are a constant for the negative prompt."""
     merges_padding: bool = False
     """Whether `prepare` also takes `padding_count`, [batch]: the number of tokens that the last one of `text` stands
     for."""
@@ -146,6 +148,24 @@ class Vae:
 
 
 @dataclasses.dataclass(frozen=True)
+class SegmentEncoding:
+    """What each segment of a video reads, where a video is made segment by segment."""
+
+    embedding_shapes: Callable[[Config, GenerationSettings], Mapping[str, tuple[int, ...]]]
+    """(the transformer's configuration, settings of the whole video) -> shapes of the embeddings of given media, of
+    which `TextEncoding.embedding_shapes` has those of one segment."""
+    clips: Callable[[Mapping[str, torch.Tensor], int, torch.Tensor | None, GenerationSettings], Clips]
+    """(embeddings of given media, number of the segment, the last frames of the one before [videos, 3, frames, height,
+    width] in -1..1 or None, settings of the whole video) -> what the VAE encodes for the segment."""
+    condition: Callable[
+        [Mapping[str, Sequence[torch.Tensor]], Mapping[str, torch.Tensor], int, GenerationSettings],
+        dict[str, torch.Tensor],
+    ]
+    """(latents of the clips, embeddings of given media, number of the segment, settings of the whole video) -> the
+    embeddings that the segment reads."""
+
+
+@dataclasses.dataclass(frozen=True)
 class MediaEncoding:
     """From given images and videos to embeddings."""
 
@@ -169,6 +189,8 @@ class MediaEncoding:
     """Embeddings that the transformer can do without."""
     encodes_nothing: bool = False
     """Whether the transformer needs embeddings where nothing is given, too."""
+    segments: SegmentEncoding | None = None
+    """None: a video is made at once."""
     frames_from: str = ""
     """The embedding [channels, frames, height, width] whose frames are those of a step, where there may be more than
     the result has: reference images come first, and are dropped at the end. Empty: a step has those of the result."""

@@ -39,7 +39,7 @@ def settings_of_latents(
     settings = make_settings(defaults, chosen, card.limits)
     sizes = {
         "num_videos": videos,
-        "num_frames": (frames - 1) * card.temporal_scale + 1,
+        "num_frames": _frames_of_latents(frames, card, settings),
         "height": height * card.spatial_scale,
         "width": width * card.spatial_scale,
     }
@@ -47,6 +47,19 @@ def settings_of_latents(
         return make_settings(settings, sizes, card.limits)
     except InvalidValueError as error:
         raise InvalidValueError(f"latents have shape {shape}, which cannot be decoded: {error}") from error
+
+
+def _frames_of_latents(count: int, card: ModelCard, settings: GenerationSettings) -> int:
+    if not card.makes_segments:
+        return (count - 1) * card.temporal_scale + 1
+    segment = (settings.segment_frames - 1) // card.temporal_scale + 1
+    if count % segment:
+        raise InvalidValueError(
+            f"latents have {count} frames, which are no segments of {segment}; decode with the segment_frames they "
+            "were made with",
+            field="segment_frames",
+        )
+    return count // segment * (settings.segment_frames - settings.segment_overlap) + settings.segment_overlap
 
 
 def parse_size(
@@ -86,6 +99,7 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
     _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
     _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
+    _check_segments(settings, limits)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")
     if settings.scheduler not in limits.schedulers:
@@ -172,6 +186,28 @@ def _check_frames(value: int, limits: Limits) -> None:
         below = (value - 1) // step * step + 1
         near = [str(count) for count in (below, below + step) if count <= limits.frames_max]
         raise InvalidValueError(f"num_frames={value} is not {step}n+1; use {' or '.join(near)}", field="num_frames")
+
+
+def _check_segments(settings: GenerationSettings, limits: Limits) -> None:
+    length, overlap = settings.segment_frames, settings.segment_overlap
+    if not limits.segment_overlaps:
+        for name, value in (("segment_frames", length), ("segment_overlap", overlap)):
+            if value != 0:
+                raise InvalidValueError(
+                    f"{name}={value} is for models that make a video segment by segment; leave it out", field=name
+                )
+        return
+    if overlap not in limits.segment_overlaps:
+        choices = " or ".join(map(str, limits.segment_overlaps))
+        raise InvalidValueError(
+            f"segment_overlap={overlap!r} is not possible; choose {choices}", field="segment_overlap"
+        )
+    if not isinstance(length, int) or isinstance(length, bool) or length <= overlap or (length - 1) % 4:
+        below = max((length - 1) // 4 * 4 + 1, overlap + 4) if isinstance(length, int) else 77
+        raise InvalidValueError(
+            f"segment_frames={length!r} is not 4n+1 and over segment_overlap={overlap}; use {below} or {below + 4}",
+            field="segment_frames",
+        )
 
 
 def _check_count(name: str, value: int, largest: int) -> None:

@@ -170,8 +170,11 @@ class Executor:
         common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
         settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
         # An image to start from is sampled with the noise of each seed.
-        samples = pipeline.family.card.starts_from_image and "image" in values
-        alone = samples or any(name in values for name in ("contact_sheet", "num_videos", "stage"))
+        card = pipeline.family.card
+        samples = card.starts_from_image and "image" in values
+        alone = (
+            samples or card.makes_segments or any(name in values for name in ("contact_sheet", "num_videos", "stage"))
+        )
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
         return rows, runs_beside(pipeline, dataclasses.replace(settings, num_videos=rows * settings.num_videos))

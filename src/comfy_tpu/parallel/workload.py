@@ -38,6 +38,8 @@ class Stack:
     """The matrices of one layer."""
     norms: int = 0
     """The number of norms in a block over features that tp splits."""
+    attends: bool = True
+    """Whether its blocks attend among all tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Workload:
 
     @property
     def layers(self) -> int:
-        return sum(stack.layers for stack in self.stacks)
+        """Blocks that attend among all tokens."""
+        return sum(stack.layers for stack in self.stacks if stack.attends)
 
     @property
     def sequence(self) -> int:

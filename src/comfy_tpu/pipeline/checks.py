@@ -27,10 +27,11 @@ def check_embeddings(
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
         shared = check_initial(files, embeddings.shared, settings)
         every = {**branch, **shared}
-        shapes = files.embedding_shapes(settings)
+        shapes = files.given_shapes(settings)
         _check_images(files, shared, shapes, settings)
-        if missing := sorted(set(shapes) - set(every)):
-            media = files.family.media
+        media = files.family.media
+        optional = set(media.optional_embeddings) if media is not None else set()
+        if missing := sorted(set(shapes) - set(every) - optional):
             how = ", with a video or without" if media and media.encodes_nothing else " and an image" if media else ""
             raise InvalidValueError(
                 f"embeddings have no {', '.join(missing)}, which this model wants; encode with this model{how}"

@@ -36,11 +36,12 @@ def denoise_steps(
     embeddings: PromptEmbeddings,
     settings: GenerationSettings,
     seeds: Sequence[int] = (),
+    generator: torch.Generator | None = None,
 ) -> Generator[State, None, None]:
     """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
-    has its own."""
+    has its own. `generator`: draws the noise, where more than one sample comes of a seed."""
     _warn_of_idle_devices(running, plan, settings)
-    first = _first_sample(running, plan, settings, embeddings.shared, seeds)
+    first = _first_sample(running, plan, settings, embeddings.shared, seeds, generator)
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
@@ -85,10 +86,13 @@ def _first_sample(
     settings: GenerationSettings,
     shared: Embeddings,
     seeds: Sequence[int],
+    generator: torch.Generator | None,
 ) -> torch.Tensor:
     shapes = {name: tuple(rows.shape) for name, rows in shared.items()}
     shape = step_shape(running.family, running.files.latent_channels, settings, shapes)
-    if seeds:
+    if generator is not None:
+        noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+    elif seeds:
         noise = rows_noise(shape, seeds)
     elif INITIAL in shared and running.family.card.starts_from_image:
         noise = image_noise(shape, settings.seed)[1]
@@ -108,11 +112,10 @@ def _prompt_rows(
     given = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
     shared = {**given, **denoiser.settings_inputs(settings)}
     names = [*embeddings.positive, *shared]
-    branches = [
-        {**branch, **shared}
-        for branch in (embeddings.positive, embeddings.negative if guided else None)
-        if branch is not None
-    ]
+    constants = {name: torch.full_like(shared[name], value) for name, value in denoiser.negative_values.items()}
+    branches = [{**embeddings.positive, **shared}]
+    if guided and embeddings.negative is not None:
+        branches.append({**embeddings.negative, **shared, **constants})
     rows = {
         name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in branches])
         for name in names

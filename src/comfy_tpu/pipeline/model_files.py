@@ -229,6 +229,14 @@ class ModelFiles:
             raise self._damaged_error(f"makes {odd[0]} of shape {shapes[odd[0]]}")
         return shapes
 
+    def given_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the embeddings of a prompt and of given media: of all segments, where a video has several."""
+        media, config = self.family.media, self.config(self.family.transformer)
+        if media is None or media.segments is None:
+            return self.embedding_shapes(settings)
+        with config_errors(str(self._config_path(self.family.transformer))):
+            return media.segments.embedding_shapes(config, settings)
+
     def _damaged_error(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"model={self.name}: the config.json of its transformer {what}, expected whole numbers; download the model "

@@ -210,7 +210,9 @@ def read_embeddings(message: StageMessage) -> PromptEmbeddings:
     found: dict[str, dict[int, Tensors]] = {"positive": {}, "negative": {}, "shared": {}}
     for full, tensor in message.tensors.items():
         match = _BRANCH.fullmatch(full)
-        if match is None or tensor.ndim < 2 or tensor.shape[0] != 1 or not tensor.dtype.is_floating_point:
+        is_bytes = tensor.dtype == torch.uint8 and match is not None and match[1] == "shared"  # pictures of faces
+        is_numbers = tensor.dtype.is_floating_point or is_bytes
+        if match is None or tensor.ndim < 2 or tensor.shape[0] != 1 or not is_numbers:
             raise InvalidValueError(f"{full[:60]} of shape {list(tensor.shape)} is no embedding of one prompt")
         found[match[1]].setdefault(int(match[2] or 0), {})[match[3]] = tensor
     if set(found["shared"]) - {0} or (0 not in found["positive"] and found["positive"]):

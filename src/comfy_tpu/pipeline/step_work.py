@@ -125,7 +125,7 @@ def count_step(
         text="keys" if found.has_keys else "joint",
         heads=found.heads,
         head_dim=found.hidden // found.heads,
-        ffn=max(_ffn(stack, found.hidden) for stack in found.stacks),
+        ffn=max(_ffn(stack, found.hidden) for stack in found.stacks if stack.attends),
         stacks=found.stacks,
         outer=found.outer,
         small_bytes=found.small_bytes,
@@ -168,7 +168,8 @@ def _structure(model: _Model) -> _Structure:
             for each in inside
         )
 
-    stacks = tuple(_stack(path, matrices(path), weights, calls) for path in divided)
+    attending = {stack.path for stack in family.transformer.stacks if stack.attends}
+    stacks = tuple(_stack(path, matrices(path), weights, calls, attends=path in attending) for path in divided)
     return _Structure(
         stacks=stacks,
         outer=matrices(""),
@@ -244,11 +245,19 @@ def _ffn(stack: Stack, hidden: int) -> int:
     return widest - 3 * hidden if len(columns) == 1 else widest
 
 
-def _stack(path: str, matrices: tuple[Matrix, ...], weights: Collection[_Weight], calls: Mapping[str, _Call]) -> Stack:
+def _stack(
+    path: str,
+    matrices: tuple[Matrix, ...],
+    weights: Collection[_Weight],
+    calls: Mapping[str, _Call],
+    *,
+    attends: bool,
+) -> Stack:
     inside = [each for each in weights if each.stack == path]
     split = [each for each in inside if len(each.shape) == 1 and each.kind == "column" and each.module in calls]
     linear = {each.module for each in inside if each.is_matrix}
-    return Stack(inside[0].layers, matrices, norms=len([each for each in split if each.module not in linear]))
+    norms = len([each for each in split if each.module not in linear])
+    return Stack(inside[0].layers, matrices, norms=norms, attends=attends)
 
 
 def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:

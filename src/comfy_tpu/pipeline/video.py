@@ -38,7 +38,7 @@ from comfy_tpu.pipeline.checks import (
     warn_of_ignored,
 )
 from comfy_tpu.pipeline.decode import decode_frames
-from comfy_tpu.pipeline.denoise import denoise_steps
+from comfy_tpu.pipeline.denoise import State, denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
@@ -56,6 +56,7 @@ from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.runtime_checks import check_runtime
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
+from comfy_tpu.pipeline.segments import decode_segments, denoise_segments
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
@@ -159,6 +160,7 @@ class VideoPipeline:
 
     def choose_placement(self, settings: GenerationSettings) -> Placement:
         """The placement of a request's steps: that of the chosen mesh, or the best one for the request with "auto"."""
+        settings = self.family.card.segment_settings(settings)
         asked = (batch_rows(self.family, settings), self.family.card.latent_size(settings))
         if asked not in self._placements:
             self._placements[asked] = self._place(settings)
@@ -305,7 +307,23 @@ class VideoPipeline:
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
         """
-        for samples, _ in self._steps(embeddings, settings, seeds):
+        card, running = self.family.card, self.running
+        if not card.makes_segments:
+            return self._finish(self._steps(embeddings, settings, seeds), embeddings, settings)
+        self._check_steps(embeddings, settings)
+        one = card.segment_settings(settings)
+
+        def denoise_segment(own: PromptEmbeddings, generator: torch.Generator) -> torch.Tensor:
+            steps = denoise_steps(running, self.plan(one), own, one, generator=generator)
+            return self._finish(steps, own, one)
+
+        return denoise_segments(running, embeddings, settings, denoise_segment, lambda made: self._decode(made, one))
+
+    def _finish(
+        self, steps: Iterator[State], embeddings: PromptEmbeddings, settings: GenerationSettings
+    ) -> torch.Tensor:
+        """The latents after the last step, on the host."""
+        for samples, _ in steps:
             latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
@@ -345,6 +363,10 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
         self.running.check_components(self.family.vae.component)
+        card = self.family.card
+        if card.makes_segments:
+            one = card.segment_settings(settings)
+            return decode_segments(latents, settings, card, lambda segment: self._decode(segment, one))
         return self._decode(latents, settings)
 
     @close_at_exit
@@ -394,7 +416,12 @@ class VideoPipeline:
         embeddings: PromptEmbeddings,
         settings: GenerationSettings,
         seeds: Sequence[int] = (),
-    ) -> Generator[tuple[list[jax.Array], list[jax.Array]], None, None]:
+    ) -> Generator[State, None, None]:
+        plan = self._check_steps(embeddings, settings)
+        yield from denoise_steps(self.running, plan, embeddings, settings, seeds)
+
+    def _check_steps(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Plan:
+        """The plan of the steps, after a check of what they need, and with the transformers at their place."""
         plan = self.plan(settings, read_strength(embeddings.shared))
         self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
@@ -402,7 +429,7 @@ class VideoPipeline:
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
-        yield from denoise_steps(self.running, plan, embeddings, settings, seeds)
+        return plan
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1

@@ -15,6 +15,7 @@ from comfy_tpu.families.card import ModelCard
 from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import read_strength
+from comfy_tpu.pipeline.segments import read_segment
 from comfy_tpu.pipeline.step_plan import Plan
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames
@@ -29,9 +30,13 @@ def warm_request(
     embeddings = pipeline.encode("a video", settings, given or blank_media(pipeline.family.card, settings))
     plan = pipeline.plan(settings, read_strength(embeddings.shared))
     pipeline.running.place_steps(pipeline.choose_placement(settings))
+    card = pipeline.family.card
+    if card.makes_segments:  # the first of them has the programs of all
+        embeddings = read_segment(pipeline.running, embeddings, 0, None, settings)
+        settings = card.segment_settings(settings)
     for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings):
-        latents = samples[0]
-    for _ in pipeline.decode(to_host(latents), settings):
+        latents = to_host(samples[0])
+    for _ in pipeline.decode(latents[:, :, -card.latent_frames(settings) :], settings):
         pass
 
 

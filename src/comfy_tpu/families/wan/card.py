@@ -7,7 +7,7 @@ import dataclasses
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, VideoInput, Words
 
-_TEXT_PIPELINE, _IMAGE_PIPELINE, _VACE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"
+_TEXT_PIPELINE, _IMAGE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline"
 
 TRANSFORMER_14B: Config = {
     "patch_size": (1, 2, 2),
@@ -162,7 +162,7 @@ WAN22_5B = dataclasses.replace(
 WAN_VACE = dataclasses.replace(
     WAN21,
     name="Wan 2.1 VACE",
-    pipeline_classes=(_VACE_PIPELINE,),
+    pipeline_classes=("WanVACEPipeline",),
     image=ImageInput("first_frame", last_image="optional"),
     max_references=4,
     videos=(
@@ -193,6 +193,62 @@ WAN22_VACE = dataclasses.replace(
     defaults=WAN22.defaults,
     presets=WAN22.presets,
     published={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": {**TRANSFORMER_14B, **_VACE}},
+)
+
+WAN_ANIMATE = dataclasses.replace(
+    WAN21,
+    name="Wan 2.2 Animate",
+    pipeline_classes=("WanAnimatePipeline",),
+    matches=lambda index, config: True,
+    limits=dataclasses.replace(WAN21.limits, frames_multiple=1, frames_max=10_000, segment_overlaps=(1, 5)),
+    image=ImageInput("reference", required=True),
+    videos=(
+        VideoInput("pose_video", "control", words="the poses that the person of --image takes", required=True),
+        VideoInput(
+            "face_video",
+            "control",
+            words="the faces that the person of --image makes, cropped to squares",
+            required=True,
+            side_key="motion_encoder_size",
+        ),
+        VideoInput(
+            "background_video",
+            "control",
+            words="the video in which the person of --image replaces another",
+            needs=("mask",),
+        ),
+        VideoInput(
+            "mask",
+            "mask",
+            words="white where --background-video shows the one who is replaced",
+            needs=("background_video",),
+        ),
+    ),
+    # As the authors' own settings and diffusers' pipeline have them.
+    defaults=dataclasses.replace(
+        WAN21.defaults,
+        num_frames=77,
+        num_inference_steps=20,
+        guidance_scale=1.0,
+        fps=30,
+        segment_frames=77,
+        segment_overlap=1,
+    ),
+    presets={name: {**preset, "flow_shift": 5.0} for name, preset in WAN21.presets.items()},
+    published={
+        "Wan-AI/Wan2.2-Animate-14B-Diffusers": {
+            **_TRANSFORMER_I2V,
+            "latent_channels": 16,
+            "motion_encoder_size": 512,
+            "motion_style_dim": 512,
+            "motion_dim": 20,
+            "motion_encoder_dim": 512,
+            "face_encoder_hidden_dim": 1024,
+            "face_encoder_num_heads": 4,
+            "inject_face_latents_blocks": 5,
+        }
+    },
+    reuse_curves={},
 )
 
 _WORDS = Words(
@@ -240,6 +296,17 @@ CARD = FamilyCard(
             latent_format="Wan21",
             words=dataclasses.replace(_WORDS, flow_shift="16 for 2.1, 12 for 2.2"),
             shift_max=20.0,
+        ),
+        NodeSet(
+            key="WanAnimate",
+            name="Wan Animate",
+            category="TPU/Wan Animate",
+            models=(WAN_ANIMATE,),
+            latent_format="Wan21",
+            words=dataclasses.replace(
+                _WORDS, flow_shift="5.0", trained_fps="30", frames="As many as the pose video has, or fewer."
+            ),
+            frames_max=1001,
         ),
     ),
 )

@@ -8,7 +8,7 @@ import dataclasses
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoder, TextEncoding, Vae
 from comfy_tpu.families.shared.schedulers import FLOW_SCHEDULERS, own_shift
-from comfy_tpu.families.wan import card, image, text, transformer, vace, vace_control, vae
+from comfy_tpu.families.wan import animate, animate_media, card, image, text, transformer, vace, vace_control, vae
 from comfy_tpu.families.wan.lora import lora_names
 from comfy_tpu.families.wan.nnx_vae import nnx_functions
 from comfy_tpu.families.wan.single_files import SINGLE_FILES
@@ -126,7 +126,27 @@ WAN22_VACE = dataclasses.replace(
     denoiser=dataclasses.replace(WAN_VACE.denoiser, transformers=_with_low_noise(vace.TRANSFORMER)),
 )
 
+WAN_ANIMATE = ModelFamily(
+    card.WAN_ANIMATE,
+    dataclasses.replace(_TEXT, embedding_shapes=animate_media.embedding_shapes),
+    dataclasses.replace(
+        _DENOISER,
+        transformers=(animate.TRANSFORMER,),
+        prepare=animate.prepare,
+        prepared_axes=animate.PROMPT_AXES,
+        predict=animate.predict,
+        negative_values={"face": 0},  # a black face
+    ),
+    _VAE,
+    _SCHEDULING,
+    animate_media.ANIMATE_ENCODING,
+    SINGLE_FILES,
+)
+
 MODELS = {
     family.name: family
-    for family in (WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B, WAN_VACE, WAN22_VACE)
+    for family in (
+        *(WAN21, WAN21_IMAGE, WAN21_FIRST_LAST, WAN22, WAN22_IMAGE, WAN22_5B),
+        *(WAN_VACE, WAN22_VACE, WAN_ANIMATE),
+    )
 }
