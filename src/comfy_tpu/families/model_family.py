@@ -86,6 +86,9 @@ class Denoiser:
     for."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
+    frame_inputs: tuple[str, ...] = ()
+    """Inputs of `predict`, [batch, channels, latent frames, …], which `prepare` passes on as they are. A window of a
+    long video has its own frames of them."""
     token_grid: TokenGrid | None = None
     """The grid of the tokens that `predict` gives to `video_attention`, or to `joint_attention` first. None: attention
     windows are refused."""

@@ -16,7 +16,9 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
+from comfy_tpu.families.context import Method, choose_method, needs_first_frame, window_counts, window_settings
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.settings import (
     check_images,
@@ -37,12 +39,13 @@ from comfy_tpu.pipeline.checks import (
     warn_of_cut,
     warn_of_ignored,
 )
+from comfy_tpu.pipeline.continuation import decode_segments, denoise_segments
 from comfy_tpu.pipeline.decode import decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
-from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
+from comfy_tpu.pipeline.image_encoding import encode_first_frame, encode_images, encode_init_image, fit_images
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
@@ -60,6 +63,7 @@ from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
+from comfy_tpu.pipeline.windows import begins_with_image
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
@@ -109,8 +113,9 @@ class VideoPipeline:
             return make_placement(
                 runtime.mesh,
                 platform=runtime.platform,
-                workload=lambda: files.workload(settings, open_store(runtime.cache)),
-                rows=batch_rows(files.family, settings),
+                workload=lambda: files.workloads(settings, open_store(runtime.cache)),
+                # Windows are as many rows as there are branches, or twice as many.
+                rows=max(window_counts(files.family.card, settings)[:2]) * batch_rows(files.family, settings),
             )
 
         placement = place(files.defaults)
@@ -158,7 +163,8 @@ class VideoPipeline:
 
     def choose_placement(self, settings: GenerationSettings) -> Placement:
         """The placement of a request's steps: that of the chosen mesh, or the best one for the request with "auto"."""
-        asked = (batch_rows(self.family, settings), self.family.card.latent_size(settings))
+        counts = window_counts(self.family.card, settings)
+        asked = (batch_rows(self.family, settings), self.family.card.latent_size(self._step_settings(settings)), counts)
         if asked not in self._placements:
             self._placements[asked] = self._place(settings)
         return self._placements[asked]
@@ -229,6 +235,7 @@ class VideoPipeline:
         """Embeddings of a prompt and of images: the first frame and optionally the last, or reference images."""
         check_images(self.model_name, self.family.card.image, len(images), settings)
         fit_images(self.family, images, settings)  # now: one of no use must not be found after the encoder is loaded
+        self._check_last_image(settings, images)
         text = self.encode_text(prompt, settings)
         if not images:
             return text
@@ -240,7 +247,7 @@ class VideoPipeline:
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
         # The first request: later ones may be encoded while another one's steps are computed.
@@ -277,9 +284,16 @@ class VideoPipeline:
         """Embeddings of the images by name, the same for every branch of guidance."""
         check_settings(settings, self.limits)
         check_images(self.model_name, self.family.card.image, len(images), settings)
+        self._check_last_image(settings, images)
+        if self._context_method(settings, images) == "continue":
+            settings = window_settings(settings)
         self.running.size = size_text(settings)
         with jax.profiler.TraceAnnotation("encode images"):
             return encode_images(self.running, images, settings)
+
+    def encode_first_frame(self, image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+        """Latents of an image as the first frame of a video, [1, channels, 1, height, width]."""
+        return encode_first_frame(self.running, image, settings)
 
     def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
         """Encodes the image that denoising starts from, [1, height, width, 3] in 0..1. `strength`: the share of the
@@ -303,6 +317,8 @@ class VideoPipeline:
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
         """
+        if self._context_method(settings, embeddings.shared) == "continue":
+            return denoise_segments(self, self.family.card, embeddings, settings, seeds)
         for samples, _ in self._steps(embeddings, settings, init_image, seeds):
             latents = samples[0]
         made = to_host(latents, consume=True)
@@ -318,7 +334,7 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
+        schedule = self._schedule(self._step_settings(settings), first_step(settings.num_inference_steps, strength))
         if self.family.card.guidance != "classifier_free":
             settings = dataclasses.replace(settings, guidance_until=0.0)
         return make_plan(schedule, settings, self._curve_for(settings))
@@ -342,6 +358,9 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
         self.running.check_components(self.family.vae.component)
+        card = self.family.card
+        if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
+            return decode_segments(self, self.family.card, latents, settings)
         return self._decode(latents, settings)
 
     @close_at_exit
@@ -396,11 +415,37 @@ class VideoPipeline:
         plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
         self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
+
+    def _step_settings(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings of the videos that the transformer sees: windows or segments of a long one."""
+        card = self.family.card
+        method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+        return settings if method == "none" else window_settings(settings)
+
+    def _context_method(self, settings: GenerationSettings, images: Collection[Any]) -> Method:
+        """How a video is made. `images`: those that are given, or their embeddings."""
+        card = self.family.card
+        method = choose_method(card, settings, begins_with_image=begins_with_image(self.family, images))
+        if method == "continue" and not begins_with_image(self.family, images):
+            raise InvalidValueError(
+                f"context=continue goes on from an image, and {self.model_name} "
+                + ("was given none; give one, or choose context=static" if card.image else "takes none; choose static"),
+                field="context",
+            )
+        return method
+
+    def _check_last_image(self, settings: GenerationSettings, images: Sequence[Image.Image]) -> None:
+        if self._context_method(settings, images) == "continue" and len(images) > 1:
+            raise InvalidValueError(
+                f"last_image cannot be reached by a video of {settings.num_frames} frames that is continued every "
+                f"{settings.context_frames}; choose context=static or none, or leave it out",
+                field="last_image",
+            )
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
