@@ -54,6 +54,12 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+    context: str
+    context_frames: int
+    context_overlap: int
+    context_weights: str
+    context_stride: int
+    context_noise: str
 
 
 @dataclasses.dataclass(frozen=True)

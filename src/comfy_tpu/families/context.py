@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 from comfy_tpu.config import CONTEXT_WHOLE, ContextSchedule, ContextWeights, GenerationSettings
 from comfy_tpu.families.card import ModelCard
@@ -71,6 +71,11 @@ def _can_continue(card: ModelCard) -> bool:
     """Whether the model begins with a first frame alone."""
     image = card.image
     return image is not None and image.role == "first_frame" and image.last_image != "required"
+
+
+def begins_with_image(card: ModelCard, images: Collection[Any]) -> bool:
+    """Whether the given images, or their embeddings, are the video's first frame."""
+    return bool(images) and card.image is not None and card.image.role == "first_frame"
 
 
 def needs_first_frame(card: ModelCard) -> bool:
@@ -201,6 +206,9 @@ def _ordered_halving(step: int) -> float:
     return value
 
 
+_LEAST = 1e-37
+"""The least weight of a ramp; not 0, for frames that no other window has."""
+
 _MAKERS: dict[str, Callable[[ContextWindows, int], Sequence[Window]]] = {
     "static": _static_windows,
     "uniform": _uniform_windows,
@@ -215,15 +223,15 @@ def window_weights(context: ContextWindows, window: Window) -> tuple[float, ...]
         return tuple(float(min(place, length - 1 - place) + 1) for place in range(length))
     weights = [1.0] * length
     if context.weights == "overlap-linear" and context.overlap:
-        ramp = _ramp(context.overlap)
+        count = context.overlap
         if min(window) > 0:
-            weights[: len(ramp)] = ramp
+            weights[:count] = _ramp(_LEAST, 1.0, count)
         if max(window) < context.frames - 1:
-            weights[-len(ramp) :] = ramp[::-1]
+            weights[-count:] = _ramp(1.0, _LEAST, count)
     return tuple(weights)
 
 
-def _ramp(length: int) -> list[float]:
-    """From next to nothing to 1; not from 0, for frames that no other window has."""
-    least = 1e-37
-    return [least + (1 - least) * place / max(length - 1, 1) for place in range(length)]
+def _ramp(first: float, last: float, count: int) -> list[float]:
+    """`count` weights at equal distances; one is the first."""
+    parts = [place / max(count - 1, 1) for place in range(count)]
+    return [first * (1 - part) + last * part for part in parts]

@@ -18,7 +18,14 @@ from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
-from comfy_tpu.families.context import Method, choose_method, needs_first_frame, window_counts, window_settings
+from comfy_tpu.families.context import (
+    Method,
+    begins_with_image,
+    choose_method,
+    needs_first_frame,
+    window_counts,
+    window_settings,
+)
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.settings import (
     check_images,
@@ -63,7 +70,6 @@ from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
-from comfy_tpu.pipeline.windows import begins_with_image
 from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
@@ -430,8 +436,8 @@ class VideoPipeline:
     def _context_method(self, settings: GenerationSettings, images: Collection[Any]) -> Method:
         """How a video is made. `images`: those that are given, or their embeddings."""
         card = self.family.card
-        method = choose_method(card, settings, begins_with_image=begins_with_image(self.family, images))
-        if method == "continue" and not begins_with_image(self.family, images):
+        method = choose_method(card, settings, begins_with_image=begins_with_image(card, images))
+        if method == "continue" and not begins_with_image(card, images):
             raise InvalidValueError(
                 f"context=continue goes on from an image, and {self.model_name} "
                 + ("was given none; give one, or choose context=static" if card.image else "takes none; choose static"),

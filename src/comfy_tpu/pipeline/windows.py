@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.context import (
     ContextWindows,
+    begins_with_image,
     call_settings,
     choose_method,
     find_windows,
@@ -35,22 +36,15 @@ from comfy_tpu.pipeline.step_plan import PlannedStep
 
 def find_context(family: ModelFamily, settings: GenerationSettings, shared: Embeddings) -> ContextWindows | None:
     """The windows that the video is made by; None: whole, or in segments. `shared`: embeddings of given images."""
-    method = choose_method(family.card, settings, begins_with_image=begins_with_image(family, shared))
-    windows = find_windows(family.card, settings, method)
-    frame_inputs = family.denoiser.frame_inputs
-    if windows is not None and begins_with_image(family, shared) and not set(shared) & set(frame_inputs):
+    with_image = begins_with_image(family.card, shared)
+    windows = find_windows(family.card, settings, choose_method(family.card, settings, begins_with_image=with_image))
+    if windows is not None and with_image and not set(shared) & set(family.denoiser.frame_inputs):
         raise InvalidValueError(
             f"context={settings.context} is windows, and {family.name} keeps a first frame in all of them; choose "
             "context=continue, or leave the image out",
             field="context",
         )
     return windows
-
-
-def begins_with_image(family: ModelFamily, shared: Collection[Any]) -> bool:
-    """Whether the given images, or their embeddings, are the video's first frame."""
-    image = family.card.image
-    return bool(shared) and image is not None and image.role == "first_frame"
 
 
 def windows_per_call(

@@ -22,7 +22,7 @@ IGNORED = frozenset(
 _SETTINGS = {field.name: field.type for field in dataclasses.fields(GenerationSettings)}
 SAME_FIELDS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames"}
 """Other names of settings."""
-_TEXTS = frozenset(("negative_prompt", "scheduler"))
+_TEXTS = frozenset(name for name, kind in _SETTINGS.items() if kind == "str")
 _SIZE = re.compile(r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$")
 _LORA_NAME = re.compile(r"[\w][\w .+-]*")
 LORAS_MAX = 16
