@@ -215,11 +215,22 @@ class RunOptions:
     """None, here and below: the model's default."""
     guidance_until: float | None = None
     num_videos: int | None = None
+    context: str | None = None
+    context_frames: int | None = None
+    context_overlap: int | None = None
+    context_weights: str | None = None
+    context_stride: int | None = None
+    context_noise: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The chosen values by field of `GenerationSettings`."""
-        return {"reuse": self.reuse, "guidance_until": self.guidance_until, "num_videos": self.num_videos}
+        return {name: value for name, value in vars(self).items() if name != "runtime"}
+
+    @property
+    def context_settings(self) -> dict[str, Any]:
+        """Those of them that say how a long video is made."""
+        return {name: value for name, value in self.settings.items() if name.startswith("context")}
 
 
 LoraNoise = Literal["all", "high", "low"]

@@ -157,8 +157,9 @@ class Pipeline:
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, strength, on_progress, settings)
-            parts = list(self._parts(request))
-            videos += self._videos(request, torch.cat(parts, dim=1))
+            # Bytes at once: of a long video, float32 parts would take four times as much.
+            parts = [_as_bytes(part) for part in self._parts(request)]
+            videos += self._videos(request, np.concatenate(parts, axis=1))
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -251,7 +252,7 @@ class Pipeline:
         finally:
             stages.on_progress = before
 
-    def _videos(self, request: _Request, frames: torch.Tensor) -> list[Video]:
+    def _videos(self, request: _Request, frames: np.ndarray) -> list[Video]:
         described = artifacts.describe(
             request.prompt,
             request.settings,
@@ -262,7 +263,7 @@ class Pipeline:
             quantization=self.stages.quantization,
         )
         return [
-            Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})
+            Video(each, request.prompt, request.settings, {**described, "video": str(number)})
             for number, each in enumerate(frames)
         ]
 

@@ -98,12 +98,15 @@ class Denoiser:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of frames that are too large to be decoded at once, in latents."""
+    """Tiles of frames that are too large, or too many, to be decoded at once, in latents."""
 
     side: int = 32
     """256 pixels where a latent has 8, as diffusers tiles the Wan VAE."""
     overlap: int = 8
     """The part that neighbours share, and blend over."""
+    frames: int = 0
+    """The most latent frames at once, for a VAE that reads later frames; 0: all of a video."""
+    frame_overlap: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

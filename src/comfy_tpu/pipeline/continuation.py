@@ -38,6 +38,12 @@ class Stages(Protocol):
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterable[torch.Tensor]: ...
 
+    def decode_segment(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
+    ) -> Iterable[torch.Tensor]: ...
+
+    def part_count(self, latent_frames: int) -> int: ...
+
     def encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]: ...
 
     def encode_first_frame(self, image: Image.Image, settings: GenerationSettings) -> torch.Tensor: ...
@@ -74,21 +80,25 @@ def decode_segments(
     """Yields the frames of a continued video as they are decoded."""
     own = window_settings(settings)
     length = card.latent_frames(own)
-    first, rest = latents[:, :, :length], latents[:, :, length:]
+    segments = [latents[:, :, :length], *_split(latents[:, :, length:], length - 1)]
+    counts = [stages.part_count(each.shape[2] + (number > 0)) for number, each in enumerate(segments)]
     last = torch.empty(0)
-    for part in stages.decode(first, own):
-        last = part[:, -1]
-        yield part
-    for later in rest.split(length - 1, dim=2) if rest.shape[2] else ():
-        given = torch.cat([stages.encode_first_frame(as_image(frame), own) for frame in last])
-        segment = dataclasses.replace(own, num_frames=later.shape[2] * card.temporal_scale + 1)
-        shown = 0  # the first frame was shown with the segment before
-        for part in stages.decode(torch.cat((given, later), dim=2), segment):
+    for number, segment in enumerate(segments):
+        is_first = number == 0
+        if not is_first:
+            given = torch.cat([stages.encode_first_frame(as_image(frame), own) for frame in last])
+            segment = torch.cat((given, segment), dim=2)
+        frames = dataclasses.replace(own, num_frames=(segment.shape[2] - 1) * card.temporal_scale + 1)
+        for part in stages.decode_segment(segment, frames, sum(counts[:number]), sum(counts)):
             last = part[:, -1]
-            new = part if shown else part[:, 1:]
-            shown += part.shape[1]
-            if new.shape[1]:
-                yield new
+            # The first frame of a later segment was shown as the last of the one before.
+            shown, is_first = part if is_first else part[:, 1:], True
+            if shown.shape[1]:
+                yield shown
+
+
+def _split(latents: torch.Tensor, length: int) -> list[torch.Tensor]:
+    return list(latents.split(length, dim=2)) if latents.shape[2] else []
 
 
 def _last_frame(parts: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -47,7 +47,7 @@ from comfy_tpu.pipeline.checks import (
     warn_of_ignored,
 )
 from comfy_tpu.pipeline.continuation import decode_segments, denoise_segments
-from comfy_tpu.pipeline.decode import decode_frames
+from comfy_tpu.pipeline.decode import count_parts, decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
@@ -366,18 +366,32 @@ class VideoPipeline:
         self.running.check_components(self.family.vae.component)
         card = self.family.card
         if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
-            return decode_segments(self, self.family.card, latents, settings)
+            return decode_segments(self, card, latents, settings)
         return self._decode(latents, settings)
 
+    def part_count(self, latent_frames: int) -> int:
+        """The parts in which latents of this many frames are decoded, as progress counts them."""
+        vae = self.family.vae
+        return count_parts(latent_frames, all_frames=vae.decodes_all_frames, tiles=vae.tiles)
+
+    def decode_segment(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
+    ) -> Iterator[torch.Tensor]:
+        """`decode` of a part of a longer video, after `before` of `total` parts."""
+        return self._decode(latents, settings, before, total)
+
     @close_at_exit
-    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
+    def _decode(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int = 0, total: int = 0
+    ) -> Generator[torch.Tensor, None, None]:
+        """`before`: parts of the video that are decoded already, of `total`; 0: these latents are the whole video."""
         running, functions, vae = self.running, self.running.vae, self.family.vae
         size = running.size = size_text(settings)
         axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
         program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
         with running.weights(vae.component) as weights:
-            total = 1 if vae.decodes_all_frames else latents.shape[2]
-            running.report("decoding", "", 0, total, size=size)
+            total = total or self.part_count(latents.shape[2])
+            running.report("decoding", "", before, total, size=size)
             frames = decode_frames(
                 lambda latent, cache: program(weights, latent=latent, cache=cache),
                 latents,
@@ -387,7 +401,7 @@ class VideoPipeline:
             )
             for index, part in enumerate(frames):
                 check_finite("the VAE's decoder", {"frames": part}, self.dtype_name)
-                running.report("decoding", "", index + 1, total, size=size)
+                running.report("decoding", "", before + index + 1, total, size=size)
                 yield part
 
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
