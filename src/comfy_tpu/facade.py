@@ -77,8 +77,8 @@ class Video:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
         with _own_names(output="path"):
             (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
-        part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
-        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata])
+        parts = (torch.from_numpy(frame).float().div(255)[None, None] for frame in self.frames)
+        media.write_videos([target], parts, fps=self.settings.fps, metadata=[self.metadata])
         return target
 
     def numpy(self) -> np.ndarray:
@@ -224,6 +224,7 @@ class Pipeline:
         chosen = self.settings(**settings)
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         with _own_names(image="images"):
+            chosen = self.stages.settle_context(chosen, given)
             return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:

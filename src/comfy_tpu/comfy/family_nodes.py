@@ -295,6 +295,7 @@ class Pipeline(FamilyNode):
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
+            settings = pipeline.settle_context(settings, given)
             init_image = None
             if given and cls.FAMILY.image_role == "initial":
                 init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)

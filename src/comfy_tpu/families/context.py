@@ -67,6 +67,12 @@ def choose_method(card: ModelCard, settings: GenerationSettings, *, begins_with_
     return methods[chosen]
 
 
+def settle_context(card: ModelCard, settings: GenerationSettings, images: Collection[Any]) -> GenerationSettings:
+    """The settings of a video from these images, for stages that are not given the images: auto becomes continue."""
+    method = choose_method(card, settings, begins_with_image=begins_with_image(card, images))
+    return dataclasses.replace(settings, context=method) if method == "continue" else settings
+
+
 def _can_continue(card: ModelCard) -> bool:
     """Whether the model begins with a first frame alone."""
     image = card.image

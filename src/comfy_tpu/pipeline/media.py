@@ -166,7 +166,7 @@ def write_videos(
                 write_png(file, contact.image(), metadata[0])
 
 
-_CELLS_MAX = 128
+_CELLS_MAX = 129
 """The most frames on a contact sheet: 257 frames, every second one. They are kept until the video ends."""
 
 

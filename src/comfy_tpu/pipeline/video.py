@@ -23,6 +23,7 @@ from comfy_tpu.families.context import (
     begins_with_image,
     choose_method,
     needs_first_frame,
+    settle_context,
     window_counts,
     window_settings,
 )
@@ -230,6 +231,10 @@ class VideoPipeline:
         values = {name: getattr(preset, name) for name in open_choices if name not in unusable}
         return make_settings(settings, values, self.limits)
 
+    def settle_context(self, settings: GenerationSettings, images: Collection[Any]) -> GenerationSettings:
+        """The settings of a video from these images, for stages that are not given the images."""
+        return settle_context(self.family.card, settings, images)
+
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings that `encode` returns for a prompt, by name, without the batch dimension."""
         return self.files.embedding_shapes(settings)
@@ -422,6 +427,7 @@ class VideoPipeline:
         self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
         """Runs all three stages; yields frames as `decode` does."""
+        settings = self.settle_context(settings, images)
         return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
     @close_at_exit
@@ -448,13 +454,20 @@ class VideoPipeline:
         return settings if method == "none" else window_settings(settings)
 
     def _context_method(self, settings: GenerationSettings, images: Collection[Any]) -> Method:
-        """How a video is made. `images`: those that are given, or their embeddings."""
-        card = self.family.card
-        method = choose_method(card, settings, begins_with_image=begins_with_image(card, images))
-        if method == "continue" and not begins_with_image(card, images):
+        """How a video is made. `images`: those that are given, or their embeddings. Raises InvalidValueError where it
+        cannot be made so from them."""
+        card, with_image = self.family.card, begins_with_image(self.family.card, images)
+        method = choose_method(card, settings, begins_with_image=with_image)
+        if method == "continue" and not with_image:
             raise InvalidValueError(
                 f"context=continue goes on from an image, and {self.model_name} "
-                + ("was given none; give one, or choose context=static" if card.image else "takes none; choose static"),
+                + ("was given none; give one, or choose static" if card.image else "takes none; choose static"),
+                field="context",
+            )
+        if with_image and method not in ("none", "continue") and not self.family.denoiser.frame_inputs:
+            raise InvalidValueError(
+                f"context={settings.context} is windows, and {self.model_name} keeps a first frame in all of them; "
+                "choose continue, or leave the image out",
                 field="context",
             )
         return method

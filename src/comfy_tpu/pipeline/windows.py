@@ -16,7 +16,6 @@ import torch
 
 from comfy_tpu.bridge import to_device
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.context import (
     ContextWindows,
     begins_with_image,
@@ -37,14 +36,7 @@ from comfy_tpu.pipeline.step_plan import PlannedStep
 def find_context(family: ModelFamily, settings: GenerationSettings, shared: Embeddings) -> ContextWindows | None:
     """The windows that the video is made by; None: whole, or in segments. `shared`: embeddings of given images."""
     with_image = begins_with_image(family.card, shared)
-    windows = find_windows(family.card, settings, choose_method(family.card, settings, begins_with_image=with_image))
-    if windows is not None and with_image and not set(shared) & set(family.denoiser.frame_inputs):
-        raise InvalidValueError(
-            f"context={settings.context} is windows, and {family.name} keeps a first frame in all of them; choose "
-            "context=continue, or leave the image out",
-            field="context",
-        )
-    return windows
+    return find_windows(family.card, settings, choose_method(family.card, settings, begins_with_image=with_image))
 
 
 def windows_per_call(
