@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -12,20 +13,24 @@ from types import MappingProxyType
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from comfy_tpu.serving.answers import describe_error
+from comfy_tpu.serving.error_answers import describe_error
 
 
 def find_client(authorization: str, keys: Mapping[str, str]) -> str | None:
     """The name of the client with this key; "" where there are no keys, None for a stranger. Every key is compared, in
-    the same time whether or not it is right."""
+    the same time whether or not it is right, and however long it is."""
     if not keys:
         return ""
     scheme, _, given = authorization.partition(" ")
     found = None
     for name, key in keys.items():
-        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+        if hmac.compare_digest(_digest(given.strip()), _digest(key)) and scheme.lower() == "bearer":
             found = name
     return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def is_foreign(headers: Headers) -> bool:
