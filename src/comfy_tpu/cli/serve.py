@@ -162,7 +162,7 @@ def _open_service(
     return Service(
         config,
         models,
-        lambda folder: RayWorkers(folder, ray, batch_size=size, report=print_message),
+        lambda folder: RayWorkers(folder, ray, batch_size=size, report=print_message, previews=previews),
         previews,
         planner=planner,
         tracer=tracer,

@@ -73,6 +73,8 @@ _HANDLED = frozenset(("model", "prompt", "size", "seconds", "lora", "image", "in
 
 def rename_field(error: InvalidValueError, body: Mapping[str, Any]) -> InvalidValueError:
     """The error by the name that the client used, where a field has several."""
+    if error.field in ("width", "height") and error.field not in body and body.get("size"):
+        return type(error)(f"size={str(body['size'])[:40]}: {error}", field="size")
     for name, field in SAME_FIELDS.items():
         if error.field == field and name in body and field not in body:
             return type(error)(str(error).replace(field, name), field=name)
