@@ -37,7 +37,9 @@ def make_app(service: Service, tracer: Any | None = None) -> FastAPI:
     limits = service.config.limits
     large = {stages.PATH: (limits.stage_bytes, limits.stage_seconds)}
     app.add_middleware(BodyGuard, most_bytes=limits.body_bytes, seconds=limits.body_seconds, exceptions=large)
-    app.add_middleware(Authentication, keys=service.config.keys, open_paths=_OPEN_PATHS)
+    app.add_middleware(
+        Authentication, keys=service.config.keys, open_paths=_OPEN_PATHS, client_requests=limits.client_requests
+    )
     add_error_handlers(app, service)
 
     _add_machine_routes(app, service)
