@@ -13,7 +13,8 @@ from tests.serving import stand_in
 from tests.serving.stand_in import running
 from tests.serving.test_api import create, wait_for
 
-FULL = "the ledger cannot be used (database or disk is full); free some space"
+FULL = LedgerError("the ledger /a/path cannot be used (database or disk is full)", "database or disk is full")
+SAID = "the ledger cannot be used: database or disk is full"
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -38,21 +39,36 @@ def test_a_ledger_that_cannot_be_used_for_a_while(tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as broken:
 
             def fail(*_: Any, **__: Any) -> None:
-                raise LedgerError(FULL)
+                raise FULL
 
             broken.setattr(service.ledger, "lease_fairly", fail)
             until(lambda: service.problem)
             ready = client.get("/readyz")
-            assert (ready.status_code, ready.json()["status"]) == (503, FULL)
+            assert (ready.status_code, ready.json()["status"]) == (503, SAID)
             assert client.get("/healthz").status_code == 200  # a restart would not help
             assert client.get(f"/v1/videos/{waiting['id']}/content").content == b"a cat"
             refused = client.post("/v1/videos", json={"prompt": "a dog"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
-            assert "disk is full" in refused.json()["error"]["message"]
+            assert SAID in refused.json()["error"]["message"]
+            assert "/a/path" not in ready.text + refused.text
             assert int(refused.headers["Retry-After"]) > 0
             assert "comfy_tpu_ready 0" in client.get("/metrics").text
         until(lambda: service.is_ready)
         wait_for(client, create(client)["id"], "completed")
+
+
+def test_an_order_shows_that_the_ledger_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without jobs writes nothing else."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise FULL
+
+    with running(tmp_path) as (client, service, _):
+        until(lambda: service.is_ready)
+        monkeypatch.setattr(service.ledger, "accept", fail)
+        answer = client.post("/v1/videos", json={"prompt": "a cat"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, f"{SAID}; try again later")
+        assert client.get("/readyz").json() == {"status": SAID}
 
 
 @pytest.mark.usefixtures("fast")
@@ -64,7 +80,7 @@ def test_an_outcome_that_the_ledger_did_not_take_is_told_again(tmp_path: Path, m
         def fail_twice(id_: str, *values: Any) -> bool:
             attempts.append(id_)
             if len(attempts) < 3:
-                raise LedgerError(FULL)
+                raise FULL
             return finish(id_, *values)
 
         monkeypatch.setattr(service.ledger, "finish", fail_twice)
@@ -92,7 +108,7 @@ def test_a_disk_without_room_for_a_video(tmp_path: Path, monkeypatch: pytest.Mon
         until(lambda: service.is_ready)
         made = create(client)
         until(lambda: service.problem)
-        assert "No space left" in client.get("/readyz").json()["status"]
+        assert client.get("/readyz").json() == {"status": "the disk is full"}
         assert client.post("/v1/videos", json={"prompt": "a dog"}).status_code == 503
         wait_for(client, made["id"], "completed")
         assert begun[1] - begun[0] >= 0.3
@@ -116,9 +132,9 @@ def test_a_worker_that_dies_ends_the_server(tmp_path: Path, monkeypatch: pytest.
         until(lambda: service.failure)
         for path in ("/healthz", "/readyz"):
             answer = client.get(path)
-            assert (answer.status_code, answer.json()["status"]) == (503, "SystemError: the device is lost")
+            assert (answer.status_code, answer.json()["status"]) == (503, "no worker is left; the log says why")
         assert client.post("/v1/videos", json={"prompt": "a cat"}).status_code == 503
-        assert ended == [True]
+        assert (ended, service.failure) == ([True], "SystemError: the device is lost")
     monkeypatch.setattr(stand_in.Executor, "_carry_out", carry_out)
     with running(tmp_path) as (client, _, _):  # the job was given back
         wait_for(client, made["id"], "completed")
@@ -147,7 +163,7 @@ def test_the_sweeper_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.
     def fail_once(self: retention.Sweeper) -> None:
         swept.append(True)
         if len(swept) == 1:
-            raise LedgerError(FULL)
+            raise FULL
 
     monkeypatch.setattr(retention.Sweeper, "sweep", fail_once)
     monkeypatch.setattr(retention.Sweeper.__init__, "__kwdefaults__", {"seconds": 0.01})

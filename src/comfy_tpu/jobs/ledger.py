@@ -400,6 +400,11 @@ class Ledger:
 class LedgerError(ComfyTpuError):
     """The ledger cannot be read or written."""
 
+    def __init__(self, message: str, reason: str = "") -> None:
+        """`reason`: in SQLite's words, without paths."""
+        super().__init__(message)
+        self.reason = reason or "an error"
+
 
 @contextlib.contextmanager
 def ledger_errors(path: Path) -> Iterator[None]:
@@ -413,4 +418,4 @@ def ledger_errors(path: Path) -> Iterator[None]:
             advice = "remove it: finished jobs are found again by results.jsonl"
         else:
             advice = "look at the rights of its directory"
-        raise LedgerError(f"the ledger {path} cannot be used ({text}); {advice}") from error
+        raise LedgerError(f"the ledger {path} cannot be used ({text}); {advice}", text) from error

@@ -59,7 +59,7 @@ def _add_machine_routes(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", responses={"503": {"description": "It ends, and is to be started again"}})
     async def health() -> Response:
         if service.failure:
-            return JSONResponse({"status": service.failure}, 503)
+            return JSONResponse({"status": service.problem}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/readyz", responses={"503": {"description": "Not yet, or not now"}})

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.jobs.ledger import LedgerError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, QueueFullError
 from comfy_tpu.serving.admission import TooLargeError
 from comfy_tpu.serving.service import NotFoundError, Service
@@ -77,6 +78,11 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(KeyUsedError)
     async def used(_: Request, error: KeyUsedError) -> Response:
         return make_error(409, str(error), code="idempotency_key_in_use")
+
+    @app.exception_handler(LedgerError)
+    async def no_ledger(_: Request, error: LedgerError) -> Response:  # not its text, which has paths of the server
+        logger.error("a request could not be answered: %s", error)
+        return make_unavailable(f"the ledger cannot be used: {error.reason}; try again later")
 
     @app.exception_handler(ComfyTpuError)
     async def failed(_: Request, error: ComfyTpuError) -> Response:

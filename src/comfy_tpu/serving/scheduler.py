@@ -110,7 +110,7 @@ class Scheduler:
             try:
                 self._take_turn()
             except LedgerError as error:  # of a full disk, or of another process: both may pass
-                self._note_trouble(str(error), 3 * _RETRY_SECONDS)
+                self.note_ledger_error(error)
                 self._is_stopped.wait(_RETRY_SECONDS)
             except BaseException as error:
                 logger.exception("the scheduler ended")
@@ -138,9 +138,14 @@ class Scheduler:
             self._workers.cancel_job(id_)
         self._withdrawn |= gone
 
-    def _note_trouble(self, reason: str, seconds: float) -> None:
+    def note_ledger_error(self, error: LedgerError) -> None:
+        """Of this thread, or of one that answers a request."""
+        self._note_trouble(f"the ledger cannot be used: {error.reason}", str(error), 3 * _RETRY_SECONDS)
+
+    def _note_trouble(self, reason: str, logged: str, seconds: float) -> None:
+        """`reason`: for clients, and strangers, who learn no paths. `logged`: for the operator."""
         if reason != self._trouble[0] or not self.trouble:
-            logger.error("no job is carried out for now: %s", reason)
+            logger.error("no job is carried out for now: %s", logged)
         self._trouble = (reason, time.monotonic() + seconds)
 
     def _give(self) -> None:
@@ -169,7 +174,7 @@ class Scheduler:
             self._at_work.discard(outcome.id)
             self._withdrawn.discard(outcome.id)
             if outcome.stops_batch:
-                self._note_trouble(outcome.error, 2 * _DISK_SECONDS)
+                self._note_trouble("the disk is full", outcome.error, 2 * _DISK_SECONDS)
                 self._paused_until = time.monotonic() + _DISK_SECONDS
             self._on_outcome(outcome, state)
 

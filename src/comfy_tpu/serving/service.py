@@ -19,7 +19,7 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.families.card import ModelCard
 from comfy_tpu.families.settings import check_images, make_settings
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import NewJob, OutputFile
+from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
@@ -171,8 +171,9 @@ class Service:
 
     @property
     def problem(self) -> str:
-        """Why no job can be carried out, for good or at the moment; empty where that is not so."""
-        return self.failure or self._scheduler.trouble
+        """Why no job can be carried out, for good or at the moment; empty where that is not so. Without paths: those
+        without a key may see it, too."""
+        return "no worker is left; the log says why" if self.failure else self._scheduler.trouble
 
     def _fail(self, reason: str) -> None:
         self.failure = reason
@@ -236,7 +237,11 @@ class Service:
         limit, clients = self.config.limits.queued_jobs, len(self.config.keys)
         # Each client has its share of the queue, however many jobs another one has put into it.
         share = max(1, limit // clients) if clients > 1 else None
-        return self.ledger.accept(job, order, queue_limit=limit, client_share=share)
+        try:
+            return self.ledger.accept(job, order, queue_limit=limit, client_share=share)
+        except LedgerError as error:  # a server without jobs writes nothing else, and would not know
+            self._scheduler.note_ledger_error(error)
+            raise
 
     def wait_seconds(self, record: Record) -> float | None:
         """Seconds until a job that waits begins, as far as they can be estimated."""
