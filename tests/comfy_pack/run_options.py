@@ -82,8 +82,8 @@ def run() -> dict[str, object]:
         )
         settings_used.clear()
         denoise = pipeline.denoise
-        pipeline.denoise = lambda embeddings, settings, *given: settings_used.append(settings) or denoise(
-            embeddings, settings, *given
+        pipeline.denoise = lambda embeddings, settings, *given: (
+            settings_used.append(settings) or denoise(embeddings, settings, *given)
         )
         yield pipeline
 
