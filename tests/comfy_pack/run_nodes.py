@@ -36,7 +36,7 @@ def run(kind: str) -> dict[str, str]:
     rows = {"text": torch.zeros(1, 512, 128, device=device)}
     replaced = {
         "encode_text": lambda *given: PromptEmbeddings("", rows, rows),
-        "encode_images": lambda *given: {"condition": jnp.zeros(2) if kind == "jax" else tensor},
+        "encode_media": lambda *given: {"condition": jnp.zeros(2) if kind == "jax" else tensor},
         "denoise": lambda *given: torch.zeros(1, 16, 5, 8, 8, device=device),
         "to_vae_scale": lambda latents: latents,
         "decode": lambda *given: iter([]),

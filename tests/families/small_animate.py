@@ -87,8 +87,8 @@ def run(frames: int, replace: bool, size: tuple[int, int], chosen: dict[str, Any
             height=size[0],
             width=size[1],
             mode="replace" if replace else "animate",
-            segment_frame_length=chosen["segment_frames"],
-            prev_segment_conditioning_frames=chosen["segment_overlap"],
+            segment_frame_length=chosen["context_frames"],
+            prev_segment_conditioning_frames=chosen["context_overlap"],
             generator=torch.Generator().manual_seed(chosen["seed"]),
             output_type="pt",
             **{

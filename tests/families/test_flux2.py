@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from PIL import Image
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
@@ -17,6 +18,7 @@ from comfy_tpu.families.flux2 import text as flux2_text
 from comfy_tpu.families.flux2 import transformer as flux2_transformer
 from comfy_tpu.families.flux2.model import FLUX2_DEV, FLUX2_KLEIN, FLUX2_KLEIN_BASE
 from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
+from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, assert_wrong_ones_differ, psnr
@@ -264,8 +266,9 @@ def test_bad_settings(chosen: dict[str, Any], message: str) -> None:
 
 def test_it_does_not_start_from_a_picture() -> None:
     pipeline = opened("klein")
-    with pytest.raises(InvalidValueError, match=r"Flux\.2 klein does not start from an image"):
-        pipeline.encode_init_image(torch.zeros(1, 48, 80, 3), pipeline.settings(**CHOSEN), 0.5)
+    given = GivenMedia((Image.new("RGB", (80, 48)),), strength=0.5)
+    with pytest.raises(InvalidValueError, match=r"strength=0\.5 is for an image or a video that denoising starts from"):
+        pipeline.encode_media(given, pipeline.settings(**CHOSEN))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_the_same_latents_of_an_image() -> None:
     for backend in ("torchax", "nnx"):
         pipeline = opened(backend, DEMO_IMAGE_MODEL)
         settings = pipeline.settings(num_frames=9)
-        latents.append(pipeline.encode_images([image], settings)["condition"])
+        latents.append(pipeline.encode_media([image], settings)["condition"])
     assert torch.allclose(latents[1], latents[0], atol=1e-3)
 
 

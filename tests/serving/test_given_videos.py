@@ -33,8 +33,8 @@ def animation(directory: Path) -> bytes:
 
 def test_a_video_to_start_from(tmp_path: Path) -> None:
     content = clip(tmp_path)
-    with running(tmp_path / "server") as (client, service, _):
-        form = {"prompt": "a red circle", "fps": "25", "strength": "0.7"}
+    with running(tmp_path / "server") as (client, service, executor):
+        form = {"prompt": "wait", "fps": "25", "strength": "0.7"}
         answer = client.post("/v1/videos", data=form, files={"input_video": ("x.mp4", content)})
         assert answer.status_code == 200, answer.text
         assert (answer.json()["has_video"], answer.json()["has_image"]) == (True, False)
@@ -43,6 +43,7 @@ def test_a_video_to_start_from(tmp_path: Path) -> None:
         (path,) = values["video"]
         assert Path(path).read_bytes() == content
         assert (values["strength"], values["num_frames"]) == (0.7, 17), "twenty frames, rounded down to 4n+1"
+        executor.may_go_on.set()
         wait_for(client, record.id, "completed")
         service.remove(record)
         assert list(service.inputs.iterdir()) == [], "neither the file nor what was received"
@@ -128,14 +129,15 @@ def test_bodies_with_videos_have_a_limit_of_their_own(tmp_path: Path) -> None:
 def test_the_same_key_with_another_video_is_another_request(tmp_path: Path) -> None:
     first, other = clip(tmp_path), clip(tmp_path, first=1)
     assert first != other
-    with running(tmp_path / "server") as (client, service, _):
+    with running(tmp_path / "server") as (client, service, executor):
         headers = {"Idempotency-Key": "once"}
         for content, status in ((first, 200), (first, 200), (other, 409)):
             files = {"input_video": ("x.mp4", content)}
-            answer = client.post("/v1/videos", data={"prompt": "x", "fps": "25"}, files=files, headers=headers)
+            answer = client.post("/v1/videos", data={"prompt": "wait", "fps": "25"}, files=files, headers=headers)
             assert answer.status_code == status
         assert service.ledger.counts().total == 1
         assert len(list(service.inputs.iterdir())) == 1
+        executor.may_go_on.set()
 
 
 def test_a_picture_may_be_a_mask(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 from comfy_tpu.cli import card_texts
 from comfy_tpu.config import (
+    CONTEXT_WHOLE,
     CONTROL_STRENGTH,
     FAST,
     INIT_IMAGE_STRENGTH,
@@ -23,6 +24,9 @@ from comfy_tpu.config import (
     VAE_BACKENDS,
     AttentionConfig,
     AttentionImplementation,
+    Context,
+    ContextNoise,
+    ContextWeights,
     SingleFiles,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
@@ -59,9 +63,27 @@ SETTINGS = (
     Option("fps", ("--fps",), "frames per second"),
     Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
-    Option("segment_frames", ("--segment-frames",), "frames that are made at once, for ", card_texts.segment_models),
-    Option("segment_overlap", ("--segment-overlap",), "frames of a segment with which the next begins, for the same"),
+    Option(
+        "context",
+        ("--context",),
+        f"how a video beyond the model's own length is made: {', '.join(get_args(Context))}; auto: by static windows, "
+        f"or continued if it begins with an image, from {CONTEXT_WHOLE:g} times that length on",
+    ),
+    Option("context_frames", ("--context-frames",), "frames of a window or segment; 0: the model's own length"),
+    Option(
+        "context_overlap",
+        ("--context-overlap",),
+        "frames that windows share; -1: three eighths of a window; 1 or 5 that segments share, for ",
+        card_texts.segment_models,
+    ),
+    Option(
+        "context_weights", ("--context-weights",), f"blend windows by {', '.join(get_args(ContextWeights))} weights"
+    ),
+    Option("context_stride", ("--context-stride",), "for uniform and looped: N-1 more rounds of ever wider windows"),
+    Option("context_noise", ("--context-noise",), f"{' or '.join(get_args(ContextNoise))}: the noise of windows"),
 )
+
+CONTEXT_SETTINGS = tuple(option.field for option in SETTINGS if option.field.startswith("context"))
 
 TEXT_SETTINGS = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
@@ -215,6 +237,13 @@ def add_settings(
             "and --quantize and --attention as the devices have it, where these are not given; what saves nothing is "
             "left out",
         )
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    """Adds the settings of long videos to a command that takes no others."""
+    for option in SETTINGS:
+        if option.field in CONTEXT_SETTINGS:
+            _add_setting(parser, option, with_default=True)
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,8 @@ class Session:
             known = {name: value for name, value in known.items() if name not in dataclasses.asdict(preset)}
         said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.presets)
         said = opening.add_frames(said, given, self.pipeline.family.card, self.pipeline.defaults)
-        return self.pipeline.settings(**{**known, **said})
+        settings = self.pipeline.settings(**{**known, **said})
+        return self.pipeline.settle_context(settings, getattr(self.arguments, "image", ()))
 
     def set_media(self, given: GivenMedia) -> None:
         """Checks the given media and records their fingerprint."""

@@ -7,6 +7,7 @@ neither torch nor jax: ComfyUI starts with them, and so does the command line.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -48,7 +49,10 @@ class Limits:
     videos_max: int = 64
     fps_max: int = 240
     segment_overlaps: tuple[int, ...] = ()
-    """Frames that a segment may take from the one before. Empty: a video is made at once."""
+    """Frames that a segment may take from the one before, the default first, of a model that makes all videos segment
+    by segment. Empty: a video is made at once where it is no longer than the model's own length."""
+    segment_multiple: int = 4
+    """A segment has this many frames times n, plus one."""
     tokens_max: int = 512
     reuse_max: float = 1.0
 
@@ -159,23 +163,23 @@ class ModelCard:
 
     @property
     def makes_segments(self) -> bool:
-        """Whether a video is made segment by segment, each beginning with the last frames of the one before."""
+        """Whether all videos are made segment by segment, from given videos, whatever their length."""
         return bool(self.limits.segment_overlaps)
 
-    def segment_count(self, settings: GenerationSettings) -> int:
-        if not self.makes_segments:
-            return 1
-        step = settings.segment_frames - settings.segment_overlap
-        return max(1, -(-(settings.num_frames - settings.segment_overlap) // step))
+    def segment_overlap(self, settings: GenerationSettings) -> int:
+        """The last frames of a segment with which the next one begins."""
+        return settings.context_overlap if self.makes_segments else 1
 
-    def segment_settings(self, settings: GenerationSettings) -> GenerationSettings:
-        """The settings of one segment."""
-        return dataclasses.replace(settings, num_frames=settings.segment_frames) if self.makes_segments else settings
+    def segment_count(self, settings: GenerationSettings) -> int:
+        """Of a video that is made segment by segment, each `context_frames` long."""
+        overlap = self.segment_overlap(settings)
+        return max(1, math.ceil((settings.num_frames - overlap) / (settings.context_frames - overlap)))
 
     def latent_frames(self, settings: GenerationSettings) -> int:
-        """Of all segments, where there are several: those that two have in common are there twice."""
-        frames = self.segment_settings(settings).num_frames
-        return self.segment_count(settings) * ((frames - 1) // self.temporal_scale + 1)
+        """Of all segments, where the model makes segments alone: frames that two have in common are there twice."""
+        if not self.makes_segments:
+            return (settings.num_frames - 1) // self.temporal_scale + 1
+        return self.segment_count(settings) * ((settings.context_frames - 1) // self.temporal_scale + 1)
 
     def latent_size(self, settings: GenerationSettings) -> tuple[int, int, int]:
         """Frames, height and width of the latents."""

@@ -89,6 +89,9 @@ class Denoiser:
     for."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
+    frame_inputs: tuple[str, ...] = ()
+    """Inputs of `predict`, [batch, channels, latent frames, …], which `prepare` passes on as they are. A window of a
+    long video has its own frames of them."""
     token_grid: TokenGrid | None = None
     """The grid of the tokens that `predict` gives to `video_attention`, or to `joint_attention` first. None: attention
     windows are refused."""
@@ -98,12 +101,15 @@ class Denoiser:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of frames that are too large to be decoded at once, in latents."""
+    """Tiles of frames that are too large, or too many, to be decoded at once, in latents."""
 
     side: int = 32
     """256 pixels where a latent has 8, as diffusers tiles the Wan VAE."""
     overlap: int = 8
     """The part that neighbours share, and blend over."""
+    frames: int = 0
+    """The most latent frames at once, for a VAE that reads later frames; 0: all of a video."""
+    frame_overlap: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, split_prepared, step_shape
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
+from comfy_tpu.pipeline.windows import WindowedVideo, find_context
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,21 @@ def denoise_steps(
     generator: torch.Generator | None = None,
 ) -> Generator[State, None, None]:
     """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
-    has its own. `generator`: draws the noise, where more than one sample comes of a seed."""
-    _warn_of_idle_devices(running, plan, settings)
-    first = _first_sample(running, plan, settings, embeddings.shared, seeds, generator)
+    has its own."""
+    video = _windowed_video(running, embeddings, settings)
+    if video is None:
+        _warn_of_idle_devices(running, plan, settings)
+    first = _first_sample(running, plan, settings, embeddings.shared, seeds, video)
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
     front = first.shape[2] - running.family.card.latent_frames(settings)
     done, size = 0, running.size
+
+    def report_again() -> None:
+        """Reports the steps that are done, so that a run may also be cancelled within one."""
+        running.report("denoising", "", done, len(plan), size=size)
+
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
     runs = itertools.groupby(zip(plan, prompts, strict=True), lambda pair: _run_key(*pair))
@@ -55,14 +63,22 @@ def denoise_steps(
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
-                rows = _prompt_rows(running, current, guided, settings)
+                rows = _prompt_rows(running, current, guided, settings, video)
                 prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
             if done == 0:
                 running.report("denoising", "", 0, len(plan), size=size)
             for step in steps:
                 with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
-                    samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                    if video is None or step.reused:
+                        samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                    else:
+                        velocity = video.compute_velocity(
+                            programs, step, done, (loaded, weights), prepared, samples[0], outputs.pop(), report_again
+                        )
+                        coefficients = torch.from_numpy(step.coefficients)
+                        given = {"samples": samples, "outputs": outputs, "coefficients": coefficients}
+                        samples, outputs = programs.advance()(loaded, **given, velocity=velocity)
                     # So that a step that is reported is done, and Ctrl-C is heard between two.
                     samples[0].block_until_ready()
                 done += 1
@@ -86,40 +102,58 @@ def _first_sample(
     settings: GenerationSettings,
     shared: Embeddings,
     seeds: Sequence[int],
-    generator: torch.Generator | None,
+    video: WindowedVideo | None,
 ) -> torch.Tensor:
     shapes = {name: tuple(rows.shape) for name, rows in shared.items()}
     shape = step_shape(running.family, running.files.latent_channels, settings, shapes)
-    if generator is not None:
-        noise = torch.randn(shape, generator=generator, dtype=torch.float32)
-    elif seeds:
+    if seeds:
         noise = rows_noise(shape, seeds)
     elif INITIAL in shared and running.family.card.starts_from_image:
         noise = image_noise(shape, settings.seed)[1]
     else:
         noise = initial_noise(shape, settings.seed)
+    if video is not None:
+        noise = video.shuffle_noise(noise, seeds or (settings.seed,))
     if INITIAL not in shared:
         return noise
     sigma = plan.steps[0].sigma
     return sigma * noise + (1 - sigma) * shared[INITIAL]
 
 
+def _windowed_video(
+    running: RunningModel, embeddings: PromptEmbeddings, settings: GenerationSettings
+) -> WindowedVideo | None:
+    context = find_context(running.family, settings, embeddings.shared)
+    if context is None:
+        return None
+    return WindowedVideo(running.family, context, settings, running.step_placement, embeddings.shared)
+
+
 def _prompt_rows(
-    running: RunningModel, embeddings: PromptEmbeddings, guided: bool, settings: GenerationSettings
+    running: RunningModel,
+    embeddings: PromptEmbeddings,
+    guided: bool,
+    settings: GenerationSettings,
+    video: WindowedVideo | None,
 ) -> dict[str, torch.Tensor]:
-    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt."""
+    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt. With windows, a
+    row for each of a call."""
     denoiser = running.family.denoiser
+    inputs = denoiser.settings_inputs(settings if video is None else video.window_settings)
     given = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
-    shared = {**given, **denoiser.settings_inputs(settings)}
+    shared = {**(given if video is None else video.first_window(given)), **inputs}
+    copies = 1 if video is None else video.windows_per_call(guided)
     names = [*embeddings.positive, *shared]
     constants = {name: torch.full_like(shared[name], value) for name, value in denoiser.negative_values.items()}
     branches = [{**embeddings.positive, **shared}]
     if guided and embeddings.negative is not None:
         branches.append({**embeddings.negative, **shared, **constants})
-    rows = {
-        name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in branches])
-        for name in names
-    }
+
+    def expand(row: torch.Tensor) -> torch.Tensor:
+        videos = row.expand(settings.num_videos, *row.shape[1:])
+        return videos if copies == 1 else videos.repeat(copies, *(1,) * (row.ndim - 1))
+
+    rows = {name: torch.cat([expand(branch[name]) for branch in branches]) for name in names}
     return rows | merge_padding(rows["text"]) if denoiser.merges_padding and running.skips_padding else rows
 
 

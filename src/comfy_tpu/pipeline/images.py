@@ -70,6 +70,8 @@ def fingerprint(images: Sequence[Image.Image]) -> str:
 def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits, which PIL would cut off at 255
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    if isinstance(image.info.get("transparency"), bytes):  # of a palette, of which PIL warns otherwise
+        image = image.convert("RGBA")
     return image.convert("RGB")
 
 
@@ -89,6 +91,11 @@ def crop_to_frame(image: Image.Image, settings: GenerationSettings) -> Image.Ima
     frame = Image.new("RGB", (width, height))
     frame.paste(image.resize(size, resample=Image.Resampling.LANCZOS), box=(left, top))
     return frame
+
+
+def as_image(frame: torch.Tensor) -> Image.Image:
+    """An image of a decoded frame, [height, width, 3] in 0..1."""
+    return Image.fromarray(frame.clamp(0, 1).mul(255).round().byte().numpy())
 
 
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
+from PIL import Image
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.config import MESH_AXES, GenerationSettings
-from comfy_tpu.families.media import Clips, FittedMedia, as_frame
+from comfy_tpu.families.media import Clips, FittedMedia, as_frame, gray_video
 from comfy_tpu.pipeline.checks import check_finite
-from comfy_tpu.pipeline.images import as_values
+from comfy_tpu.pipeline.images import as_rgb, as_values
 from comfy_tpu.pipeline.initial import INITIAL, initial_embeddings
 from comfy_tpu.pipeline.noise import image_noise
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -38,6 +40,13 @@ def encode_media(
     latents = encode_clips(running, encoding.clips(media, settings, config))
     made = embedded | encoding.condition(latents, media, settings, config)
     return {**made, **initial_embeddings(made[INITIAL], strength)} if INITIAL in made else made
+
+
+def encode_first_frame(running: RunningModel, image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+    """The transformer's latents of a video of one frame, [1, channels, 1, height, width]."""
+    single = dataclasses.replace(settings, num_frames=1)
+    (latents,) = encode_clips(running, {"first frame": gray_video([as_rgb(image)], single, 1)})["first frame"]
+    return latents
 
 
 def encode_clips(running: RunningModel, clips: Clips) -> dict[str, list[torch.Tensor]]:

@@ -1,87 +1,73 @@
-"""Videos that are made segment by segment: each segment begins with the last frames of the one before.
+"""Videos that are made segment by segment: each begins with the last frames of the one before.
 
-A model says what a segment reads (`SegmentEncoding`). The loop here knows nothing else of it, so that any model that
-can begin with given frames goes on from the last ones of a segment in the same way.
+What is the same for all of them is here. `continuation` is for models that begin with an image, `media_segments` for
+those that read given videos, each segment its own part of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.context import window_settings
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
-from comfy_tpu.pipeline.media_encoding import encode_clips
-from comfy_tpu.pipeline.progress import Progress
-from comfy_tpu.pipeline.running_model import RunningModel
-
-Denoise = Callable[[PromptEmbeddings, torch.Generator], torch.Tensor]
-"""(embeddings of a segment, the noise's generator) -> its latents."""
-Decode = Callable[[torch.Tensor], Iterator[torch.Tensor]]
-"""(latents of a segment) -> its frames, [videos, t, height, width, 3] in 0..1, as they are decoded."""
+from comfy_tpu.pipeline.progress import Progress, ProgressCallback
 
 
-def read_segment(
-    running: RunningModel,
-    embeddings: PromptEmbeddings,
-    number: int,
-    previous: torch.Tensor | None,
-    settings: GenerationSettings,
-) -> PromptEmbeddings:
-    """The embeddings of one segment. `previous`: the last frames of the one before, [videos, frames, height, width, 3]
-    in 0..1; None for the first."""
-    assert running.family.media is not None
-    segments = running.family.media.segments
-    assert segments is not None
-    pixels = None if previous is None else previous.permute(0, 4, 1, 2, 3) * 2 - 1
-    latents = encode_clips(running, segments.clips(embeddings.shared, number, pixels, settings))
-    shared = segments.condition(latents, embeddings.shared, number, settings)
-    return dataclasses.replace(embeddings, shared=shared)
+class Stages(Protocol):
+    """The stages of a pipeline, for videos of one segment."""
+
+    @property
+    def on_progress(self) -> ProgressCallback: ...
+
+    @on_progress.setter
+    def on_progress(self, callback: ProgressCallback) -> None: ...
+
+    def denoise(
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings, *, seeds: Sequence[int] = ()
+    ) -> torch.Tensor: ...
+
+    def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterable[torch.Tensor]: ...
+
+    def decode_segment(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
+    ) -> Iterable[torch.Tensor]: ...
+
+    def part_count(self, latent_frames: int) -> int: ...
+
+
+ReadSegment = Callable[[int, torch.Tensor | None], PromptEmbeddings]
+"""(number of a segment, the last frames of the one before [videos, frames, height, width, 3] in 0..1, or None) -> what
+the segment is made from."""
 
 
 def denoise_segments(
-    running: RunningModel,
-    embeddings: PromptEmbeddings,
-    settings: GenerationSettings,
-    denoise: Denoise,
-    decode: Decode,
-) -> torch.Tensor:
-    """The latents of all segments, one behind the other. All but the last segment are decoded here, too, since the next
-    one begins with their last frames."""
-    count = running.family.card.segment_count(settings)
-    generator = torch.Generator().manual_seed(settings.seed)
-    previous: torch.Tensor | None = None
+    stages: Stages, card: ModelCard, settings: GenerationSettings, seeds: Sequence[int], read: ReadSegment
+) -> list[torch.Tensor]:
+    """The latents of each segment. Segment k has the noise of seed + k. All but the last segment are decoded, too, for
+    the frames that the next one begins with. All have the same length: one program computes them."""
+    own, count = window_settings(settings), card.segment_count(settings)
     made: list[torch.Tensor] = []
-    for number in range(count):
-        with _counted(running, number, count):
-            own = read_segment(running, embeddings, number, previous, settings)
-            made.append(denoise(own, generator))
+    previous: torch.Tensor | None = None
+    with _SegmentProgress(stages, count) as progress:
+        for number in range(count):
+            progress.segment = number
+            segment = dataclasses.replace(own, seed=_later_seed(settings.seed, number))
+            later_seeds = [_later_seed(seed, number) for seed in seeds]
+            made.append(stages.denoise(read(number, previous), segment, seeds=later_seeds))
             if number + 1 < count:
-                previous = _last_frames(decode(made[-1]), settings.segment_overlap)
-    return torch.cat(made, dim=2)
+                previous = _last_frames(stages.decode(made[-1], segment), card.segment_overlap(settings))
+    return made
 
 
-def decode_segments(
-    latents: torch.Tensor, settings: GenerationSettings, card: ModelCard, decode: Decode
-) -> Iterator[torch.Tensor]:
-    """Yields the frames of a video from the latents of its segments, each frame once."""
-    left = settings.num_frames
-    for number, segment in enumerate(latents.chunk(card.segment_count(settings), dim=2)):
-        known = settings.segment_overlap if number else 0
-        for part in decode(segment):
-            skipped = min(known, part.shape[1])
-            known -= skipped
-            frames = part[:, skipped : skipped + left]
-            left -= frames.shape[1]
-            if frames.shape[1]:
-                yield frames
-
-
-def _last_frames(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
+def _last_frames(parts: Iterable[torch.Tensor], count: int) -> torch.Tensor:
+    """[videos, count, height, width, 3]."""
     kept: torch.Tensor | None = None
     for part in parts:
         kept = part if kept is None else torch.cat((kept, part), dim=1)
@@ -90,22 +76,34 @@ def _last_frames(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     return kept
 
 
-@contextlib.contextmanager
-def _counted(running: RunningModel, number: int, count: int) -> Iterator[None]:
-    """Reports the steps of a segment as those of the whole video, and its decoding not as the stage of that name."""
-    report = running.on_progress
+def _later_seed(seed: int, number: int) -> int:
+    return (seed + number) % 2**64
 
-    def report_counted(progress: Progress) -> None:
+
+class _SegmentProgress:
+    """Reports the steps of all segments as those of one run. What is decoded and encoded between them is no progress,
+    and only a chance to cancel."""
+
+    def __init__(self, stages: Stages, count: int) -> None:
+        self.segment = 0
+        self._stages, self._count = stages, count
+        self._report = stages.on_progress
+        self._last: Progress | None = None
+
+    def __enter__(self) -> _SegmentProgress:
+        self._stages.on_progress = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stages.on_progress = self._report
+
+    def __call__(self, progress: Progress) -> None:
         if progress.stage == "denoising":
-            total = progress.total * count
-            report(dataclasses.replace(progress, done=number * progress.total + progress.done, total=total))
-        elif progress.stage == "decoding":
-            report(dataclasses.replace(progress, stage="encoding", what="image"))
-        else:
-            report(progress)
-
-    running.on_progress = report_counted
-    try:
-        yield
-    finally:
-        running.on_progress = report
+            done = self.segment * progress.total + progress.done
+            progress = dataclasses.replace(progress, done=done, total=self._count * progress.total)
+            self._last = dataclasses.replace(progress, preview=None, reused=False)
+        elif progress.stage in ("encoding", "decoding") and self._last is not None:
+            progress = self._last
+        self._report(progress)

@@ -16,7 +16,17 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
+from comfy_tpu.families.context import (
+    Method,
+    begins_with_image,
+    choose_method,
+    needs_first_frame,
+    settle_context,
+    window_counts,
+    window_settings,
+)
 from comfy_tpu.families.media import FittedMedia
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.settings import (
@@ -37,7 +47,8 @@ from comfy_tpu.pipeline.checks import (
     warn_of_cut,
     warn_of_ignored,
 )
-from comfy_tpu.pipeline.decode import decode_frames
+from comfy_tpu.pipeline.continuation import decode_continued, denoise_continued
+from comfy_tpu.pipeline.decode import count_parts, decode_frames
 from comfy_tpu.pipeline.denoise import State, denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
@@ -46,8 +57,9 @@ from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
 from comfy_tpu.pipeline.initial import default_strength, first_step, read_strength
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
-from comfy_tpu.pipeline.media_encoding import encode_media
+from comfy_tpu.pipeline.media_encoding import encode_first_frame, encode_media
 from comfy_tpu.pipeline.media_fitting import fit_media
+from comfy_tpu.pipeline.media_segments import decode_media_segments, denoise_media_segments
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
 from comfy_tpu.pipeline.preview_colours import PreviewColours
@@ -56,7 +68,6 @@ from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.runtime_checks import check_runtime
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
-from comfy_tpu.pipeline.segments import decode_segments, denoise_segments
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
@@ -111,8 +122,9 @@ class VideoPipeline:
             return make_placement(
                 runtime.mesh,
                 platform=runtime.platform,
-                workload=lambda: files.workload(settings, open_store(runtime.cache)),
-                rows=batch_rows(files.family, settings),
+                workload=lambda: files.workloads(settings, open_store(runtime.cache)),
+                # Windows are as many rows as there are branches, or twice as many.
+                rows=max(window_counts(files.family.card, settings)[:2]) * batch_rows(files.family, settings),
             )
 
         placement = place(files.defaults)
@@ -160,8 +172,8 @@ class VideoPipeline:
 
     def choose_placement(self, settings: GenerationSettings) -> Placement:
         """The placement of a request's steps: that of the chosen mesh, or the best one for the request with "auto"."""
-        settings = self.family.card.segment_settings(settings)
-        asked = (batch_rows(self.family, settings), self.family.card.latent_size(settings))
+        counts = window_counts(self.family.card, settings)
+        asked = (batch_rows(self.family, settings), self.family.card.latent_size(self._step_settings(settings)), counts)
         if asked not in self._placements:
             self._placements[asked] = self._place(settings)
         return self._placements[asked]
@@ -221,6 +233,10 @@ class VideoPipeline:
         values = {name: getattr(preset, name) for name in open_choices if name not in unusable}
         return make_settings(settings, values, self.limits)
 
+    def settle_context(self, settings: GenerationSettings, images: Collection[Any]) -> GenerationSettings:
+        """The settings of a video from these images, for stages that are not given the images."""
+        return settle_context(self.family.card, settings, images)
+
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings that `encode` returns for a prompt, by name, without the batch dimension."""
         return self.files.embedding_shapes(settings)
@@ -243,7 +259,7 @@ class VideoPipeline:
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
         # The first request: later ones may be encoded while another one's steps are computed.
@@ -283,10 +299,15 @@ class VideoPipeline:
         given = as_given(given)
         return self._encode_media(self._fit(given, settings), given, settings)
 
+    def encode_first_frame(self, image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+        """Latents of an image as the first frame of a video, [1, channels, 1, height, width]."""
+        return encode_first_frame(self.running, image, settings)
+
     def _fit(self, given: GivenMedia, settings: GenerationSettings) -> FittedMedia:
         check_settings(settings, self.limits)
+        self._check_continued(settings, given)
         config = self.files.config(self.family.transformer)
-        return fit_media(self.family, config, given, settings, self.model_name)
+        return fit_media(self.family, config, given, self._media_settings(settings, given), self.model_name)
 
     def _encode_media(
         self, media: FittedMedia, given: GivenMedia, settings: GenerationSettings
@@ -294,6 +315,7 @@ class VideoPipeline:
         encoding = self.family.media
         if not given and not (encoding is not None and encoding.encodes_nothing):
             return {}
+        settings = self._media_settings(settings, given)
         self.running.size = size_text(settings)
         strength = default_strength(self.family.card) if given.strength is None else given.strength
         with jax.profiler.TraceAnnotation("encode images and videos"):
@@ -307,23 +329,12 @@ class VideoPipeline:
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
         """
-        card, running = self.family.card, self.running
-        if not card.makes_segments:
-            return self._finish(self._steps(embeddings, settings, seeds), embeddings, settings)
-        self._check_steps(embeddings, settings)
-        one = card.segment_settings(settings)
-
-        def denoise_segment(own: PromptEmbeddings, generator: torch.Generator) -> torch.Tensor:
-            steps = denoise_steps(running, self.plan(one), own, one, generator=generator)
-            return self._finish(steps, own, one)
-
-        return denoise_segments(running, embeddings, settings, denoise_segment, lambda made: self._decode(made, one))
-
-    def _finish(
-        self, steps: Iterator[State], embeddings: PromptEmbeddings, settings: GenerationSettings
-    ) -> torch.Tensor:
-        """The latents after the last step, on the host."""
-        for samples, _ in steps:
+        card, method = self.family.card, self._context_method(settings, embeddings.shared)
+        if method == "continue":
+            denoise = denoise_media_segments if card.makes_segments else denoise_continued
+            self._check_steps(embeddings, settings)
+            return denoise(self, card, embeddings, settings, seeds)
+        for samples, _ in self._steps(embeddings, settings, seeds):
             latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
@@ -339,7 +350,8 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        schedule = self._schedule(settings, first_step(self.family.card, settings.num_inference_steps, strength))
+        begin = first_step(self.family.card, settings.num_inference_steps, strength)
+        schedule = self._schedule(self._step_settings(settings), begin)
         if self.family.card.guidance != "classifier_free":
             settings = dataclasses.replace(settings, guidance_until=0.0)
         return make_plan(schedule, settings, self._curve_for(settings))
@@ -364,20 +376,34 @@ class VideoPipeline:
         check_latents(latents, self.latent_shape(settings), settings)
         self.running.check_components(self.family.vae.component)
         card = self.family.card
-        if card.makes_segments:
-            one = card.segment_settings(settings)
-            return decode_segments(latents, settings, card, lambda segment: self._decode(segment, one))
+        if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
+            decode = decode_media_segments if card.makes_segments else decode_continued
+            return decode(self, card, latents, settings)
         return self._decode(latents, settings)
 
+    def part_count(self, latent_frames: int) -> int:
+        """The parts in which latents of this many frames are decoded, as progress counts them."""
+        vae = self.family.vae
+        return count_parts(latent_frames, all_frames=vae.decodes_all_frames, tiles=vae.tiles)
+
+    def decode_segment(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
+    ) -> Iterator[torch.Tensor]:
+        """`decode` of a part of a longer video, after `before` of `total` parts."""
+        return self._decode(latents, settings, before, total)
+
     @close_at_exit
-    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
+    def _decode(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int = 0, total: int = 0
+    ) -> Generator[torch.Tensor, None, None]:
+        """`before`: parts of the video that are decoded already, of `total`; 0: these latents are the whole video."""
         running, functions, vae = self.running, self.running.vae, self.family.vae
         size = running.size = size_text(settings)
         axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
         program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
         with running.weights(vae.component) as weights:
-            total = 1 if vae.decodes_all_frames else latents.shape[2]
-            running.report("decoding", "", 0, total, size=size)
+            total = total or self.part_count(latents.shape[2])
+            running.report("decoding", "", before, total, size=size)
             frames = decode_frames(
                 lambda latent, cache: program(weights, latent=latent, cache=cache),
                 latents,
@@ -387,7 +413,7 @@ class VideoPipeline:
             )
             for index, part in enumerate(frames):
                 check_finite("the VAE's decoder", {"frames": part}, self.dtype_name)
-                running.report("decoding", "", index + 1, total, size=size)
+                running.report("decoding", "", before + index + 1, total, size=size)
                 yield part
 
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
@@ -408,6 +434,8 @@ class VideoPipeline:
         self, prompt: str, settings: GenerationSettings, given: GivenMedia | Sequence[Image.Image] = NO_MEDIA
     ) -> Iterator[torch.Tensor]:
         """Runs all three stages; yields frames as `decode` does."""
+        given = as_given(given)
+        settings = self.settle_context(settings, given.images)
         return self.decode(self.denoise(self.encode(prompt, settings, given), settings), settings)
 
     @close_at_exit
@@ -425,11 +453,57 @@ class VideoPipeline:
         plan = self.plan(settings, read_strength(embeddings.shared))
         self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         return plan
+
+    def _step_settings(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings of the videos that the transformer sees: windows or segments of a long one."""
+        card = self.family.card
+        method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+        return settings if method == "none" else window_settings(settings)
+
+    def _media_settings(self, settings: GenerationSettings, given: GivenMedia) -> GenerationSettings:
+        """The settings that media are encoded for: an image is that of one segment."""
+        continues = self._context_method(settings, given.images) == "continue"
+        return window_settings(settings) if continues and not self.family.card.makes_segments else settings
+
+    def _context_method(self, settings: GenerationSettings, images: Collection[Any]) -> Method:
+        """How a video is made. `images`: those that are given, or their embeddings. Raises InvalidValueError where it
+        cannot be made so from them."""
+        card, with_image = self.family.card, begins_with_image(self.family.card, images)
+        method = choose_method(card, settings, begins_with_image=with_image)
+        if method == "continue" and not with_image and not card.makes_segments:
+            raise InvalidValueError(
+                f"context=continue goes on from an image, and {self.model_name} "
+                + ("was given none; give one, or choose static" if card.image else "takes none; choose static"),
+                field="context",
+            )
+        if with_image and method not in ("none", "continue") and not self.family.denoiser.frame_inputs:
+            raise InvalidValueError(
+                f"context={settings.context} is windows, and {self.model_name} keeps a first frame in all of them; "
+                "choose continue, or leave the image out",
+                field="context",
+            )
+        return method
+
+    def _check_continued(self, settings: GenerationSettings, given: GivenMedia) -> None:
+        """Raises InvalidValueError for media that a long video of these settings cannot use."""
+        method = self._context_method(settings, given.images)
+        if method == "continue" and len(given.images) > 1:
+            raise InvalidValueError(
+                f"last_image cannot be reached by a video of {settings.num_frames} frames that is continued every "
+                f"{settings.context_frames}; choose context=static or none, or leave it out",
+                field="last_image",
+            )
+        if method not in ("none", "continue") and given.references:
+            raise InvalidValueError(
+                f"reference is for videos that are made whole, and {settings.num_frames} frames are made by windows of "
+                f"{settings.context_frames}; ask for fewer frames, or choose context=none",
+                field="reference",
+            )
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1

@@ -12,10 +12,11 @@ from PIL import Image
 from comfy_tpu.bridge import to_host
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.context import window_settings
 from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import read_strength
-from comfy_tpu.pipeline.segments import read_segment
+from comfy_tpu.pipeline.media_segments import encode_segment
 from comfy_tpu.pipeline.step_plan import Plan
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames
@@ -32,8 +33,8 @@ def warm_request(
     pipeline.running.place_steps(pipeline.choose_placement(settings))
     card = pipeline.family.card
     if card.makes_segments:  # the first of them has the programs of all
-        embeddings = read_segment(pipeline.running, embeddings, 0, None, settings)
-        settings = card.segment_settings(settings)
+        embeddings = encode_segment(pipeline.running, embeddings, 0, None, settings)
+        settings = window_settings(settings)
     for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings):
         latents = to_host(samples[0])
     for _ in pipeline.decode(latents[:, :, -card.latent_frames(settings) :], settings):

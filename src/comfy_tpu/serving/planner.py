@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from comfy_tpu.parallel.workload import Workload
     from comfy_tpu.pipeline.model_files import ModelFiles
     from comfy_tpu.pipeline.video import VideoPipeline
+
+
+_SHAPES_MAX = 1000
+"""Shapes whose counts are remembered: clients choose them, and any number of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +55,18 @@ class _Counter:
 
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
-        key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length)
-        if key not in self._known:
-            with self._locks.setdefault(key, threading.Lock()):
-                if key not in self._known:
-                    self._known[key] = self._try_count(model, settings)
-        return self._known[key]
+        context = (settings.context, settings.context_frames, settings.context_overlap, settings.context_stride)
+        key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length, context)
+        with contextlib.suppress(KeyError):
+            return self._known[key]
+        with self._locks.setdefault(key, threading.Lock()):
+            if key in self._known:
+                return self._known[key]
+            cost = self._known[key] = self._try_count(model, settings)
+            self._locks.pop(key, None)
+            for old in list(self._known)[:-_SHAPES_MAX]:
+                self._known.pop(old, None)
+            return cost
 
     def _try_count(self, model: str, settings: GenerationSettings) -> StepCost | None:
         try:
@@ -82,10 +93,11 @@ class DevicePlanner(_Counter):
     def _count_here(self, model: str, settings: GenerationSettings) -> StepCost:
         from comfy_tpu.jobs.batch_size import estimate_memory
         from comfy_tpu.parallel.chips import find_slice
+        from comfy_tpu.pipeline.windows import windows_per_call
 
         pipeline = self._open(model)
-        work = pipeline.files.workload(settings)
         placement = pipeline.choose_placement(settings)
+        work = pipeline.files.workload(settings, windows=windows_per_call(pipeline.family, settings, placement))
         slice_ = find_slice(placement.chip, placement.sizes.device_count)
         memory = estimate_memory(pipeline, settings)
         return StepCost(
@@ -105,10 +117,9 @@ class SlicePlanner(_Counter):
         super().__init__(self._count_slice)
 
     def _count_slice(self, model: str, settings: GenerationSettings) -> StepCost:
-        from comfy_tpu.parallel.layouts import rank_layouts, usable_bytes
+        from comfy_tpu.parallel.layouts import best_layout, usable_bytes
 
-        work = self._open_files(model).workload(settings)
-        best = rank_layouts(work, self._slice)[0]
+        work, best = best_layout(self._open_files(model).workloads(settings), self._slice)
         return StepCost(_count_flops(work), best.memory.total, usable_bytes(self._slice.chip), best.step_seconds)
 
 
@@ -116,7 +127,7 @@ def _count_flops(work: Workload) -> float:
     from comfy_tpu.parallel.chips import parse_slice
     from comfy_tpu.parallel.layouts import estimate
 
-    return estimate(work, MeshSizes(), parse_slice("v6e-1")).flops
+    return work.calls * estimate(work, MeshSizes(), parse_slice("v6e-1")).flops
 
 
 def _plan_seconds(work: Workload, slice_: Slice) -> float:

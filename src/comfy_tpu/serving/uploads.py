@@ -104,14 +104,20 @@ async def _read_form(request: Request, limits: Limits, directory: Path, uploads:
     except (HTTPException, MultiPartException, UnicodeError, ValueError) as error:
         if isinstance(error, InvalidValueError):
             raise
-        raise InvalidValueError("the form cannot be read, or has too many files or fields") from error
+        if "Too many files" in str(error):
+            raise _too_many(limits) from error
+        raise InvalidValueError("the form cannot be read, or has too many fields") from error
     images = [upload for upload in uploads if upload.given not in VIDEO_NAMES]
     if len(images) > limits.images:
-        raise InvalidValueError("the form cannot be read, or has too many files or fields")
+        raise _too_many(limits)
     for upload in uploads:  # 16 million pixels take a while to decode
         check = check_image if upload in images else check_video
         await run_in_threadpool(check, upload, limits)
     return body
+
+
+def _too_many(limits: Limits) -> InvalidValueError:
+    return InvalidValueError(f"more than {limits.images} images are given; leave some out", field="image")
 
 
 def _write(source: IO[bytes], path: Path) -> str:

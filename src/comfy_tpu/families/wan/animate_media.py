@@ -24,8 +24,8 @@ from comfy_tpu.families.wan.vae import SPATIAL_SCALE, TEMPORAL_SCALE, encode_fra
 
 def _padded_length(settings: GenerationSettings) -> int:
     """Frames of all segments, without those that two have in common."""
-    step = settings.segment_frames - settings.segment_overlap
-    return card.WAN_ANIMATE.segment_count(settings) * step + settings.segment_overlap
+    step = settings.context_frames - settings.context_overlap
+    return card.WAN_ANIMATE.segment_count(settings) * step + settings.context_overlap
 
 
 def _padded(frames: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
@@ -36,8 +36,8 @@ def _padded(frames: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
 
 
 def _segment(number: int, settings: GenerationSettings) -> slice:
-    start = number * (settings.segment_frames - settings.segment_overlap)
-    return slice(start, start + settings.segment_frames)
+    start = number * (settings.context_frames - settings.context_overlap)
+    return slice(start, start + settings.context_frames)
 
 
 def clips(media: FittedMedia, settings: GenerationSettings, config: Config) -> Clips:
@@ -90,7 +90,7 @@ def segment_clips(
 ) -> Clips:
     """The video beside the noise of a segment."""
     segment = _segment(number, settings)
-    frames, overlap = settings.segment_frames, settings.segment_overlap
+    frames, overlap = settings.context_frames, settings.context_overlap
     background = given["background"][:, :, segment] if "background" in given else None
     rows = 1 if previous is None else previous.shape[0]
 
@@ -117,13 +117,13 @@ def segment_condition(
     settings: GenerationSettings,
 ) -> dict[str, torch.Tensor]:
     """The embeddings of a segment, as `embedding_shapes` has them."""
-    segment, count = _segment(number, settings), (settings.segment_frames - 1) // TEMPORAL_SCALE + 1
+    segment, count = _segment(number, settings), (settings.context_frames - 1) // TEMPORAL_SCALE + 1
     video = torch.cat(tuple(latents["video"]), dim=2)
-    mask = torch.zeros(1, 1, settings.segment_frames, *video.shape[3:])
+    mask = torch.zeros(1, 1, settings.context_frames, *video.shape[3:])
     if "background_mask" in given:
         mask = given["background_mask"][:, :, segment].float().clone()
     if number:
-        mask[:, :, : settings.segment_overlap] = 1
+        mask[:, :, : settings.context_overlap] = 1
     # The first latent holds one frame, which counts for all four.
     channels = torch.cat((mask[:, :, :1].expand(-1, -1, TEMPORAL_SCALE, -1, -1), mask[:, :, 1:]), dim=2)
     channels = channels.unflatten(2, (-1, TEMPORAL_SCALE)).transpose(2, 3)[:, 0]
@@ -139,7 +139,7 @@ def segment_condition(
 
 def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
     """Of one segment."""
-    frames = (settings.segment_frames - 1) // TEMPORAL_SCALE + 1
+    frames = (settings.context_frames - 1) // TEMPORAL_SCALE + 1
     sides = settings.height // SPATIAL_SCALE, settings.width // SPATIAL_SCALE
     side = config["motion_encoder_size"]
     return {
@@ -147,7 +147,7 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
         "image": (257, config["image_dim"]),
         "condition": (config["in_channels"] - config["out_channels"], frames + 1, *sides),
         "pose": (config["latent_channels"], frames, *sides),
-        "face": (3, settings.segment_frames, side, side),
+        "face": (3, settings.context_frames, side, side),
     }
 
 

@@ -231,8 +231,8 @@ WAN_ANIMATE = dataclasses.replace(
         num_inference_steps=20,
         guidance_scale=1.0,
         fps=30,
-        segment_frames=77,
-        segment_overlap=1,
+        context_frames=77,
+        context_overlap=1,
     ),
     presets={name: {**preset, "flow_shift": 5.0} for name, preset in WAN21.presets.items()},
     published={

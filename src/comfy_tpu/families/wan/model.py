@@ -36,6 +36,7 @@ _IMAGE_DENOISER = dataclasses.replace(
     prepare=image.prompt_cache,
     prepared_axes=image.PROMPT_AXES,
     predict=image.predict,
+    frame_inputs=("condition",),
 )
 
 _VAE = Vae(
@@ -114,6 +115,7 @@ WAN_VACE = ModelFamily(
         prepare=vace.prepare,
         prepared_axes=vace.PROMPT_AXES,
         predict=vace.predict,
+        frame_inputs=("control",),
     ),
     _VAE,
     _SCHEDULING,
