@@ -77,7 +77,17 @@ def given(frames: int, replace: bool) -> GivenMedia:
 
 
 def run(frames: int, replace: bool, size: tuple[int, int], chosen: dict[str, Any]) -> torch.Tensor:
-    """diffusers' video [1, frames, height, width, 3]."""
+    """diffusers' video [1, frames, height, width, 3]. Segment k has the noise of seed + k: its pipeline would draw it
+    from one generator, which would make a segment depend on how many were made before."""
+    generator = torch.Generator().manual_seed(chosen["seed"])
+    done = 0
+
+    def reseed(pipeline: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        nonlocal done
+        done += 1
+        generator.manual_seed(chosen["seed"] + done // chosen["num_inference_steps"])
+        return given
+
     pictures = {name: [Image.fromarray(each) for each in made] for name, made in videos(frames, replace).items()}
     if replace:
         pictures["mask_video"] = [each.convert("L") for each in pictures.pop("mask")]
@@ -89,7 +99,8 @@ def run(frames: int, replace: bool, size: tuple[int, int], chosen: dict[str, Any
             mode="replace" if replace else "animate",
             segment_frame_length=chosen["context_frames"],
             prev_segment_conditioning_frames=chosen["context_overlap"],
-            generator=torch.Generator().manual_seed(chosen["seed"]),
+            generator=generator,
+            callback_on_step_end=reseed,
             output_type="pt",
             **{
                 name: chosen[name]

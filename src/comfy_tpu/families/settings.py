@@ -153,6 +153,8 @@ def _check_context(settings: GenerationSettings, limits: Limits) -> None:
     if limits.frames_max == 1:
         _check_no_context(settings)
         return
+    if limits.segment_overlaps:
+        _check_segments(settings, limits)
     if settings.context_frames != 0:
         _check_window(settings, limits.frames_multiple, limits.frames_max)
     overlap = settings.context_overlap
@@ -160,8 +162,6 @@ def _check_context(settings: GenerationSettings, limits: Limits) -> None:
         raise InvalidValueError(
             f"context_overlap={overlap!r} is not a whole number of frames; give 0 or more", field="context_overlap"
         )
-    if limits.segment_overlaps:
-        _check_segments(settings, limits)
     _check_count("context_stride", settings.context_stride, _STRIDE_MAX)
     if settings.context_stride > 1 and settings.context not in ("uniform", "looped"):
         raise InvalidValueError(
@@ -237,7 +237,8 @@ def check_images(model: str, wanted: ImageInput | None, count: int, settings: Ge
             )
         return
     if wanted.required and not count:
-        raise InvalidValueError(f"image is missing: model {model} begins with an image; give one", field="image")
+        use = "shows what an image shows" if wanted.role == "reference" else "begins with an image"
+        raise InvalidValueError(f"image is missing: model {model} {use}; give one", field="image")
     if wanted.role == "reference":
         if count > wanted.max_images:
             raise InvalidValueError(
@@ -302,7 +303,7 @@ def _check_segments(settings: GenerationSettings, limits: Limits) -> None:
             f"context_overlap={overlap} is no number of frames that two segments of this model share; choose {choices}",
             field="context_overlap",
         )
-    if frames and ((frames - 1) % step or frames <= overlap):
+    if isinstance(frames, int) and frames and ((frames - 1) % step or frames <= overlap):
         below = max((frames - 1) // step * step + 1, overlap + step)
         raise InvalidValueError(
             f"context_frames={frames} is not {step}n+1 and over context_overlap={overlap}; use {below} or "

@@ -492,7 +492,7 @@ class VideoPipeline:
     def _check_continued(self, settings: GenerationSettings, given: GivenMedia) -> None:
         """Raises InvalidValueError for media that a long video of these settings cannot use."""
         method = self._context_method(settings, given.images)
-        if method == "continue" and len(given.images) > 1:
+        if method == "continue" and len(given.images) > 1 and not self.family.card.makes_segments:
             raise InvalidValueError(
                 f"last_image cannot be reached by a video of {settings.num_frames} frames that is continued every "
                 f"{settings.context_frames}; choose context=static or none, or leave it out",
