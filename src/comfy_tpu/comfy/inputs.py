@@ -129,6 +129,7 @@ def sampling_inputs(family: NodeSet) -> list[io.Input]:
             tooltip=family.words.guidance,
         ),
         *([_second_guidance(family)] if family.has_second_guidance else []),
+        *([_cfg_normalization(family)] if family.normalizes_guidance else []),
         io.Int.Input(
             "seed",
             default=family.defaults.seed,
@@ -150,6 +151,18 @@ def _second_guidance(family: NodeSet) -> io.Input:
         max=20.0,
         step=0.1,
         tooltip="The same for the low-noise transformer of models that have two. 0 takes guidance_scale for both.",
+    )
+
+
+def _cfg_normalization(family: NodeSet) -> io.Input:
+    return io.Float.Input(
+        "cfg_normalization",
+        default=family.defaults.cfg_normalization,
+        min=0.0,
+        max=10.0,
+        step=0.05,
+        tooltip="The most that guidance may make of a velocity's norm, in norms of the prompt's own: 1 keeps it. 0 is "
+        "no limit.",
     )
 
 

@@ -83,7 +83,14 @@ class ModelCard:
     """Transformer configurations by hub id: full-size models are planned without a download."""
     matches: Callable[[Config, Config], bool] = lambda index, config: True
     """(model_index.json, the transformer's config.json) -> whether a model of `pipeline_classes` is of this kind."""
+    matches_scheduler: Callable[[Config], bool] = lambda scheduler: True
+    """(scheduler_config.json) -> the same, for kinds whose other configurations are equal."""
     guidance: Guidance = "classifier_free"
+    guidance_off: float = 1.0
+    """The largest guidance_scale without a second forward: 0 where the scale is what is added to the prompt's own
+    velocity."""
+    normalizes_guidance: bool = False
+    """Whether cfg_normalization limits the guided velocity."""
     transformer_count: int = 1
     """2: the second one computes the timesteps below `settings.boundary`."""
     image: ImageInput | None = None
@@ -106,9 +113,18 @@ class ModelCard:
         """Whether denoising may start from an image."""
         return self.image is not None and self.image.role == "initial"
 
-    def accepts(self, index: Config, config: Config) -> bool:
-        """Whether a model directory holds a model of this kind."""
-        return index.get("_class_name") in self.pipeline_classes and self.matches(index, config)
+    def accepts(self, index: Config, config: Config, scheduler: Config) -> bool:
+        """Whether a model directory holds a model of this kind: model_index.json, and the configurations of transformer
+        and scheduler, empty where it has none."""
+        return (
+            index.get("_class_name") in self.pipeline_classes
+            and self.matches(index, config)
+            and self.matches_scheduler(scheduler)
+        )
+
+    def is_guided(self, guidance_scale: float) -> bool:
+        """Whether a step computes two branches at this scale."""
+        return self.guidance == "classifier_free" and guidance_scale > self.guidance_off
 
     def latent_frames(self, settings: GenerationSettings) -> int:
         return (settings.num_frames - 1) // self.temporal_scale + 1
@@ -203,6 +219,10 @@ class NodeSet:
         return any(model.transformer_count == 2 for model in self.models)
 
     @property
+    def normalizes_guidance(self) -> bool:
+        return any(model.normalizes_guidance for model in self.models)
+
+    @property
     def reads_fps(self) -> bool:
         return any(model.reads_fps for model in self.models)
 
@@ -224,7 +244,7 @@ class NodeSet:
 
     def accepts(self, index: Config) -> bool:
         """Whether a model directory is one for these nodes, as far as its model_index.json says."""
-        return any(model.accepts(index, {}) for model in self.models)
+        return any(model.accepts(index, {}, {}) for model in self.models)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,16 @@ class TextEncoding:
     clean_prompt: Callable[[str], str] = str
 
 
+def guide(
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    prepared: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Classifier-free guidance: from the negative prompt's velocity to the prompt's, and beyond."""
+    return negative + guidance_scale * (positive - negative)
+
+
 @dataclasses.dataclass(frozen=True)
 class Denoiser:
     """From embeddings and noisy latents to a velocity."""
@@ -86,6 +96,9 @@ class Denoiser:
     for."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
+    guide: Callable[..., torch.Tensor] = guide
+    """(velocity of the prompt, of the negative prompt, guidance_scale, outputs of `prepare`) -> the guided velocity, in
+    float32."""
     token_grid: TokenGrid | None = None
     """The grid of the tokens that `predict` gives to `video_attention`, or to `joint_attention` first. None: attention
     windows are refused."""

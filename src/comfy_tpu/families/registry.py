@@ -25,6 +25,7 @@ BUILT_IN = (
     "comfy_tpu.families.flux2",
     "comfy_tpu.families.hunyuan_video",
     "comfy_tpu.families.ltx_video",
+    "comfy_tpu.families.z_image",
 )
 """Packages, each with a `card.py` and a `model.py`."""
 
@@ -69,9 +70,9 @@ def model_cards() -> tuple[ModelCard, ...]:
     return tuple(model for card in family_cards() for model in card.models)
 
 
-def find_model_card(index: Config, transformer: Config) -> ModelCard:
-    """By the model's model_index.json and the config.json of its transformer, empty where it has none."""
-    found = [card for card in model_cards() if card.accepts(index, transformer)]
+def find_model_card(index: Config, transformer: Config, scheduler: Config) -> ModelCard:
+    """By the model's model_index.json and the configurations of transformer and scheduler, empty where it has none."""
+    found = [card for card in model_cards() if card.accepts(index, transformer, scheduler)]
     if len(found) > 1:
         owners = " and ".join(f"{card.name} ({find_family_card(card).package})" for card in found)
         raise UnsupportedError(f"the model is claimed by {owners}; uninstall one of them")

@@ -84,8 +84,10 @@ class ModelFiles:
         shared = _read_shared_parts(directory)
         described = _part_path(directory, shared, "transformer/config.json")
         transformer = _read_json(described) if described.is_file() else {}
+        scheduled = _part_path(directory, shared, SCHEDULER_FILE)
+        scheduler = _read_json(scheduled) if scheduled.is_file() else {}
         with config_errors(str(described)):
-            family = load_family(find_model_card(index, transformer).name)
+            family = load_family(find_model_card(index, transformer, scheduler).name)
         files = cls(name or str(model), directory, family, index, shared_parts=shared)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
         folders = [encoder.tokenizer for encoder in family.text.encoders if to_run]

@@ -319,9 +319,7 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
         schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
-        if self.family.card.guidance != "classifier_free":
-            settings = dataclasses.replace(settings, guidance_until=0.0)
-        return make_plan(schedule, settings, self._curve_for(settings))
+        return make_plan(schedule, settings, self._curve_for(settings), is_guided=self.family.card.is_guided)
 
     def _schedule(self, settings: GenerationSettings, begin: int) -> Schedule:
         def make() -> Schedule:
@@ -403,7 +401,7 @@ class VideoPipeline:
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
-        return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
+        return self.family.card.is_guided(max(guidance_scales(settings)))
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self.files) if settings.reuse > 0 else None
