@@ -178,6 +178,12 @@ def image_inputs(family: NodeSet) -> list[io.Input]:
     return [frame(family, "image", "first"), *last]
 
 
+def reference_inputs() -> list[io.Input]:
+    """Inputs of a node that needs one reference image and takes more."""
+    first, *more = REFERENCES
+    return [reference(first, optional=False), *map(reference, more)]
+
+
 def reference(name: str, *, optional: bool = True) -> io.Input:
     return io.Image.Input(
         name,

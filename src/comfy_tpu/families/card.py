@@ -57,6 +57,8 @@ class ImageInput:
     """How an image of another aspect ratio becomes a frame. stretch: resized to the frame; the image encoder sees the
     image as it was given. crop: its center, and nothing sees the rest."""
     max_images: int = 1
+    seen_by_text_encoder: bool = False
+    """Whether the text encoder sees the images too, so that a prompt is encoded with them."""
 
     @property
     def max_frames(self) -> int:
@@ -233,6 +235,10 @@ class NodeSet:
     @property
     def image_role(self) -> ImageRole | None:
         return self.image_inputs[0].role if self.image_inputs else None
+
+    @property
+    def text_encoder_sees_images(self) -> bool:
+        return any(image.seen_by_text_encoder for image in self.image_inputs)
 
     @property
     def has_last_image(self) -> bool:

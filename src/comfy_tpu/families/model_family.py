@@ -49,13 +49,23 @@ class TextEncoder:
     """(module, **tokens) -> embeddings by name, a row for every prompt."""
     tokenizer: str = "tokenizer"
     """The folder of its tokenizer."""
-    tokenize: Callable[[Any, Sequence[str], int], dict[str, torch.Tensor]] | None = None
-    """(tokenizer, prompts, length) -> inputs of `encode`, input_ids and attention_mask among them, the same number of
-    tokens for every prompt. None: those two, padded to length."""
+    tokenize: Callable[..., dict[str, torch.Tensor]] | None = None
+    """(tokenizer, prompts, length, and the images of `read_images`) -> inputs of `encode`, input_ids and attention_mask
+    among them, the same number of tokens for every prompt. None: those two, padded to length."""
     length: int | None = None
     """The fixed number of tokens. None: settings.max_sequence_length."""
+    read_images: Callable[[Any, Sequence[Image]], dict[str, torch.Tensor]] | None = None
+    """(image processor, images as they were given) -> more inputs of `encode` by name, for an encoder that sees the
+    images. None: it reads the prompt alone."""
+    image_processor: str = "processor"
+    """The folder of the image processor of `read_images`."""
     zeroes_padding: bool = False
     """Whether the embeddings of padding are zeros, and those of the prompt do not depend on its length."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders besides the component's own."""
+        return (self.tokenizer,) if self.read_images is None else (self.tokenizer, self.image_processor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ BUILT_IN = (
     "comfy_tpu.families.hunyuan_video",
     "comfy_tpu.families.ltx_video",
     "comfy_tpu.families.z_image",
+    "comfy_tpu.families.qwen_image",
 )
 """Packages, each with a `card.py` and a `model.py`."""
 
@@ -109,6 +110,11 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
         ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
         ("an image input", encodes, family.image is not None),
         ("reads_single_files", card.reads_single_files, bool(family.single_files)),
+        (
+            "seen_by_text_encoder",
+            card.image is not None and card.image.seen_by_text_encoder,
+            any(encoder.read_images is not None for encoder in family.text.encoders),
+        ),
     ):
         if said != found:
             raise CardError(f"the card of {card.name} says {fact}: {said}, {package}.model {found}; make them the same")

@@ -77,8 +77,9 @@ def _check_images(
     _, channels, _, height, width = latent_shape(files.family, files.latent_channels, settings)
     for name, rows in shared.items():
         # A model that may do without an image has its first frame's latents, whatever the length of the video.
+        # A reference image has its own size.
         own = image is not None and image.fit_reference is not None
-        expected = shapes.get(name, (channels, 1, *(rows.shape[3:] if own else (height, width))))
+        expected = (channels, 1, *rows.shape[3:]) if own else shapes.get(name, (channels, 1, height, width))
         if rows.ndim == 5 and tuple(rows.shape[1:]) != expected:
             raise InvalidValueError(
                 f"the image was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "

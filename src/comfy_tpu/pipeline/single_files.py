@@ -67,7 +67,7 @@ class SingleFileModel(ModelFiles):
                 f"{name}:{path.stat().st_size};{json.dumps(dict(self.configs[name]), sort_keys=True)}".encode()
             )
             digest_tensors(path, digest)
-        folders = [encoder.tokenizer for encoder in self.family.text.encoders]
+        folders = [folder for encoder in self.family.text.encoders for folder in encoder.folders]
         if self.family.scheduling.own_schedulers(self._read_optional_json):
             folders.append("scheduler")
         for folder in folders:
@@ -192,7 +192,7 @@ def _base_card(base: str, directory: Path) -> tuple[str, ModelCard]:
 
 def _check_folders(model: SingleFileModel, hub_id: str) -> None:
     family = model.family
-    folders = [encoder.tokenizer for encoder in family.text.encoders]
+    folders = [folder for encoder in family.text.encoders for folder in encoder.folders]
     if family.image is not None and family.image.encoder is not None:
         folders.append(family.image.processor)
     if missing := [folder for folder in folders if not model.path(folder).is_dir()]:

@@ -9,13 +9,9 @@ import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
+from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.model_family import TextEncoder
-from comfy_tpu.families.shared.language_models import (
-    check_right_padding,
-    count_layers,
-    language_rules,
-    truncate_layers,
-)
+from comfy_tpu.families.shared.language_models import count_layers, encode_causal, language_rules, truncate_layers
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.quiet import quiet
 
@@ -96,7 +92,11 @@ def tokenize_text(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[s
         return_tensors="pt",
     )
     mask = tokens["attention_mask"].int()
-    check_right_padding(mask, "HunyuanVideo-1.5")
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise CheckpointError(
+            "the tokenizer pads texts on the left, where HunyuanVideo-1.5 cuts off its template; set "
+            'padding_side to "right" in its tokenizer_config.json'
+        )
     return {"input_ids": tokens["input_ids"].int(), "attention_mask": mask}
 
 
@@ -119,15 +119,7 @@ def tokenize_glyphs(tokenizer: Any, prompts: Sequence[str], length: int) -> dict
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Runs the layers without the model's own forward, which makes a mask of tokens × tokens.
-
-    Texts are padded on the right, and attention is causal: no token of a text attends to the padding.
-    """
-    hidden = module.embed_tokens(input_ids)
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    rotary = module.rotary_emb(hidden, positions.view(1, 1, -1).expand(3, input_ids.shape[0], -1))
-    for layer in module.layers:
-        hidden = layer(hidden, position_embeddings=rotary)
+    hidden = encode_causal(module, module.embed_tokens(input_ids))
     return _mask_padding("text", hidden[:, TEMPLATE_TOKENS:], attention_mask[:, TEMPLATE_TOKENS:])
 
 

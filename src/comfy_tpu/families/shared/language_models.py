@@ -71,24 +71,27 @@ def sliding_window_error() -> UnsupportedError:
     )
 
 
-def encode_causal(module: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Hidden states [batch, tokens, features] of the layers in `module.layers`, which are called without the model's
-    own forward: it makes a mask of tokens × tokens.
+def encode_causal(module: Any, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Embedded tokens -> the answer of the layers in `module.layers`, [batch, tokens, features].
 
-    Texts are padded on the right, and attention is causal: no token of a text attends to the padding.
+    The layers are called without the model's own forward, which makes a mask of tokens × tokens. Texts are padded on
+    the right, and attention is causal: no token of a text attends to the padding. `positions`: [3, batch, tokens] of
+    Qwen2.5-VL; None: 0, 1, 2 and so on.
     """
-    hidden: torch.Tensor = module.embed_tokens(input_ids)
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    rotary = module.rotary_emb(hidden, positions.unsqueeze(0))
+    if positions is None:
+        positions = torch.arange(hidden.shape[1], device=hidden.device).view(1, 1, -1).expand(3, hidden.shape[0], -1)
+        positions = positions if hasattr(module.rotary_emb, "mrope_section") else positions[0, :1]
+    rotary = module.rotary_emb(hidden, positions)
     for layer in module.layers:
         hidden = layer(hidden, position_embeddings=rotary)
     return hidden
 
 
 def tokenize_chat(
-    tokenizer: Any, prompts: Sequence[str], length: int, *, enable_thinking: bool
+    tokenizer: Any, prompts: Sequence[str], length: int, *, enable_thinking: bool, padding_side: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask of each prompt as a user's message, padded to `length`."""
+    """input_ids and attention_mask of each prompt as a user's message, padded to `length`. `padding_side` None: that of
+    the tokenizer."""
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
@@ -98,14 +101,12 @@ def tokenize_chat(
         )
         for prompt in prompts
     ]
-    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    tokens = tokenizer(
+        texts,
+        padding="max_length",
+        padding_side=padding_side or tokenizer.padding_side,
+        truncation=True,
+        max_length=length,
+        return_tensors="pt",
+    )
     return {name: tokens[name].int() for name in ("input_ids", "attention_mask")}
-
-
-def check_right_padding(mask: torch.Tensor, family: str) -> None:
-    """Raises CheckpointError for an attention mask [prompts, tokens] of texts that are padded on the left."""
-    if bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise CheckpointError(
-            f"the tokenizer pads texts on the left, where {family} expects none; set padding_side to "
-            '"right" in its tokenizer_config.json'
-        )

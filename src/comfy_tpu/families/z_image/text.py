@@ -14,7 +14,6 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.families.shared.language_models import (
     build_qwen3,
-    check_right_padding,
     count_layers,
     encode_causal,
     language_rules,
@@ -46,14 +45,12 @@ TEXT_ENCODER = ComponentSpec(
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-    tokens = tokenize_chat(tokenizer, prompts, length, enable_thinking=True)
-    check_right_padding(tokens["attention_mask"], "Z-Image")
-    return tokens
+    return tokenize_chat(tokenizer, prompts, length, enable_thinking=True, padding_side="right")
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """{"text": [batch, tokens, features]}, zeros behind the prompt: `transformer.prepare` counts the others."""
-    hidden = encode_causal(module, input_ids)
+    hidden = encode_causal(module, module.embed_tokens(input_ids))
     return {"text": torch.where(attention_mask.unsqueeze(-1).bool(), hidden, 0.0)}
 
 
