@@ -1,4 +1,4 @@
-"""Flux.2, HunyuanVideo-1.5, LTX-Video, Z-Image and Qwen-Image in single files, against the same models in diffusers' directories.
+"""Flux.2, HunyuanVideo-1.5, LTX-Video, Z-Image and Qwen-Image in single files, against diffusers' directories.
 
 That the files written here have the names of published ones is checked by diffusers' own converters, where it has one,
 and by ComfyUI's own modules in tests/native/test_single_files.py.
