@@ -55,6 +55,12 @@ class Settings(TypedDict, total=False):
     reuse: float
     guidance_until: float
     cfg_normalization: float
+    context: str
+    context_frames: int
+    context_overlap: int
+    context_weights: str
+    context_stride: int
+    context_noise: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +78,8 @@ class Video:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
         with _own_names(output="path"):
             (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
-        part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
-        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata])
+        parts = (torch.from_numpy(frame).float().div(255)[None, None] for frame in self.frames)
+        media.write_videos([target], parts, fps=self.settings.fps, metadata=[self.metadata])
         return target
 
     def numpy(self) -> np.ndarray:
@@ -152,8 +158,9 @@ class Pipeline:
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, strength, on_progress, settings)
-            parts = list(self._parts(request))
-            videos += self._videos(request, torch.cat(parts, dim=1))
+            # Bytes at once: of a long video, float32 parts would take four times as much.
+            parts = [_as_bytes(part) for part in self._parts(request)]
+            videos += self._videos(request, np.concatenate(parts, axis=1))
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -218,6 +225,7 @@ class Pipeline:
         chosen = self.settings(**settings)
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         with _own_names(image="images"):
+            chosen = self.stages.settle_context(chosen, given)
             return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
@@ -246,7 +254,7 @@ class Pipeline:
         finally:
             stages.on_progress = before
 
-    def _videos(self, request: _Request, frames: torch.Tensor) -> list[Video]:
+    def _videos(self, request: _Request, frames: np.ndarray) -> list[Video]:
         described = artifacts.describe(
             request.prompt,
             request.settings,
@@ -257,7 +265,7 @@ class Pipeline:
             quantization=self.stages.quantization,
         )
         return [
-            Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})
+            Video(each, request.prompt, request.settings, {**described, "video": str(number)})
             for number, each in enumerate(frames)
         ]
 

@@ -312,7 +312,8 @@ def test_full_size_models_lower(model: str, chip: str, sizes: MeshSizes) -> None
         assert program["megabytes"] < 5, "no table was worked out on the host"
     rows = 2 if model == "Z-Image" else 1
     step = programs["denoise_step"]
-    assert step["kernels"] == 2, "splash once in each kind of block"
+    # Once in each kind of block; without sp, blocks of both kinds share one call.
+    assert step["kernels"] == (2 if sizes.sp > 1 else 1)
     assert step["outputs"] == [[1, 16, 1, 128, 128]] * 6
     assert programs["prepare"]["outputs"][1:] == [[rows, 512, 3840], [rows], [rows, 16], [rows, 16]]
     assert programs["encode_text"]["outputs"] == [[1, 512, 2560]]

@@ -9,6 +9,7 @@ import torch
 
 from comfy_tpu.config import AttentionConfig, GenerationSettings, TileWindow
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
+from comfy_tpu.families.context import begins_with_image, choose_method, window_settings
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 def check_embeddings(
     files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
 ) -> None:
+    card = files.family.card
+    with_image = begins_with_image(card, embeddings.shared)
+    if choose_method(card, settings, begins_with_image=with_image) == "continue":
+        settings = window_settings(settings)  # the image is that of a segment
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
         every = {**branch, **embeddings.shared}
         shapes = files.embedding_shapes(settings)
