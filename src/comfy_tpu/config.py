@@ -334,6 +334,8 @@ class GenerationSettings:
     sigmas: str = ""
     """The noise levels at which the steps begin, before flow_shift, such as "1,0.75,0.5,0.25", for an Euler scheduler
     and a model that was trained on fixed ones. Empty: the scheduler's own."""
+    cfg_normalization: float = 0.0
+    """The largest norm of a guided velocity, in norms of the prompt's own, for models that limit it. 0: no limit."""
     context: str = "auto"
     """One of `Context`."""
     context_frames: int = 0

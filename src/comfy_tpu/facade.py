@@ -56,6 +56,7 @@ class Settings(TypedDict, total=False):
     reuse: float
     guidance_until: float
     sigmas: str
+    cfg_normalization: float
     context: str
     context_frames: int
     context_overlap: int

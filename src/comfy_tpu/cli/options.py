@@ -62,6 +62,12 @@ SETTINGS = (
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
     Option("sigmas", ("--sigmas",), "noise levels of the steps, before --flow-shift, for Euler: 1,0.75,0.5,0.25"),
     Option(
+        "cfg_normalization",
+        ("--cfg-normalization",),
+        "most that guidance may make of a velocity's norm, in norms of the unguided one; 0: no limit; read by ",
+        card_texts.normalizing_models,
+    ),
+    Option(
         "context",
         ("--context",),
         f"how a video beyond the model's own length is made: {', '.join(get_args(Context))}; auto: by static windows, "
