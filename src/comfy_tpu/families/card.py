@@ -15,6 +15,9 @@ from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, VAE_BACKEND, Generati
 Config = Mapping[str, Any]
 """The content of a config.json."""
 
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+"""In a model directory; some models differ in nothing else."""
+
 Guidance = Literal["classifier_free", "embedded", "none"]
 """classifier_free: a second forward with the negative prompt. embedded: the model reads guidance_scale as a number.
 none: guidance_scale has no effect, because the model was distilled without it."""

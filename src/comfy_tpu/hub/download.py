@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.families.card import SCHEDULER_FILE
 from comfy_tpu.families.registry import find_model_card
 from comfy_tpu.hub.disk import find_disk
 from comfy_tpu.hub.repository import Repository, hub_errors, open_repository
@@ -123,7 +124,7 @@ def download_model(
 
 
 def find_needed(place: Place) -> list[RemoteFile]:
-    """The files of a model that is known here. Its index and the transformer's configuration are fetched for that."""
+    """The files of a model that is known here. What tells the model, its index and two configurations, is fetched."""
     repository = place.repository
     index_file = repository.find(INDEX)
     if index_file is None:
@@ -132,9 +133,8 @@ def find_needed(place: Place) -> list[RemoteFile]:
             field="model",
         )
     index = _read(_fetch_small(place, index_file))
-    config_file = repository.find("transformer/config.json")
-    config = {} if config_file is None else _read(_fetch_small(place, config_file))
-    find_model_card(index, config)
+    described = (repository.find("transformer/config.json"), repository.find(SCHEDULER_FILE))
+    find_model_card(index, *({} if file is None else _read(_fetch_small(place, file)) for file in described))
     return select_files(repository.files, index, repository.model)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from comfy_tpu.compiler.weight_names import choose_weights, group_weights
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
 from comfy_tpu.errors import ComfyTpuError
-from comfy_tpu.families.card import FamilyCard, ModelCard, Preset
+from comfy_tpu.families.card import SCHEDULER_FILE, FamilyCard, ModelCard, Preset
 from comfy_tpu.families.registry import family_cards, find_family_card, find_model_card
 from comfy_tpu.hub.selection import INDEX, read_components
 from comfy_tpu.hub.sizes import download_bytes
@@ -128,9 +128,8 @@ def _read_directory(name: str, directory: Path) -> KnownModel | None:
     """A model of a known family; None for anything else."""
     try:
         index = read_json(directory / INDEX)
-        described = directory / "transformer" / "config.json"
-        config = read_json(described) if described.is_file() else {}
-        card = find_model_card(index, config)
+        described = (directory / "transformer" / "config.json", directory / SCHEDULER_FILE)
+        card = find_model_card(index, *(read_json(path) if path.is_file() else {} for path in described))
     except (ComfyTpuError, OSError, ValueError, AttributeError):
         return None
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

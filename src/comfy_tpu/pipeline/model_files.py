@@ -23,13 +23,12 @@ from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
-from comfy_tpu.families.card import Preset
+from comfy_tpu.families.card import SCHEDULER_FILE, Preset
 from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
 from comfy_tpu.families.settings import check_settings, make_settings
 from comfy_tpu.families.shared.config_checks import check_sizes
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.hub.download import Place, check_space, find_needed
 from comfy_tpu.hub.repository import open_repository
 from comfy_tpu.json_input import parse_json, read_json

@@ -23,11 +23,10 @@ from comfy_tpu.compiler.single_file import PartFile, open_single_file
 from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors, join_names
-from comfy_tpu.families.card import Config, ModelCard, Preset
+from comfy_tpu.families.card import SCHEDULER_FILE, Config, ModelCard, Preset
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import load_references
 from comfy_tpu.families.registry import find_family_card, find_model_card, find_published, load_family, model_cards
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline.lora_keys import holds_factors
 from comfy_tpu.pipeline.model_files import (

@@ -11,12 +11,10 @@ import numpy as np
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, UnsupportedError
-from comfy_tpu.families.card import Config
+from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import SchedulerFactory
 from comfy_tpu.families.settings import parse_sigmas
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
-
-SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 
 def unipc(settings: GenerationSettings) -> Any:
