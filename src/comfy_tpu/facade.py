@@ -24,6 +24,7 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import VIDEO_NAMES
+from comfy_tpu.families.settings import merge_choices
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
 from comfy_tpu.pipeline.images import as_rgb, read_image
@@ -78,6 +79,8 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+    sigmas: str
+    cfg_normalization: float
     context: str
     context_frames: int
     context_overlap: int
@@ -148,6 +151,7 @@ class Pipeline:
         *,
         images: ImageLike | Sequence[ImageLike] | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
+        preset: str | None = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[CallSettings],
     ) -> Video: ...
@@ -158,6 +162,7 @@ class Pipeline:
         *,
         images: ImageLike | Sequence[ImageLike] | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
+        preset: str | None = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[CallSettings],
     ) -> list[Video]: ...
@@ -167,17 +172,19 @@ class Pipeline:
         *,
         images: ImageLike | Sequence[ImageLike] | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
+        preset: str | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Any,
     ) -> Video | list[Video]:
         """Returns one video; for a list of prompts, or with num_videos over 1, a list of videos.
 
         `images`: the first frame and optionally the last, an image to start from, or reference images, as the model
-        takes them. `settings`: also what else is given, see `Media`. `lora`: LoRAs for this call only. `on_progress` is
-        called with a `Progress` from this thread; an exception from it ends the run.
+        takes them. `settings`: also what else is given, see `Media`. `lora`: LoRAs for this call only. `preset`:
+        settings that go together, such as "4step", where none are given; "auto": as the LoRA or the model says.
+        `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
         """
         prompts = _as_prompts(prompt)
-        self._use(lora)
+        self._use(lora, preset)
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, on_progress, settings)
@@ -192,11 +199,12 @@ class Pipeline:
         *,
         images: ImageLike | Sequence[ImageLike] | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
+        preset: str | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Unpack[CallSettings],
     ) -> AsyncIterator[np.ndarray]:
         """Yields the frames of one video as they are decoded, uint8 [height, width, 3]. Runs in another thread."""
-        self._use(lora)
+        self._use(lora, preset)
         request = self._request(prompt, images, on_progress, settings)
         if request.settings.num_videos != 1:
             raise InvalidValueError(
@@ -209,6 +217,11 @@ class Pipeline:
                     yield frame
         finally:
             await asyncio.to_thread(parts.close)
+
+    @property
+    def presets(self) -> Mapping[str, Mapping[str, Any]]:
+        """The settings of each preset of the model, by its name."""
+        return {name: preset.settings for name, preset in self.stages.preset.presets.items()}
 
     def settings(self, **chosen: Unpack[Settings]) -> GenerationSettings:
         """The model's defaults, replaced by the chosen values, checked."""
@@ -230,11 +243,11 @@ class Pipeline:
         stages = self.stages
         return f"<Pipeline {stages.model_name}, {stages.family.name}, mesh {stages.placement.sizes}>"
 
-    def _use(self, lora: LoraLike | Sequence[LoraLike] | None) -> None:
+    def _use(self, lora: LoraLike | Sequence[LoraLike] | None, preset: str | None) -> None:
         given: list[Any] = [] if lora is None else [lora]
         if isinstance(lora, Sequence) and not isinstance(lora, str | tuple):
             given = list(lora)
-        self.stages.use_loras([_as_lora(each) for each in given])
+        self.stages.use_loras([_as_lora(each) for each in given], preset)
 
     def _request(
         self,
@@ -246,10 +259,13 @@ class Pipeline:
         chosen = {name: value for name, value in settings.items() if name not in Media.__annotations__}
         given = _read_media(images, {name: value for name, value in settings.items() if name not in chosen})
         stages = self.stages
+        chosen = merge_choices(stages.preset.settings, chosen)
         if given.videos and chosen.get("num_frames") is None:
             rate = self.settings(**chosen).fps
             chosen["num_frames"] = choose_frames(given, stages.family.card, stages.defaults, rate)
-        return _Request(prompt, stages.settle_context(self.settings(**chosen), given.images), given, on_progress)
+        made = self.settings(**chosen)
+        stages.warn_of_preset(made)
+        return _Request(prompt, stages.settle_context(made, given.images), given, on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
         """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded."""
@@ -271,6 +287,7 @@ class Pipeline:
             loras=self.stages.loras.text,
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
+            preset=self.stages.preset.name or "",
         )
         return [
             Video(each, request.prompt, request.settings, {**described, "video": str(number)})

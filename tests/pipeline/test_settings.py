@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_videos": 0}, "num_videos=0 is not allowed; give a whole number from 1 to 64"),
     ({"fps": 0}, "fps=0 is not allowed; give a whole number from 1 to 240"),
     ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
-    ({"steps": 3}, "steps is not a setting; choose from boundary, flow_shift, fps"),
+    ({"steps": 3}, "steps is not a setting; choose from boundary, cfg_normalization, context"),
 ]
 
 
@@ -55,7 +55,7 @@ def test_what_is_not_chosen_stays_the_default() -> None:
 
 
 def test_every_default_and_preset_is_allowed() -> None:
-    for preset in ({}, *WAN21.card.presets.values()):
+    for preset in ({}, *WAN21.card.sizes.values()):
         make_settings(WAN21.card.defaults, preset, WAN21.card.limits)
 
 

@@ -26,8 +26,17 @@ def frame_counts() -> str:
 def size_names() -> str:
     """Names of sizes: "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
 
+    def sizes(card: FamilyCard) -> str:
+        return ", ".join(sorted({name for model in card.models for name in model.sizes}, key=_size_key))
+
+    return _by_family(sizes)
+
+
+def preset_names() -> str:
+    """Names of presets: "4step, 8step for Wan; turbo for Flux.1"."""
+
     def presets(card: FamilyCard) -> str:
-        return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_size_key))
+        return ", ".join(sorted({name for model in card.models for name in model.sizes}, key=_size_key))
 
     return _by_family(presets)
 
@@ -59,6 +68,11 @@ def references() -> str:
     """What --reference is for, with the models that take one."""
     takes = models_with(lambda model: bool(model.max_references) or model.takes_references)
     return f"a picture of a person, thing or style to be shown, for {takes}; may be repeated"
+
+
+def normalizing_models() -> str:
+    """The models that read cfg_normalization."""
+    return models_with(lambda model: model.normalizes_guidance)
 
 
 def _by_family(describe: Callable[[FamilyCard], str]) -> str:

@@ -74,10 +74,12 @@ class TextEncoder(FamilyNode):
         given, made = [inputs.prompt(family)], ["prompt"]
         if family.has_negative_prompt:
             given, made = [*given, inputs.negative_prompt(family)], [*made, "negative prompt"]
+        sees = family.text_encoder_sees_images
         return cls.schema(
             "Text Encoder (TPU)",
-            f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device.",
-            [*given, inputs.model_id(family)],
+            f"Reads the {' and the '.join(made)}{' beside the images' if sees else ''} with "
+            f"{family.words.text_encoder}, on the device.",
+            [*given, inputs.model_id(family), *(inputs.reference_inputs(family) if sees else [])],
             [
                 io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
                 for name in made
@@ -98,14 +100,15 @@ class TextEncoder(FamilyNode):
         pipeline: Any = None,
         options: Any = None,
         server: Any = None,
+        **images: Any,
     ) -> io.NodeOutput:
         family, model = cls.FAMILY, inputs.choose_model(model_id, pipeline)
-        runtime = inputs.check_options(options).runtime
+        runtime, given = inputs.check_options(options).runtime, _take_images(images)
         with open_run(family, model, {"encoding": 1}, server, runtime=runtime) as pipeline:
             chosen = pipeline.settings(negative_prompt=negative_prompt)
             pipeline.warn_of_ignored(chosen)
             # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
-            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0))
+            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0), given)
         _warn_of_cut(embeddings.cut)
         branches = [embeddings.positive]
         if family.has_negative_prompt:
@@ -122,9 +125,9 @@ class ImageEncoder(FamilyNode):
         family = cls.FAMILY
         model = inputs.model_id(family)
         if family.image_role == "reference":
-            first, *more = inputs.REFERENCES
+            first, *more = inputs.reference_inputs(family)
             what, size = "Encodes reference images for the model to read beside the prompt", ""
-            given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
+            given = [first, model, *more]
         else:
             words = f"The first frame: one image of any size, {inputs.resize_text(family)}."
             frame = io.Image.Input("image", tooltip=words)
@@ -239,7 +242,8 @@ class Sampler(FamilyNode):
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(family, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        loras = inputs.check_loras(lora)
+        with open_run(family, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             settings = _make_settings(pipeline, **chosen, **run_options.settings)
             embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
@@ -325,7 +329,8 @@ class Pipeline(FamilyNode):
         given = _take_media(cls.FAMILY, chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        loras = inputs.check_loras(lora)
+        with open_run(cls.FAMILY, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
             settings = pipeline.settle_context(settings, given.images)
             embeddings = pipeline.encode(prompt, settings, given)
@@ -342,12 +347,13 @@ def open_run(
     server: Any,
     loras: Sequence[Lora] = (),
     runtime: RuntimeConfig = RuntimeConfig(),
+    preset: str | None = None,
 ) -> contextlib.AbstractContextManager[NodePipeline]:
     """The model's pipeline, here or on the server of a link."""
     remote = inputs.check_server(server)
     if remote is None:
-        return pipeline_run(family, model, stages, loras, runtime)
-    return remote_run(remote, family, model, stages, loras, runtime)
+        return pipeline_run(family, model, stages, loras, runtime, preset)
+    return remote_run(remote, family, model, stages, loras, runtime, preset)
 
 
 def _has_encoder(family: NodeSet) -> bool:
@@ -463,7 +469,8 @@ def _read_prompts(
 
 
 def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
-    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size."""
+    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size; a preset
+    replaces what the widgets say, which always say something."""
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
         if (height, width) != (own.height, own.width):
@@ -473,7 +480,9 @@ def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen:
         height, width = own.height, own.width
     if not pipeline.has_two_transformers:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)
-    return pipeline.settings(height=height, width=width, **chosen)
+    settings = pipeline.settings(height=height, width=width, **{**chosen, **pipeline.preset.settings})
+    pipeline.warn_of_preset(settings)
+    return settings
 
 
 def _warn_of_cut(cut: str) -> None:

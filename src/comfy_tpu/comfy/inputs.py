@@ -137,6 +137,7 @@ def sampling_inputs(family: NodeSet) -> list[io.Input]:
             tooltip=family.words.guidance,
         ),
         *([_second_guidance(family)] if family.has_second_guidance else []),
+        *([_cfg_normalization(family)] if family.normalizes_guidance else []),
         io.Int.Input(
             "seed",
             default=family.defaults.seed,
@@ -167,11 +168,11 @@ def media_inputs(family: NodeSet) -> list[io.Input]:
     images = [frame(family, "image", "first"), frame(family, "last_image", "last")] if frames else []
     if family.image_role == "reference":
         needed = any(image.required for image in family.image_inputs)
-        images = [reference("image", optional=not needed, fitting="It is fitted into the video's frame.")]
+        images = [reference(family, "image", optional=not needed)]
     return [
         *images,
         *map(_video, family.video_inputs),
-        *(reference(name, fitting="White surrounds it in the video's frame.") for name in reference_names(family)),
+        *(reference(family, name) for name in reference_names(family)),
         *([_strength()] if family.starts_from_video else []),
         *([_control_strength()] if family.has_control_strength else []),
     ]
@@ -217,6 +218,18 @@ def _control_strength() -> io.Input:
     )
 
 
+def _cfg_normalization(family: NodeSet) -> io.Input:
+    return io.Float.Input(
+        "cfg_normalization",
+        default=family.defaults.cfg_normalization,
+        min=0.0,
+        max=10.0,
+        step=0.05,
+        tooltip="The most that guidance may make of a velocity's norm, in norms of the prompt's own: 1 keeps it. 0 is "
+        "no limit.",
+    )
+
+
 def image_inputs(family: NodeSet) -> list[io.Input]:
     """The image inputs of a full pipeline node."""
     if family.has_video_encoder and not family.has_image_encoder:
@@ -226,16 +239,22 @@ def image_inputs(family: NodeSet) -> list[io.Input]:
     if family.image_role == "initial":
         return init_image_inputs()
     if family.image_role == "reference":
-        return [reference(name) for name in REFERENCES]
+        return [reference(family, name) for name in REFERENCES]
     last = [frame(family, "last_image", "last")] if family.has_last_image else []
     return [frame(family, "image", "first"), *last]
 
 
-def reference(
-    name: str, *, optional: bool = True, fitting: str = "Over a million pixels it is scaled down."
-) -> io.Input:
-    """`fitting`: how its size is changed, as a sentence."""
-    return io.Image.Input(name, optional=optional, tooltip=f"A reference image: one, of any size. {fitting}")
+def reference_inputs(family: NodeSet) -> list[io.Input]:
+    """Inputs of a node that needs one reference image and takes more."""
+    return [reference(family, name, optional=name != REFERENCES[0]) for name in REFERENCES]
+
+
+def reference(family: NodeSet, name: str, *, optional: bool = True) -> io.Input:
+    return io.Image.Input(
+        name,
+        optional=optional,
+        tooltip=f"A reference image: one, of any size. {family.words.references}",
+    )
 
 
 def frame(family: NodeSet, name: str, which: str) -> io.Input:

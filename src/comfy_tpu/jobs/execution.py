@@ -17,6 +17,7 @@ import torch
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs import opening
 from comfy_tpu.jobs.batch_size import choose_rows, runs_beside
 from comfy_tpu.jobs.folder import Folder
@@ -180,7 +181,10 @@ class Executor:
         values = jobs[0].request.values
         # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
         common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
-        settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
+        # "auto" is found out when the LoRAs are opened, which others may be using now: here it counts as none.
+        name = values.get("preset", AUTO)
+        preset = {} if name == AUTO else find_preset(pipeline.files.presets, name, pipeline.model_name).settings
+        settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.sizes, preset))
         # An image to start from is sampled with the noise of each seed.
         card = pipeline.family.card
         samples = card.starts_from_image and "image" in values
@@ -209,7 +213,7 @@ class Executor:
         try:
             with hosts.failing_together(CancelledError):
                 values = self._inputs.fetch(jobs[0].request.values)
-                pipeline.use_loras(values.get("lora", ()))
+                pipeline.use_loras(values.get("lora", ()), values.get("preset"))
                 given = opening.read_media(values)
                 opening.check_last_image(values, pipeline)
         except CancelledError:
@@ -247,7 +251,7 @@ class Executor:
         try:
             with hosts.failing_together(CancelledError):
                 values = self._inputs.fetch(job.request.values)
-                pipeline.use_loras(values.get("lora", ()))
+                pipeline.use_loras(values.get("lora", ()), values.get("preset"))
                 outputs = run_stage(pipeline, values, self._folder, job.output)
         except CancelledError:
             raise
@@ -261,8 +265,10 @@ class Executor:
         self, pipeline: VideoPipeline, job: Job, given: GivenMedia
     ) -> tuple[GenerationSettings, tuple[str, ...]]:
         """The settings of a job, and the names of its videos, which the first host knows."""
-        chosen = opening.choose_settings(job.request.values, pipeline.family.card.presets)
+        sizes, preset = pipeline.family.card.sizes, pipeline.preset.settings
+        chosen = opening.choose_settings(job.request.values, sizes, preset)
         settings = pipeline.settings(**opening.add_frames(chosen, given, pipeline.family.card, pipeline.defaults))
+        pipeline.warn_of_preset(settings)
         settings = pipeline.settle_context(settings, given.images)
         if not hosts.is_first_host():
             return settings, ()
@@ -288,6 +294,7 @@ class Executor:
             loras=pipeline.loras.text,
             attention_window=pipeline.attention_window,
             quantization=pipeline.quantization,
+            preset=pipeline.preset.name or "",
         )
         if INITIAL in embeddings.shared:
             description["strength"] = str(read_strength(embeddings.shared))

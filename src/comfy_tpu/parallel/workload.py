@@ -23,6 +23,8 @@ class Matrix:
     used: bool = True
     """Whether a step multiplies with the matrix. False: only the preparation of the prompt does."""
     rows: Rows = "tokens"
+    sample_rows: int = 1
+    """Rows per sample where `rows` is "samples": 2 where some tokens have another timestep."""
 
     @property
     def nbytes(self) -> int:
@@ -40,6 +42,8 @@ class Stack:
     """The number of norms in a block over features that tp splits."""
     attends: bool = True
     """Whether its blocks attend among all tokens."""
+    reads_text: bool = True
+    """Whether the text goes through these blocks too, where it goes through any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,10 @@ class Workload:
     def sequence(self) -> int:
         """Tokens that attend to each other."""
         return self.tokens + (self.text_tokens if self.text == "joint" else 0)
+
+    def for_stack(self, stack: Stack) -> Workload:
+        """The workload as the blocks of one stack see it: without a text that they do not read."""
+        return self if stack.reads_text else dataclasses.replace(self, text="joint", text_tokens=0)
 
     @property
     def matrices(self) -> tuple[tuple[int, Matrix], ...]:

@@ -51,7 +51,7 @@ class StepPrograms:
     def compute(self) -> DeviceProgram:
         """A step with the transformer."""
         return self.make_program(
-            make_step(self.denoiser.predict, self.denoiser.token_grid),
+            make_step(self.denoiser.predict, self.denoiser.guide, self.denoiser.token_grid),
             static=("guided",),
             donate=_STATE,
             input_axes={"prepared": _BRANCHES},
@@ -69,7 +69,7 @@ class StepPrograms:
     def predict_windows(self) -> DeviceProgram:
         """The transformer on windows. Its inputs have the same shapes whatever the length of the video."""
         return self.make_program(
-            make_window_step(self.denoiser.predict, self.denoiser.token_grid),
+            make_window_step(self.denoiser.predict, self.denoiser.guide, self.denoiser.token_grid),
             static=("guided",),
             input_axes={"prepared": _BRANCHES},
             output_axes=(),
@@ -86,10 +86,10 @@ class StepPrograms:
 
 @functools.lru_cache(maxsize=64)
 def make_step(
-    predict: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+    predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
 ) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """A step as a function on torch tensors: the model's velocity, guidance, and the scheduler's weighted sum."""
-    guide = _make_guided(predict, token_grid)
+    predict_guided = _make_guided(predict, guide, token_grid)
 
     def denoise_step(
         module: Any,
@@ -101,16 +101,18 @@ def make_step(
         prepared: dict[str, torch.Tensor],
         guided: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        velocity = guide(module, samples[0], timestep, guidance_scale, prepared, guided)
+        velocity = predict_guided(module, samples[0], timestep, guidance_scale, prepared, guided)
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
 
     return denoise_step
 
 
 @functools.lru_cache(maxsize=64)
-def make_window_step(predict: Callable[..., torch.Tensor], token_grid: TokenGrid | None) -> Callable[..., torch.Tensor]:
+def make_window_step(
+    predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+) -> Callable[..., torch.Tensor]:
     """The guided velocity of windows, each of which is a video of its own for the model."""
-    guide = _make_guided(predict, token_grid)
+    predict_guided = _make_guided(predict, guide, token_grid)
 
     def predict_windows(
         module: Any,
@@ -123,12 +125,14 @@ def make_window_step(predict: Callable[..., torch.Tensor], token_grid: TokenGrid
     ) -> torch.Tensor:
         """`frame_inputs`: inputs of `predict` that were gathered like the latents, the same for both branches."""
         rows = {name: torch.cat((rows, rows)) if guided else rows for name, rows in frame_inputs.items()}
-        return guide(module, latents, timestep, guidance_scale, {**prepared, **rows}, guided)
+        return predict_guided(module, latents, timestep, guidance_scale, {**prepared, **rows}, guided)
 
     return predict_windows
 
 
-def _make_guided(predict: Callable[..., torch.Tensor], token_grid: TokenGrid | None) -> Callable[..., torch.Tensor]:
+def _make_guided(
+    predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+) -> Callable[..., torch.Tensor]:
     def predict_in_grid(module: Any, latents: torch.Tensor, *inputs: Any, **prepared: torch.Tensor) -> torch.Tensor:
         if token_grid is None:
             return predict(module, latents, *inputs, **prepared)
@@ -136,7 +140,7 @@ def _make_guided(predict: Callable[..., torch.Tensor], token_grid: TokenGrid | N
         with token_grid_scope(token_grid(module.config, (frames, height, width))):
             return predict(module, latents, *inputs, **prepared)
 
-    def guide(
+    def predict_guided(
         module: Any,
         latents: torch.Tensor,
         timestep: torch.Tensor,
@@ -149,9 +153,9 @@ def _make_guided(predict: Callable[..., torch.Tensor], token_grid: TokenGrid | N
         # Both branches in one batch, which dp divides between two halves of the mesh.
         both = predict_in_grid(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
         positive, negative = both.float().chunk(2)
-        return negative + guidance_scale * (positive - negative)
+        return guide(positive, negative, guidance_scale, prepared)
 
-    return guide
+    return predict_guided
 
 
 def gather_windows(module: Any, video: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
@@ -217,7 +221,7 @@ def split_prepared(prepared: Mapping[str, _Array]) -> tuple[dict[str, _Array], d
 
 def is_guided(family: ModelFamily, settings: GenerationSettings) -> bool:
     """Whether the first transformer's steps compute two branches."""
-    return family.card.guidance == "classifier_free" and settings.guidance_scale > 1
+    return family.card.is_guided(settings.guidance_scale)
 
 
 def batch_rows(family: ModelFamily, settings: GenerationSettings) -> int:

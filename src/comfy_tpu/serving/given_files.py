@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 from comfy_tpu.families.settings import make_settings
-from comfy_tpu.jobs.opening import add_frames, choose_settings, read_media
+from comfy_tpu.jobs.opening import add_frames, read_media
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.pipeline.media_fitting import check_given
 from comfy_tpu.serving.uploads import REFERENCE, Upload
@@ -33,11 +33,11 @@ def check_uploads(request: Request, model: ServedModel, uploads: Sequence[Upload
     """The request, with the length that follows from its videos; raises InvalidValueError for files that the model does
     not take. They lie where they were received."""
     given = read_media({**request.values, **_places(sort_uploads(model.card, uploads))})
-    chosen = choose_settings(request.values, model.card.presets)
+    chosen = model.chosen_settings(request.values)
     frames = add_frames(chosen, given, model.card, model.defaults).get("num_frames")
     if frames is not None:
         request = Request({**request.values, "num_frames": frames})
-    settings = make_settings(model.defaults, choose_settings(request.values, model.card.presets), model.card.limits)
+    settings = make_settings(model.defaults, model.chosen_settings(request.values), model.card.limits)
     try:
         check_given(model.card, given, settings, model.name)
     except InvalidValueError as error:

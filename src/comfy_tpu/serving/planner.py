@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,8 +56,10 @@ class _Counter:
 
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
+        # Models compute one branch up to 0 or up to 1: three kinds of scales, whatever their number.
+        branches = max(0, min(2, math.ceil(settings.guidance_scale)))
         context = (settings.context, settings.context_frames, settings.context_overlap, settings.context_stride)
-        key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length, context)
+        key = (model, *size, branches, settings.max_sequence_length, context)
         with contextlib.suppress(KeyError):
             return self._known[key]
         with self._locks.setdefault(key, threading.Lock()):
