@@ -9,11 +9,12 @@ from typing import Any
 from comfy_tpu.families.card import ModelCard, NodeSet
 from tools.pages.sources import Json, PageError
 
-KINDS = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
+KINDS = ("TextEncoder", "ImageEncoder", "VideoEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")
 """The suffixes of the ids of a family's nodes."""
 
 _CONDITIONS: Mapping[str, Callable[[NodeSet], bool]] = {
     "video": lambda nodes: not nodes.makes_images,
+    "frames_multiple": lambda nodes: nodes.limits.frames_multiple > 1 and not nodes.makes_images,
     "image": lambda nodes: nodes.makes_images,
     "negative_prompt": lambda nodes: nodes.has_negative_prompt,
     "without_guidance": lambda nodes: any(model.guidance == "none" for model in nodes.models),
@@ -22,7 +23,9 @@ _CONDITIONS: Mapping[str, Callable[[NodeSet], bool]] = {
     "first_frame": lambda nodes: nodes.image_role == "first_frame",
     "reference": lambda nodes: nodes.image_role == "reference",
     "initial": lambda nodes: nodes.image_role == "initial",
-    "image_encoder": lambda nodes: nodes.image_role in ("first_frame", "reference"),
+    "image_encoder": lambda nodes: nodes.has_image_encoder,
+    "video_encoder": lambda nodes: nodes.has_video_encoder,
+    "starts_from_video": lambda nodes: nodes.starts_from_video,
     "stretch": lambda nodes: nodes.image_role == "first_frame" and not nodes.crops_images,
     "crop": lambda nodes: nodes.crops_images,
     "last_image": lambda nodes: nodes.has_last_image,

@@ -5,6 +5,7 @@ Ranges and defaults come from the family cards; the command line allows up to th
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from comfy_api.latest import io
@@ -97,13 +98,15 @@ def size_inputs(family: NodeSet) -> list[io.Input]:
     ]
     if family.makes_images:
         return sides
+    step = family.limits.frames_multiple
+    multiple = f": {step}n+1" if step > 1 else ""
     frames = io.Int.Input(
         "num_frames",
         default=family.defaults.num_frames,
         min=FRAMES_MIN,
         max=family.frames_max,
         step=family.limits.frames_multiple,
-        tooltip=f"Frames of the video: {family.limits.frames_multiple}n+1. {family.words.frames}",
+        tooltip=f"Frames of the video{multiple}. {family.words.frames}",
     )
     return [*sides, frames]
 
@@ -186,7 +189,7 @@ def reference_names(family: NodeSet) -> tuple[str, ...]:
 
 
 def _video(video: VideoInput) -> io.Input:
-    words = video.words.replace("--", "")
+    words = re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), video.words)
     needs = f" With {' and '.join(video.needs)}." if video.needs else ""
     optional = not video.required and video.role != "initial"
     if video.role == "mask":
