@@ -30,12 +30,15 @@ NAMES = [
     "wan21_tpu_image_to_video",
     "wan21_tpu_native_vae",
     "wan21_tpu_server",
+    "wan21_tpu_video_to_video",
     "wan21_tpu_videohelpersuite",
     "wan22_tpu_basic",
     "wan22_tpu_image_to_video",
+    "wan_animate_tpu_basic",
+    "wan_vace_tpu_basic",
     "z_image_tpu_basic",
 ]
-OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "ZImage", "QwenImage")
+OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "ZImage", "QwenImage", "WanVACE", "WanAnimate")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 WIDTH_MAX = 1600

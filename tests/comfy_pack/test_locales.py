@@ -16,7 +16,7 @@ IDS = (
         for card in family_cards()
         for nodes in card.node_sets
         for kind in KINDS
-        if kind != "ImageEncoder" or nodes.image_role in ("first_frame", "reference")
+        if {"ImageEncoder": nodes.has_image_encoder, "VideoEncoder": nodes.has_video_encoder}.get(kind, True)
     ),
     "TPULoraLoader",
     "TPULoadPipeline",

@@ -17,7 +17,8 @@ from comfy_tpu.jobs.worker_thread import WorkerThread
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.api import make_app
 from comfy_tpu.serving.config import ServeConfig
-from comfy_tpu.serving.service import Service, open_served_model
+from comfy_tpu.serving.served_model import open_served_model
+from comfy_tpu.serving.service import Service
 
 
 class Executor:

@@ -22,7 +22,8 @@ from comfy_tpu.remote.pipeline import RemotePipeline, read_preview
 from comfy_tpu.remote.runner import Callbacks
 from comfy_tpu.serving.api import make_app
 from comfy_tpu.serving.config import ServeConfig
-from comfy_tpu.serving.service import Service, open_served_model
+from comfy_tpu.serving.served_model import open_served_model
+from comfy_tpu.serving.service import Service
 
 CHOSEN = {"num_inference_steps": 2, "seed": 7, "num_frames": 17}
 

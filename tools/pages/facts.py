@@ -14,7 +14,6 @@ KINDS = ("TextEncoder", "ImageEncoder", "VideoEncoder", "TPUSampler", "TPUVAEDec
 
 _CONDITIONS: Mapping[str, Callable[[NodeSet], bool]] = {
     "video": lambda nodes: not nodes.makes_images,
-    "frames_multiple": lambda nodes: nodes.limits.frames_multiple > 1 and not nodes.makes_images,
     "image": lambda nodes: nodes.makes_images,
     "negative_prompt": lambda nodes: nodes.has_negative_prompt,
     "without_guidance": lambda nodes: any(model.guidance == "none" for model in nodes.models),
@@ -25,6 +24,7 @@ _CONDITIONS: Mapping[str, Callable[[NodeSet], bool]] = {
     "initial": lambda nodes: nodes.image_role == "initial",
     "image_encoder": lambda nodes: nodes.has_image_encoder,
     "video_encoder": lambda nodes: nodes.has_video_encoder,
+    "frames_multiple": lambda nodes: nodes.limits.frames_multiple > 1 and not nodes.makes_images,
     "starts_from_video": lambda nodes: nodes.starts_from_video,
     "stretch": lambda nodes: nodes.image_role == "first_frame" and not nodes.crops_images,
     "crop": lambda nodes: nodes.crops_images,

@@ -22,7 +22,8 @@ from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers
 if TYPE_CHECKING:
     from comfy_tpu.serving.config import ServeConfig
     from comfy_tpu.serving.planner import Planner
-    from comfy_tpu.serving.service import ServedModel, Service
+    from comfy_tpu.serving.served_model import ServedModel
+    from comfy_tpu.serving.service import Service
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 _PACKAGES = ("fastapi", "uvicorn", "multipart")
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_host(arguments.host, keys)
     listening = open_socket(arguments.host, arguments.port)  # first: the model takes a while
     from comfy_tpu.serving.logs import start_logs
-    from comfy_tpu.serving.service import open_served_model
+    from comfy_tpu.serving.served_model import open_served_model
     from comfy_tpu.serving.tracing import start_tracer
 
     config = _make_config(arguments, keys)

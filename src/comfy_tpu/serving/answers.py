@@ -10,7 +10,8 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.jobs.ledger import State
 from comfy_tpu.jobs.served_ledger import Record
-from comfy_tpu.serving.service import JobProgress, ServedModel
+from comfy_tpu.serving.served_model import ServedModel
+from comfy_tpu.serving.service import JobProgress
 
 STATUS: dict[State, str] = {
     "submitted": "queued",

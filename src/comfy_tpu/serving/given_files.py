@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
@@ -11,10 +10,8 @@ from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.opening import add_frames, read_media
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.pipeline.media_fitting import check_given
+from comfy_tpu.serving.served_model import ServedModel
 from comfy_tpu.serving.uploads import REFERENCE, Upload
-
-if TYPE_CHECKING:
-    from comfy_tpu.serving.service import ServedModel
 
 
 def sort_uploads(card: ModelCard, uploads: Sequence[Upload]) -> dict[str, list[Upload]]:

@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import ModelCard, Preset
-from comfy_tpu.families.presets import AUTO, recognise_file
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
-from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
-from comfy_tpu.jobs.request import Request, split_lora
+from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger, new_id
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.activity import PREPARATIONS, Activity
@@ -36,11 +33,11 @@ from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.planner import Planner
 from comfy_tpu.serving.retention import Sweeper
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
+from comfy_tpu.serving.served_model import ServedModel
 from comfy_tpu.serving.tracing import record_job
 from comfy_tpu.serving.warm_up import WARM_UP, make_warm_up
 
 if TYPE_CHECKING:
-    from comfy_tpu.pipeline.model_files import ModelFiles
     from comfy_tpu.serving.uploads import Upload
 
 logger = logging.getLogger(__name__)
@@ -49,38 +46,6 @@ _LEARNED = 50
 """Jobs of earlier servers whose times are taken over."""
 _RETRY_SECONDS = 10.0
 """Where no job was measured yet."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    name: str
-    card: ModelCard
-    defaults: GenerationSettings
-    files: ModelFiles | None = None
-
-    @property
-    def kind(self) -> Kind:
-        return "image" if self.card.makes_images else "video"
-
-    @property
-    def presets(self) -> Mapping[str, Preset]:
-        return self.card.presets if self.files is None else self.files.presets
-
-    def chosen_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that a request chooses: its own, those of its preset and of its size."""
-        size = values.get("size")
-        sizes = self.card.sizes if size is None else {size: {}, **self.card.sizes}  # a server before took others
-        return choose_settings(values, sizes, self._preset_settings(values))
-
-    def _preset_settings(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings of a request's preset. "auto" is decided by the names of its LoRAs; what the model itself was
-        made for is known when its pipeline is opened."""
-        name = values.get("preset")
-        if name == AUTO:
-            paths = (Path(split_lora(each)[0]) for each in values.get("lora", ()))
-            name = next(filter(None, (recognise_file(path, {}, self.presets) for path in paths)), None)
-        preset = None if name is None else self.presets.get(name)
-        return {} if preset is None else preset.settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,11 +322,3 @@ def _settings(request: Request, model: ServedModel) -> GenerationSettings:
 
 def _suffix(kind: Kind) -> str:
     return ".png" if kind == "image" else ".mp4"
-
-
-def open_served_model(name: str) -> ServedModel:
-    """Finds a model, and downloads it if needed."""
-    from comfy_tpu.pipeline.model_files import ModelFiles
-
-    files = ModelFiles.open(name)
-    return ServedModel(name, files.family.card, files.defaults, files)

@@ -30,7 +30,8 @@ from comfy_tpu.serving.downloads import Download
 from comfy_tpu.serving.error_answers import make_error
 from comfy_tpu.serving.event_streams import stream_events
 from comfy_tpu.serving.orders import LORAS_MAX, find_lora
-from comfy_tpu.serving.service import NotFoundError, ServedModel, Service
+from comfy_tpu.serving.served_model import ServedModel
+from comfy_tpu.serving.service import NotFoundError, Service
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles

@@ -1,0 +1,58 @@
+"""A model that a server has: its card, its defaults, and the settings that a request chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import ModelCard, Preset
+from comfy_tpu.families.presets import AUTO, recognise_file
+from comfy_tpu.jobs.opening import choose_settings
+from comfy_tpu.jobs.request import split_lora
+from comfy_tpu.jobs.served_ledger import Kind
+
+if TYPE_CHECKING:
+    from comfy_tpu.pipeline.model_files import ModelFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    name: str
+    card: ModelCard
+    defaults: GenerationSettings
+    files: ModelFiles | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "image" if self.card.makes_images else "video"
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        return self.card.presets if self.files is None else self.files.presets
+
+    def chosen_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a request chooses: its own, those of its preset and of its size."""
+        size = values.get("size")
+        sizes = self.card.sizes if size is None else {size: {}, **self.card.sizes}  # a server before took others
+        return choose_settings(values, sizes, self._preset_settings(values))
+
+    def _preset_settings(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a request's preset. "auto" is decided by the names of its LoRAs; what the model itself was
+        made for is known when its pipeline is opened."""
+        name = values.get("preset")
+        if name == AUTO:
+            paths = (Path(split_lora(each)[0]) for each in values.get("lora", ()))
+            name = next(filter(None, (recognise_file(path, {}, self.presets) for path in paths)), None)
+        preset = None if name is None else self.presets.get(name)
+        return {} if preset is None else preset.settings
+
+
+def open_served_model(name: str) -> ServedModel:
+    """Finds a model, and downloads it if needed."""
+    from comfy_tpu.pipeline.model_files import ModelFiles
+
+    files = ModelFiles.open(name)
+    return ServedModel(name, files.family.card, files.defaults, files)
