@@ -39,9 +39,7 @@ STOCK = {
     "SaveImage": _node([_input("images", "IMAGE"), _input("filename_prefix", "STRING")], is_output_node=True),
     "LoadImage": _node([_input("image", "COMBO")], ("IMAGE", "IMAGE"), ("MASK", "MASK")),
     "LoadVideo": _node([_input("file", "COMBO")], ("VIDEO", "VIDEO")),
-    "GetVideoComponents": _node(
-        [_input("video", "VIDEO")], ("images", "IMAGE"), ("audio", "AUDIO"), ("fps", "FLOAT")
-    ),
+    "GetVideoComponents": _node([_input("video", "VIDEO")], ("images", "IMAGE"), ("audio", "AUDIO"), ("fps", "FLOAT")),
     "VAELoader": _node([_input("vae_name", "COMBO")], ("VAE", "VAE")),
     "VAEDecode": _node([_input("samples", "LATENT"), _input("vae", "VAE")], ("IMAGE", "IMAGE")),
     "UNETLoader": _node(

@@ -283,3 +283,23 @@ def test_loras_find_the_modules_of_the_control() -> None:
     assert names["vace_proj_in"] == {"vace_blocks.0.before_proj", "vace_blocks.0.proj_in"}
     assert names["vace_blocks.1.proj_out"] == {"vace_blocks.1.after_proj"}
     assert set(lora_names("vace_blocks.1.attn1.to_q", (8, 8))) == {"vace_blocks.1.self_attn.q"}
+
+
+def test_windows_have_their_own_frames_of_the_control() -> None:
+    pipeline = opened("2.1", "single")
+    chosen = settings(
+        pipeline, 48, 80, num_frames=33, context="static", context_frames=17, context_overlap=0, num_inference_steps=1
+    )
+
+    def latents(frames: np.ndarray) -> torch.Tensor:
+        embeddings = pipeline.encode(PROMPT, chosen, GivenMedia(videos={"video": Frames(frames)}))
+        return pipeline.denoise(embeddings, chosen)
+
+    frames = clip(frames=33, size=(80, 48))
+    changed = np.concatenate((frames[:21], 255 - frames[21:]))
+    first, second = latents(frames), latents(changed)
+    assert torch.equal(first[:, :, :4], second[:, :, :4]), "of the first window alone"
+    assert (first[:, :, 6:] - second[:, :, 6:]).abs().amax() > 1e-3
+    media = GivenMedia(references=tuple(small_vace.pictures(1)))
+    with pytest.raises(InvalidValueError, match="reference is for videos that are made whole, and 33 frames"):
+        pipeline.encode(PROMPT, chosen, media)
