@@ -26,6 +26,7 @@ WAN = {
     "Wan-AI/Wan2.1-VACE-14B-diffusers": "1280x720x81",
     "Wan-AI/Wan2.1-VACE-1.3B-diffusers": "848x480x81",
     "linoyts/Wan2.2-VACE-Fun-14B-diffusers": "1280x720x81",
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers": "1280x720x200",
 }
 
 
@@ -62,7 +63,8 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str, tpu: str) -> None:
     assert facts.square_arrays == ()
     cross = 3 if model.config.get("image_dim") else 2  # the video's own, the prompt's, and an image's
     rotations = 2  # of queries and of keys
-    kinds = 2 if model.config.get("vace_layers") else 1  # of blocks, which may call the same kernels
+    # Of blocks, which may call the same kernels: those of a control, or before and after a face is read.
+    kinds = 2 if model.config.get("vace_layers") or model.config.get("motion_encoder_size") else 1
     assert 1 + rotations <= facts.kernels <= kinds * (cross + rotations)
 
 

@@ -156,7 +156,7 @@ def test_stages_hand_all_segments_on(tmp_path: Path) -> None:
     [
         (
             ["--pose-video", "clip.mp4", "--face-video", "clip.mp4"],
-            "--image is missing: model {model} shows what an image shows; give one",
+            "--image is missing: model {model} begins with an image; give one",
         ),
         (["--image", "person.png"], "--pose-video is missing: model {model} needs the poses"),
         (["--image", "person.png", "--pose-video", "clip.mp4"], "--face-video is missing: model {model} needs the"),

@@ -292,8 +292,7 @@ def check_images(model: str, wanted: ImageInput | None, count: int, settings: Ge
             )
         return
     if wanted.required and not count:
-        use = "shows what an image shows" if wanted.role == "reference" else "begins with an image"
-        raise InvalidValueError(f"image is missing: model {model} {use}; give one", field="image")
+        raise InvalidValueError(f"image is missing: model {model} begins with an image; give one", field="image")
     if wanted.role == "reference":
         if count > wanted.max_images:
             raise InvalidValueError(
