@@ -106,6 +106,15 @@ def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.Mo
         assert error <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_exact_form_of_a_block_in_several_parts(dtype: Any) -> None:
+    config = dataclasses.replace(CONFIG, block_sizes=BlockSizes(query=384, key=256, key_compute=128))
+    case = Adversarial(heads=4, kv_heads=4, queries=380, scale=1.0, kinds=EXACT)
+    got, expected = run(case, config, dtype=dtype)
+    for head, kind in enumerate(case.kinds):
+        assert relative_error(got[:, head], expected[:, head]) <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
+
+
 class ShiftedKeys(Adversarial):
     """Keys with a large common part: their norms say little about their scores' differences."""
 
