@@ -11,7 +11,7 @@ from comfy_tpu.config import BlockSizes
 from comfy_tpu.kernels import tuning
 from comfy_tpu.planning.schedule_files import parse_schedule
 from tools.tune_attention.__main__ import choose_tiles, count_bundles
-from tools.tune_attention.kernel_schedule import describe_kernel
+from tools.tune_attention.kernel_schedule import describe_kernel, read_vmem
 
 # The splash kernel for v6e with tiles of 512, head size 128, bfloat16, by libtpu 0.0.51. Of the listing only the lines
 # with the ends of regions are kept.
@@ -90,3 +90,14 @@ def test_the_tile_with_the_fewest_bundles_is_chosen() -> None:
     assert [row["tile"] for row in chosen] == [[1024, 1024, 512]] * len(tuning.LENGTHS)
     close = {**small, "bounded": {"bundles": 1470}}
     assert [row["tile"] for row in choose_tiles([default, close])][-1] == [2048, 2048, 1024], "no gain over noise"
+
+
+@pytest.mark.parametrize(("offset", "used"), [(0, 13_787_136), (67_108_864, 80_900_096)])
+def test_vmem_of_a_kernel_without_what_lies_before_it(offset: int, used: int) -> None:
+    line = (
+        '%splash = bf16[1,65536,512] custom-call(), backend_config={"flag_configs":[],"scoped_memory_configs":'
+        f'[{{"memory_space":"1","offset":"{offset}","size":"67108864"}}],"used_scoped_memory_configs":'
+        f'[{{"memory_space":"1","offset":"0","size":"{used}"}}]}}'
+    )
+    assert read_vmem(line) == used - offset
+    assert read_vmem("%splash = bf16[1,65536,512] custom-call()") == 0
