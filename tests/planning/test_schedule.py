@@ -1,7 +1,6 @@
 """Schedules as libtpu writes them, and the time of a step that follows. schedule_sample is one small program of Wan."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -18,7 +17,12 @@ from comfy_tpu.parallel.chips import CHIPS, parse_slice
 from comfy_tpu.parallel.constraints import constrain
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.planning import compilation
-from comfy_tpu.planning.compilation import explain_refusal
+from comfy_tpu.planning.compilation import (
+    CompilationError,
+    compile_exported,
+    explain_refusal,
+    partition_exported,
+)
 from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.hlo_bytes import array_bytes, count_bytes
 from comfy_tpu.planning.schedule import kernel_cycles, read_step
@@ -254,11 +258,8 @@ def test_the_tpu_compiler_writes_schedules(capsys):
     assert "One step by schedule: " in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.tpu
-@needs_tpu_compiler
-def test_the_tpu_compiler_puts_gathers_beside_products(tmp_path):
-    sizes = MeshSizes(dp=2, sp=4)
+def gathering_program(sizes):
+    """A scan of four layers on v6e, each with a gather of weights over sp beside a product, as jax.export writes it."""
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
 
     def step(x, first, second):
@@ -273,12 +274,41 @@ def test_the_tpu_compiler_puts_gathers_beside_products(tmp_path):
 
     shape = (4, 4096, 4096)
     arguments = array((65_536, 4096), ("dp", "sp")), array(shape), array(shape, None, "sp")
-    (tmp_path / "program").write_bytes(jax.export.export(jax.jit(step), platforms=["tpu"])(*arguments).serialize())
-    request = compilation._request(V6E, sizes, "compile", tmp_path, schedule=True)
-    (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    compilation._run_process(tmp_path, "compile")
-    text = (tmp_path / "program.hlo").read_text(encoding="utf-8")
-    (gather,) = read_step(Path(request["schedule"]), text, V6E, sizes, "").collectives
+    return bytes(jax.export.export(jax.jit(step), platforms=["tpu"])(*arguments).serialize())
+
+
+GATHERING = MeshSizes(dp=2, sp=4)
+
+
+def test_any_exported_program_is_partitioned():
+    module = partition_exported(gathering_program(GATHERING), V6E, GATHERING)
+    (gather,) = module.collectives()
+    assert (gather.kind, gather.times, gather.axes(GATHERING)) == ("all-gather", 4, ("sp",))
+    assert gather.nbytes == 2 * 4096 * 4096
+    assert module.product_flops() == 4 * 2 * 2 * (65_536 // 8) * 4096 * 4096
+
+
+def test_a_program_that_is_none_is_refused():
+    with pytest.raises(CompilationError, match=r"XLA's partitioner refused the program: \w+"):
+        partition_exported(b"no program", V6E, GATHERING)
+
+
+def test_nothing_is_compiled_without_the_tpu_compiler(monkeypatch):
+    monkeypatch.setattr(compilation, "has_tpu_compiler", lambda: False)
+    with pytest.raises(CompilationError, match=r"libtpu, the TPU's compiler, is not installed; pip install"):
+        compile_exported(b"no program", V6E, GATHERING)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_tpu_compiler
+def test_the_tpu_compiler_puts_gathers_beside_products():
+    step, report = compile_exported(gathering_program(GATHERING), V6E, GATHERING)
+    (gather,) = step.collectives
     assert gather.times == 4
     assert gather.hidden_seconds == pytest.approx(gather.times * gather.transfer_seconds)
     assert gather.beside
+    assert step.seconds_by_part["products"] >= 2 * 4 * 2 * (65_536 // 8) * 4096 * 4096 / V6E.chip.flops
+    assert step.compiler == report["compiler"]
+    assert report["compiler"].startswith("libtpu ")
+    assert report["memory"]["argument_size_in_bytes"] > 0

@@ -94,6 +94,10 @@ def compile_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> tupl
 
     Raises CompilationError, ScheduleError.
     """
+    if not has_tpu_compiler():
+        raise CompilationError(
+            "libtpu, the TPU's compiler, is not installed; pip install 'comfy-tpu[tpu]' on Linux with x86_64"
+        )
     with _run_worker(serialized, slice_, sizes, "compile", schedule=True) as directory:
         text = (directory / "program.hlo").read_text(encoding="utf-8")
         report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
