@@ -9,8 +9,9 @@ import pytest
 
 from comfy_tpu.config import BlockSizes
 from comfy_tpu.kernels import tuning
-from comfy_tpu.planning.schedule_files import parse_schedule
+from comfy_tpu.planning.schedule_files import Region, parse_schedule
 from tools.tune_attention.__main__ import choose_tiles, count_bundles
+from tools.tune_attention.hidden_keys import describe_bodies
 from tools.tune_attention.kernel_schedule import describe_kernel, read_vmem
 
 # The splash kernel for v6e with tiles of 512, head size 128, bfloat16, by libtpu 0.0.51. Of the listing only the lines
@@ -101,3 +102,22 @@ def test_vmem_of_a_kernel_without_what_lies_before_it(offset: int, used: int) ->
     )
     assert read_vmem(line) == used - offset
     assert read_vmem("%splash = bf16[1,65536,512] custom-call()") == 0
+
+
+def make_region(number: int, **used: int) -> Region:
+    slots = {"MATMUL": 0, "EUP": 0, "VALU": 0, **used}
+    return Region(number, 1000 * number, 1000 * number + 100 + number, 0.0, slots, dict.fromkeys(slots, 1))
+
+
+def test_bodies_of_a_kernel_that_hides_keys() -> None:
+    bodies = [
+        make_region(1, MATMUL=90, EUP=64, VALU=300),
+        make_region(2, MATMUL=91, EUP=66, VALU=400),
+        make_region(3, MATMUL=92, EUP=64, VALU=200),
+        make_region(4, MATMUL=92, EUP=66, VALU=310),
+    ]
+    others = [make_region(5, MATMUL=9, EUP=2), make_region(0, VALU=1000)]
+    found = describe_bodies([*bodies, *others])
+    assert found == {"bounded": 104, "bounded, cut": 102, "exact": 105, "exact, cut": 103}
+    with pytest.raises(ValueError, match="expected two forms for whole and cut tiles, got 2 bodies"):
+        describe_bodies(bodies[:2])
