@@ -1,7 +1,9 @@
 """Schedules as libtpu writes them, and the time of a step that follows. schedule_sample is one small program of Wan."""
 
 import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.export
@@ -291,6 +293,32 @@ def test_any_exported_program_is_partitioned():
 def test_a_program_that_is_none_is_refused():
     with pytest.raises(CompilationError, match=r"XLA's partitioner refused the program: \w+"):
         partition_exported(b"no program", V6E, GATHERING)
+
+
+def test_a_compiler_that_writes_no_schedule_leaves_the_formula(tmp_path, monkeypatch):
+    def compile_without(directory, mode):
+        (directory / "program.hlo").write_text(PROGRAM, encoding="utf-8")
+        report = {"seconds": 1.0, "compiler": "libtpu 0.0", "memory": {}, "cost": {}}
+        (directory / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+    monkeypatch.setattr(compilation, "_run_process", compile_without)
+    monkeypatch.setattr(compilation, "has_tpu_compiler", lambda: True)
+    said = "libtpu wrote no schedule: this version does not know the flags that ask for one"
+    with pytest.raises(ScheduleError, match=said):
+        compile_exported(b"", V6E, SIZES)
+    facts = SimpleNamespace(
+        slice=V6E, sizes=SIZES, weight_shapes=(), work=SimpleNamespace(sequence=1, dense_max_tokens=2)
+    )
+    counts = compilation.count_program(SimpleNamespace(facts=facts, serialized=b""), "compile", schedule=True)
+    assert (counts.schedule, counts.schedule_refused) == (None, said)
+
+
+def test_short_steps_are_told_in_milliseconds(step):
+    short = dataclasses.replace(step, operations=(dataclasses.replace(step.operations[0], times=1, seconds=4e-4),))
+    lines = list(schedule_report.schedule_lines(short, _table))
+    assert [line.split()[:3] for line in lines if line.split()[:1] == ["part"]] == [["part", "ms", "share"]]
+    assert any("0.400" in line for line in lines)
+    assert "0.400 ms, 100%" in draw_schedule(short, "")
 
 
 def test_nothing_is_compiled_without_the_tpu_compiler(monkeypatch):
