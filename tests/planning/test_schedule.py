@@ -121,6 +121,24 @@ def test_an_array_that_is_updated_in_place_is_not_read():
     assert count_bytes(module, fusion) <= 2 * 256 * 1024 * 2 + 4
 
 
+SLICES = """
+ENTRY %main (a: bf16[4096,1024], c: s32[]) -> bf16[4096,1024] {
+  %a = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %c = s32[] parameter(1)
+  %part = bf16[256,1024]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%a, %c, %c), dynamic_slice_sizes={256,1024}
+  %copied = bf16[256,1024]{1,0:T(8,128)(2,1)} slice(%a), slice={[0:256], [0:1024]}
+  ROOT %set = bf16[4096,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %part, %c, %c)
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "parts"), [("part", 1), ("copied", 2), ("set", 1)])
+def test_a_slice_outside_of_a_fusion_touches_a_part_too(name, parts):
+    module = Module(SLICES)
+    (instruction,) = (item for item in module.computation("main") if item.name == name)
+    assert count_bytes(module, instruction) == parts * 256 * 1024 * 2
+
+
 def test_of_regions_that_exclude_each_other_the_smaller_is_counted():
     program, count = looped(
         *guarded("%p5_p5 = scmp.gt.s32.totalorder %s3, %s4", "p5_p5", 5, length=150),
