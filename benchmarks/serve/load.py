@@ -218,16 +218,24 @@ def describe_latencies(seen: Seen) -> dict[str, dict[str, float]]:
 
 
 def describe_memory(memory: list[Any], seconds: float) -> dict[str, Any]:
-    """From minute 3 on, or from the middle of a shorter run."""
+    """From minute 3 on, or from the middle of a shorter run. By minutes: the median, what the server holds; its single
+    samples have the buffers of the group that is denoised or decoded at that moment, too."""
     since = 180.0 if seconds > 240 else seconds / 2
     steady = [size for at, size, _ in memory if since <= at <= seconds]
     first, last = (statistics.mean(part) for part in (steady[:15], steady[-15:]))
+    minutes: dict[int, list[int]] = collections.defaultdict(list)
+    for at, size, _ in memory:
+        if since <= at <= seconds:
+            minutes[int((at - since) // 60)].append(size)
+    medians = [statistics.median(sizes) for sizes in minutes.values() if len(sizes) > 5]
     return {
         "since_second": since,
         "first_megabytes": round(first / 1e6, 1),
         "last_megabytes": round(last / 1e6, 1),
         "growth_percent": round(100 * (last / first - 1), 2),
-        "largest_deviation_percent": round(100 * max(abs(size / first - 1) for size in steady), 2),
+        "median_megabytes_by_minute": [round(size / 1e6, 1) for size in medians],
+        "largest_deviation_of_a_minute_percent": round(100 * max(abs(size / medians[0] - 1) for size in medians), 2),
+        "largest_deviation_of_a_sample_percent": round(100 * max(abs(size / first - 1) for size in steady), 2),
         "megabytes_by_second": [[at, round(size / 1e6, 1)] for at, size, _ in memory[::5]],
     }
 

@@ -24,6 +24,9 @@ def test_keys_of_the_command_line_and_the_environment() -> None:
         (["ann="], "is not NAME=KEY"),
         (["ann=short"], "fewer than 16"),
         ([f"ann={KEY}", f"ann={KEY}2"], "twice"),
+        ([f"ann={KEY}", f"bob={KEY}"], "is another client's, too"),
+        ([f"ann={KEY} 2"], "than a header can carry"),
+        ([f"ann={KEY}é"], "than a header can carry"),
     ],
 )
 def test_keys_that_are_refused(keys: list[str], reason: str) -> None:

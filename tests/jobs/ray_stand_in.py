@@ -19,7 +19,7 @@ from comfy_tpu.pipeline.progress import Progress
 class Executor:
     current_jobs = ()
 
-    def __init__(self, folder, *, batch_size, on_outcome, on_progress):
+    def __init__(self, folder, *, batch_size, on_outcome, on_progress, learns_colours=False):
         self._folder = folder
         self._on_outcome = on_outcome
         self._on_progress = on_progress
@@ -28,6 +28,7 @@ class Executor:
 
     def run(self, jobs):
         for job in jobs:
+            self.current_jobs = (job.id,)
             try:
                 self._on_outcome(self._carry_out(job))
             except Exception as error:  # noqa: BLE001 - as in the real one
@@ -41,12 +42,15 @@ class Executor:
             time.sleep(3600)
         for step in range(2):
             time.sleep(self._seconds / 2)
-            self._on_progress(Progress("denoising", "", step + 1, 2))
+            self._on_progress(Progress("denoising", "", step + 1, 2, preview=lambda row=0: None))
         with self._folder.writing() as directory:
             path = Path(self._folder.check_inside(directory, job.output))
             write_image(path, job.request)
             outputs = tuple(self._folder.place(directory, [job.output]))
         return Outcome(job.id, "done", outputs, seconds={"total": time.monotonic() - started})
+
+    def render_previews(self, fetch, wanted):
+        return tuple(b"a preview" if id_ in wanted else b"" for id_ in self.current_jobs)
 
     def close(self):
         pass

@@ -35,8 +35,8 @@ def make_actor(tmp_path):
     scratch.mkdir()
     actors = []
 
-    def make(output, module=MODULE):
-        actors.append(JobActor(ActorSetup("worker-1", str(output), 1, module, str(scratch))))
+    def make(output, module=MODULE, **options):
+        actors.append(JobActor(ActorSetup("worker-1", str(output), 1, module, str(scratch), **options)))
         return actors[-1]
 
     directory = ray_actor.tempfile.tempdir
@@ -70,6 +70,31 @@ def test_files_of_a_local_directory_are_returned(make_actor, tmp_path):
         assert content.startswith(b"\x89PNG")
     assert not (tmp_path / "batch").exists()
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_previews_of_jobs_that_the_driver_says_are_watched(make_actor, tmp_path):
+    actor = make_actor(tmp_path / "batch", makes_previews=True)
+    actor.happened(0.0, ("id-2",))
+    actor.give([make_job(number) for number in (1, 2, 3)])
+    shown, ended = {}, 0
+    while ended < 3:
+        for item in actor.happened(5.0, ("id-2",)).happened:
+            if isinstance(item, Event):
+                shown.update(dict(zip(item.jobs, item.previews, strict=False)))
+            else:
+                ended += 1
+    assert shown == {"id-2": b"a preview"}
+
+
+def test_a_preview_is_kept_though_the_next_step_is_told_with_it(make_actor, tmp_path, monkeypatch):
+    """Of a group's events only the last is sent."""
+    actor = make_actor(tmp_path / "batch", makes_previews=True)
+    told = [Event("w", "denoising", "", done, 2, ("a",), (b"seen",) if done == 1 else ()) for done in (1, 2)]
+    actor._thread = type("Thread", (), {"wait": lambda self, seconds: told})()
+    actor._is_started.set()
+    (event,) = actor.happened(0.1).happened
+    assert (event.done, event.previews) == (2, (b"seen",))
+    actor._thread = None
 
 
 def test_a_remote_directory_is_written_by_the_actor(make_actor, tmp_path):

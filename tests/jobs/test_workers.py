@@ -1,7 +1,9 @@
 """The thread that carries jobs out, the writer of videos, and files that come to the driver."""
 
 import contextlib
+import itertools
 import queue
+import sys
 import threading
 
 import pytest
@@ -88,6 +90,54 @@ def test_one_job_is_cancelled_and_the_next_begins():
         pass
     worker.cancel()
     worker.close()
+
+
+class QuickExecutor:
+    def __init__(self):
+        self.has_run = threading.Event()
+
+    def run(self, jobs):
+        self.has_run.set()
+
+    def close(self):
+        pass
+
+
+def interrupt_at(line, before):
+    """A trace function that raises KeyboardInterrupt at the n-th line that is run, after `before()`."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, argument):
+        if event == "line" and next(lines) == line:
+            before()
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_it_ends_wherever_ctrl_c_interrupts_a_new_group():
+    for line in itertools.count(1):
+        executor = QuickExecutor()
+        worker = WorkerThread("worker", 1, lambda *callbacks, executor=executor: executor)
+        # Where the group was handed over already, the thread waits for the next one before the interrupt.
+        sys.settrace(interrupt_at(line, lambda executor=executor: executor.has_run.wait(0.05)))
+        try:
+            worker.give([make_job(1)])
+        except KeyboardInterrupt:
+            is_interrupted = True
+        else:
+            is_interrupted = False
+        finally:
+            sys.settrace(None)
+        worker.cancel()
+        closing = threading.Thread(target=worker.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive(), f"interrupted at line {line}"
+        if not is_interrupted:
+            break
+    assert line > 3
 
 
 class FullFolder(Folder):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import json
 import socket
 import threading
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.serving.api import make_app
 from comfy_tpu.serving.config import Limits
 from comfy_tpu.serving.connections import make_server
 from tests.serving.stand_in import running
+from tests.serving.test_api import png
 
 KEYS = {"ann": "a-key-of-ann-0001", "bob": "a-key-of-bob-0001"}
 ANN = {"Authorization": f"Bearer {KEYS['ann']}"}
@@ -30,6 +29,7 @@ def listening(directory: Path, header_seconds: float = 20.0, **options: Any) -> 
     """The port of a real socket, with the HTTP server of `comfy-tpu serve`."""
     with running(directory, **options) as (_, service, _), socket.create_server(("127.0.0.1", 0)) as opened:
         server = make_server(make_app(service), header_seconds=header_seconds)
+        service.is_stopping = lambda: server.should_exit
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
         thread.start()
         try:
@@ -86,10 +86,10 @@ def test_half_open_connections_end(tmp_path: Path) -> None:
 
 
 def test_a_second_request_on_a_connection_has_its_time(tmp_path: Path) -> None:
-    with listening(tmp_path, header_seconds=1.0) as port:
-        connection = connect(port, head(port, "GET /healthz"))
+    # Not less: on a busy machine a second may pass between a connection and its first byte.
+    with listening(tmp_path, header_seconds=3.0) as port, connect(port, head(port, "GET /healthz")) as connection:
         assert status_of(connection.recv(65536)) == 200
-        time.sleep(1.5)  # longer than headers may take, but between two requests
+        time.sleep(3.5)  # longer than headers may take, but between two requests
         connection.sendall(head(port, "GET /healthz"))
         assert status_of(connection.recv(65536)) == 200
         connection.sendall(b"GET /hea")
@@ -198,81 +198,28 @@ def test_much_json_is_refused(tmp_path: Path) -> None:
         assert (answer.status_code, "bytes of JSON" in answer.json()["error"]["message"]) == (413, True)
 
 
-def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+def test_a_client_with_many_open_requests(tmp_path: Path) -> None:
+    """Others are served, and it, too, as soon as it has fewer."""
+    with listening(tmp_path, keys=KEYS, limits=Limits(client_requests=3)) as port, contextlib.ExitStack() as stack:
+        ann, bob = (f"Authorization: Bearer {key}" for key in KEYS.values())
+        fields = ("Content-Type: application/json", "Content-Length: 18", "Connection: close")
+        answer = read_all(connect(port, head(port, "POST /v1/videos", ann, *fields) + b'{"prompt": "wait"}'))
+        id_ = json.loads(answer.partition(b"\r\n\r\n")[2])["id"]
+        follow = head(port, f"GET /v1/videos/{id_}/events", ann)
+        held = [stack.enter_context(connect(port, follow)) for _ in range(3)]
+        assert [status_of(connection.recv(20)) for connection in held] == [200] * 3
 
+        def get(key: str) -> bytes:
+            return read_all(connect(port, head(port, "GET /v1/videos", key, "Connection: close")))
 
-def png_chunk(name: bytes, content: bytes) -> bytes:
-    return len(content).to_bytes(4, "big") + name + content + zlib.crc32(name + content).to_bytes(4, "big")
-
-
-def png_bomb(width: int, height: int) -> bytes:
-    """A file of a few bytes that says that it has many pixels."""
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\x00\x00\x00"
-    data = zlib.compress(b"\0" * 1000)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        png_chunk(*each) for each in ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
-    )
-
-
-def png_with_text(text: bytes) -> bytes:
-    """A text that is small when it is compressed."""
-    whole = encode(Image.new("RGB", (8, 8)), "PNG")
-    return whole[:33] + png_chunk(b"zTXt", b"a\0\0" + zlib.compress(text)) + whole[33:]
-
-
-FRAMES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-HOSTILE_IMAGES = {
-    "empty": b"",
-    "truncated PNG": encode(Image.effect_noise((64, 64), 9), "PNG")[:-700],
-    "truncated JPEG": encode(Image.new("RGB", (64, 64)), "JPEG")[:200],
-    "bomb": png_bomb(50_000, 50_000),
-    "large bomb": png_bomb(2**31 - 1, 2**31 - 1),
-    "no pixels": png_bomb(0, 0),
-    "text bomb": png_with_text(b"a" * 2**27),
-    "long": encode(Image.new("L", (1, 60_000)), "PNG"),
-    "wide": encode(Image.new("L", (60_000, 1)), "PNG"),
-    "animated PNG": encode(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]),
-    "animated WebP": encode(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]),
-    "animated GIF": encode(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
-    "TIFF": encode(FRAMES[0], "TIFF"),
-    "PDF": encode(FRAMES[0], "PDF"),
-    "ICO": encode(FRAMES[0], "ICO"),
-    "BMP": encode(FRAMES[0], "BMP"),
-    "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
-    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(id) system\n",
-    "ImageMagick": b"push graphic-context\nfill 'url(https://127.0.0.1/|id)'\n",
-    "ZIP": b"PK\x03\x04" + b"\0" * 100,
-    "JPEG, then HTML": b"\xff\xd8\xff\xe0<script>alert(1)</script>",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE_IMAGES)
-@pytest.mark.filterwarnings("default::PIL.Image.DecompressionBombWarning")
-def test_hostile_images(name: str, tmp_path: Path) -> None:
-    with running(tmp_path, "demo-image") as (client, service, _):
-        files = {"input_reference": ("a.png", HOSTILE_IMAGES[name], "image/png")}
-        answer = client.post("/v1/videos", data={"prompt": "a cat"}, files=files)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == "image"
-        assert service.ledger.counts().total == 0
-        assert list((tmp_path / "inputs").glob("video_*")) == []
-
-
-def test_images_by_what_they_are_not_by_their_names(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotated
-    names = ("a.png", "../../../etc/cron.d/a", "a.svg", "a\0b", "a" * 300)
-    with running(tmp_path / "served", "demo-image") as (client, service, _):
-        for name in names:
-            content = encode(Image.new("RGB", (64, 32)), "JPEG", exif=exif)
-            answer = client.post("/v1/videos", data={"prompt": "a"}, files={"input_reference": (name, content)})
-            assert answer.status_code == 200, answer.text
-            (path,) = service.ledger.find(answer.json()["id"]).request.values["image"]
-            assert Path(path).parent == tmp_path / "served" / "inputs"
-        assert [path.name for path in tmp_path.iterdir()] == ["served"]
+        refused = get(ann)
+        assert status_of(refused) == 429
+        assert b"retry-after: 1" in refused
+        assert status_of(get(bob)) == 200
+        held[0].close()
+        deadline = time.monotonic() + 20
+        while status_of(get(ann)) != 200:
+            assert time.monotonic() < deadline
 
 
 ADDRESSES = (
@@ -295,7 +242,7 @@ def test_addresses_are_not_fetched(address: str, tmp_path: Path) -> None:
             form = client.post("/v1/videos", data={"prompt": "a", field: address})
             assert (form.status_code, form.json()["error"]["param"]) == (400, field)
         for field in ("lora", "model", "last_image", "vae", "transformer", "output", "cache_dir"):
-            image = {"input_reference": encode(FRAMES[0], "PNG")}
+            image = {"input_reference": png(8, 8)}
             answer = client.post("/v1/videos", data={"prompt": "a", field: address}, files=image)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         assert service.ledger.counts().total == 0
@@ -427,10 +374,10 @@ def test_hostile_texts(name: str, tmp_path: Path) -> None:
 
 def test_methods_that_there_are_not(tmp_path: Path) -> None:
     with running(tmp_path) as (client, _, _):
-        for method in ("PUT", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "HEAD"):
+        for method in ("PUT", "PATCH", "OPTIONS", "TRACE", "PROPFIND"):
             answer = client.request(method, "/v1/videos")
             assert answer.status_code == 405
-            assert set(answer.headers["Allow"].split(", ")) <= {"GET", "POST"}
+            assert answer.headers["Allow"] == "GET, HEAD, POST"
         assert client.get("/nothing").json()["error"]["message"]
 
 

@@ -1,5 +1,7 @@
 """A server whose workers are Ray actors: jobs are shared, one is cancelled, a worker dies, nothing stays behind."""
 
+import base64
+import json
 import os
 import secrets
 import signal
@@ -52,6 +54,7 @@ def _order_and_watch(client: httpx2.Client, processes: Callable[[], list[int]]) 
     wait_for(lambda: _video(client, long)["progress"] > 0, 120, "a step of the long one")
     actors = [process for process in processes() if command_line(process).startswith(b"ray::JobActor")]
     assert len(actors) == 2
+    _wait_for_preview(client, long)
     begun = time.monotonic()
     client.post(f"/v1/videos/{long}/cancel")
     os.kill(actors[0], signal.SIGKILL)
@@ -61,6 +64,16 @@ def _order_and_watch(client: httpx2.Client, processes: Callable[[], list[int]]) 
     assert time.monotonic() - begun < 300  # the thousand steps of the cancelled one would take longer
     for seed in range(8, 12):
         _order(client, seed, steps=60)
+
+
+def _wait_for_preview(client: httpx2.Client, id_: str) -> None:
+    deadline = time.monotonic() + 120
+    with client.stream("GET", f"/v1/videos/{id_}/events") as events:
+        for line in events.iter_lines():
+            if line.startswith("data: ") and (url := json.loads(line[6:]).get("preview")):
+                assert base64.b64decode(url.partition(",")[2]).startswith(b"\xff\xd8")  # JPEG
+                return
+            assert time.monotonic() < deadline
 
 
 def _order(client: httpx2.Client, seed: int, steps: int = 4) -> str:

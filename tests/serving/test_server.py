@@ -2,8 +2,12 @@
 
 import base64
 import io
+import re
 import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
 ]
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def connect(server: RealServer) -> Any:
@@ -64,6 +71,42 @@ def test_images(tmp_path: Path) -> None:
         (image,) = map(_read, edited.data)
         assert image.size == (64, 64)
         assert image.tobytes() not in {each.tobytes() for each in images}
+
+
+def test_the_script_of_the_documents(tmp_path: Path) -> None:
+    """Word by word, but for the server's address, a model of 4 billion weights, and its size."""
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("serve.md", "serve.zh-CN.md")]
+    script, chinese = (re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0] for page in pages)
+    assert script == chinese
+    model = str(small_flux2.directory("klein"))
+    with RealServer(tmp_path / "served", models=["demo", model]) as server:
+        script = script.replace("http://127.0.0.1:8000", server.url)
+        script = script.replace("black-forest-labs/FLUX.2-klein-4B", model).replace("1024x1024", "64x64")
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script]
+        ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=500)
+        assert re.fullmatch(r"video_\w{24} completed a red circle moving left\n", ran.stdout)
+        assert connect(server).videos.list().data == []
+    assert (tmp_path / "circle.mp4").read_bytes()[4:8] == b"ftyp"
+    images = [Image.open(tmp_path / name).convert("RGB") for name in ("red.png", "blue.png")]
+    assert [image.size for image in images] == [(64, 64)] * 2
+    assert images[0].tobytes() != images[1].tobytes()
+
+
+def test_it_ends_while_somebody_follows_a_job(tmp_path: Path) -> None:
+    """The page always does. The next server has the job."""
+    with RealServer(tmp_path / "served", step_seconds=0.5) as server:
+        client = connect(server)
+        made = client.videos.create(model="demo", prompt="a red circle", extra_body={"num_inference_steps": 1000})
+        with urllib.request.urlopen(f"{server.url}/v1/videos/{made.id}/events", timeout=60) as events:
+            while b"denoising" not in events.readline():
+                pass
+            begun = time.monotonic()
+            server.end(signal.SIGTERM)
+            assert time.monotonic() - begun < 20
+            events.read()
+        server.start()
+        server.wait_until_ready()
+        assert client.videos.retrieve(made.id).status in ("queued", "in_progress")
 
 
 def _read(given: Any) -> Image.Image:

@@ -58,6 +58,40 @@ def test_steps_and_programs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     assert activity.idle_share == pytest.approx(1.8 / 12.0)
 
 
+def test_what_a_job_waits_for_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("comfy_tpu.serving.activity.time.monotonic", lambda: clock[0])
+    activity = Activity()
+    activity.begin(["a", "b"])
+    for stage, what, done, seconds in (
+        ("loading", "vae", 0, 0.0),
+        ("loading", "vae", 5, 2.0),
+        ("loading", "vae", 10, 1.0),
+        ("compiling", "step", 0, 0.5),
+        ("compiling", "step", 0, 0.0),  # XLA begins, the cache had none
+        ("compiling", "step", 10, 7.0),
+        ("compiling", "decode", 0, 0.0),
+        ("compiling", "decode", 10, 4.0),
+    ):
+        clock[0] += seconds
+        activity.note(Event("w", stage, what, done, 10, ("a",)))
+    assert activity.preparation_seconds("a") == {"loading": 3.0, "compiling": 11.0}
+    assert activity.preparation_seconds("b") == {}
+    activity.end(Outcome("a", "done"), "done")
+    assert activity.preparation_seconds("a") == {}
+
+
+def test_an_estimate_leaves_out_what_the_first_job_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Activity, "preparation_seconds", lambda self, id_: {"loading": 0.25, "compiling": 0.5})
+    with running(tmp_path) as (client, _, _):
+        wait_for(client, create(client)["id"], "completed")  # in one second, its worker says
+        assert create(client)["estimated_seconds"] == pytest.approx(0.25)
+        found = read_metrics(client)
+        assert found['comfy_tpu_stage_seconds_total{stage="compiling"}'] >= 0.5
+    with running(tmp_path) as (client, _, _):  # from the ledger
+        assert create(client)["estimated_seconds"] == pytest.approx(0.25)
+
+
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.INFO, "comfy_tpu.serving")

@@ -162,7 +162,7 @@ def _open_service(
     return Service(
         config,
         models,
-        lambda folder: RayWorkers(folder, ray, batch_size=size, report=print_message),
+        lambda folder: RayWorkers(folder, ray, batch_size=size, report=print_message, previews=previews),
         previews,
         planner=planner,
         tracer=tracer,
@@ -180,6 +180,7 @@ def _serve(service: Service, listening: socket.socket, tracer: Any | None) -> No
         server.should_exit = True
 
     service.on_failure = stop
+    service.is_stopping = lambda: server.should_exit
     with _short_turns():
         service.start()
         server.run(sockets=[listening])
@@ -215,6 +216,15 @@ def parse_keys(given: list[str], environment: Mapping[str, str]) -> dict[str, st
             raise InvalidValueError("api_key is not NAME=KEY; give a name to each key", field="api_key")
         if len(key) < 16:
             raise InvalidValueError(f"the api_key of {name} has fewer than 16 characters", field="api_key")
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise InvalidValueError(
+                f"the api_key of {name} has other characters than a header can carry; use letters and digits",
+                field="api_key",
+            )
+        if key in keys.values():
+            raise InvalidValueError(
+                f"the api_key of {name} is another client's, too; give each its own", field="api_key"
+            )
         if name in keys:
             raise InvalidValueError(f"api_key names {name} twice", field="api_key")
         keys[name] = key

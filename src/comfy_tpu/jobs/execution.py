@@ -40,6 +40,10 @@ from comfy_tpu.pipeline.video import VideoPipeline
 
 _TEXTS_MAX = 8
 """Encoded prompts that are kept. Those of Wan 2.1 have 16 MB each."""
+_PROGRAMS_MAX = 300
+"""Compiled programs that are kept, of about forty sizes: clients of a server choose sizes, and any number of them."""
+_SHAPES_MAX = 1000
+"""Shapes whose numbers of rows are remembered. Each image that a job begins with is another shape."""
 
 
 class Executor:
@@ -130,10 +134,18 @@ class Executor:
                 return
             group, waiting = waiting[:count], waiting[count:]
             shape_key = group[0].request.shape_key
+            if pipeline.running.compiled_count > _PROGRAMS_MAX:
+                self._forget_programs(pipeline)
             if is_small and shape_key == self._warm_shape and count <= max(self._rows_compiled[shape_key]):
                 self._lanes.run_beside(functools.partial(self._run_in_lane, pipeline, group))
             else:
                 self._lanes.run_alone(functools.partial(self._run_group, pipeline, group))
+
+    def _forget_programs(self, pipeline: VideoPipeline) -> None:
+        self._lanes.wait()
+        pipeline.running.forget_programs()
+        self._rows_compiled.clear()
+        self._warm_shape = None
 
     def _run_in_lane(self, pipeline: VideoPipeline, jobs: Sequence[Job], writer: Writer) -> None:
         try:
@@ -312,6 +324,8 @@ class Executor:
         embeddings = merge_embeddings([row.embeddings for row in padded])
         latents = pipeline.denoise(embeddings, settings, init_image, seeds=seeds)
         compiled.add(count)
+        for old in list(self._rows_compiled)[:-_SHAPES_MAX]:
+            self._rows_compiled.pop(old, None)
         seconds["denoising"] = time.monotonic() - begun
         frames = self._learn_colours(pipeline, latents, pipeline.decode(latents, settings))
         writer.write(rows, frames, started=started, seconds=seconds)

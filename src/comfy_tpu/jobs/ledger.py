@@ -139,7 +139,7 @@ class Ledger:
         self.path = path
         self.token = secrets.token_hex(8)
         self._lock = threading.RLock()
-        with _ledger_errors(path):
+        with ledger_errors(path):
             self._driver_lock = DriverLock(path, self.token)
             self._database = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
@@ -382,7 +382,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[None]:
-        with self._lock, _ledger_errors(self.path), self._transaction():
+        with self._lock, ledger_errors(self.path), self._transaction():
             yield
 
     @contextlib.contextmanager
@@ -400,9 +400,14 @@ class Ledger:
 class LedgerError(ComfyTpuError):
     """The ledger cannot be read or written."""
 
+    def __init__(self, message: str, reason: str = "") -> None:
+        """`reason`: in SQLite's words, without paths."""
+        super().__init__(message)
+        self.reason = reason or "an error"
+
 
 @contextlib.contextmanager
-def _ledger_errors(path: Path) -> Iterator[None]:
+def ledger_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -413,4 +418,4 @@ def _ledger_errors(path: Path) -> Iterator[None]:
             advice = "remove it: finished jobs are found again by results.jsonl"
         else:
             advice = "look at the rights of its directory"
-        raise LedgerError(f"the ledger {path} cannot be used ({text}); {advice}") from error
+        raise LedgerError(f"the ledger {path} cannot be used ({text}); {advice}", text) from error

@@ -37,6 +37,17 @@ class PreviewRate:
                     del self._watchers[id_]
                     self._last.pop(id_, None)
 
+    def watched(self) -> tuple[str, ...]:
+        """The jobs that somebody watches."""
+        with self._lock:
+            return tuple(self._watchers)
+
+    def watch(self, jobs: Sequence[str]) -> None:
+        """These are watched, and no others: what the process that knows the watchers told a worker of another one."""
+        with self._lock:
+            self._watchers = collections.Counter(jobs)
+            self._last = {id_: at for id_, at in self._last.items() if id_ in self._watchers}
+
     def take_due(self, jobs: Sequence[str]) -> frozenset[str]:
         """Those of the jobs whose previews are to be made now. May be called from several threads."""
         now = time.monotonic()

@@ -24,6 +24,7 @@ from comfy_tpu.jobs.driver import ModelFacts
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Job, OutputFile
 from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.worker_thread import ROWS_MAX, WorkerThread
 
@@ -49,6 +50,8 @@ class ActorSetup:
     worker_module: str = WORKER_MODULE
     scratch: str | None = None
     """A directory for temporary files, which the driver removes; None: the machine's."""
+    makes_previews: bool = False
+    """Of the jobs that the driver says are watched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,7 @@ class JobActor:
         self._setup = setup
         self._folder = ReturnedFolder() if Folder(setup.folder).local is not None else Folder(setup.folder)
         self._thread: WorkerThread | None = None
+        self._previews = PreviewRate() if setup.makes_previews else None
         self._lock = threading.Lock()
         self._is_first = True
         """Of the hosts that run one model: all compute the same, and the others' files are dropped."""
@@ -184,8 +188,11 @@ class JobActor:
             if self._thread is not None:
                 self._thread.cancel_job(id_)
 
-    def happened(self, timeout: float) -> Report:
-        """Outcomes and the last event of each group of jobs, as soon as there is one; none after `timeout` seconds."""
+    def happened(self, timeout: float, watched: tuple[str, ...] = ()) -> Report:
+        """Outcomes and the last event of each group of jobs, as soon as there is one; none after `timeout` seconds.
+        `watched`: jobs whose previews somebody wants."""
+        if self._previews is not None:
+            self._previews.watch(watched)
         end = time.monotonic() + timeout
         self._is_started.wait(timeout)
         if self._failure:
@@ -200,20 +207,27 @@ class JobActor:
         if is_over:
             self._is_fetched.set()
         outcomes = [self._with_contents(item) for item in items if isinstance(item, Outcome)]
-        events = {item.jobs: item for item in items if isinstance(item, Event)}.values()
-        return Report((*events, *outcomes) if self._is_first else (), is_over)
+        events: dict[tuple[str, ...], Event] = {}
+        for item in items:
+            if isinstance(item, Event):
+                before = events.get(item.jobs)
+                previews = item.previews or (before.previews if before is not None else ())
+                events[item.jobs] = dataclasses.replace(item, previews=previews)
+        return Report((*events.values(), *outcomes) if self._is_first else (), is_over)
 
     def _module(self) -> Any:
         return importlib.import_module(self._setup.worker_module)
 
     def _start(self) -> WorkerThread:
         executor, size = self._module().Executor, self._setup.batch_size
+        options = {"learns_colours": True} if self._previews is not None else {}
         return WorkerThread(
             self._setup.name,
             ROWS_MAX if size is None else size,
             lambda on_outcome, on_progress: executor(
-                self._folder, batch_size=size, on_outcome=on_outcome, on_progress=on_progress
+                self._folder, batch_size=size, on_outcome=on_outcome, on_progress=on_progress, **options
             ),
+            self._previews,
         )
 
     def _with_contents(self, outcome: Outcome) -> Outcome:

@@ -22,6 +22,7 @@ from comfy_tpu.jobs.driver import ModelFacts
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import Event, Outcome
+from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.ray_actor import WORKER_MODULE, ActorSetup, Hello, HostsPlace, JobActor, ModelRefusal, Report
 from comfy_tpu.jobs.ray_cluster import Cluster, Place, describe, find_slices, import_ray
 from comfy_tpu.jobs.ray_slices import SlicePlacement, parse_slice_name, worker_number
@@ -79,9 +80,15 @@ class RayWorkers:
     """Implements `driver.Workers`. To be made in the main thread, and closed."""
 
     def __init__(
-        self, folder: Folder, config: RayConfig, *, batch_size: int | None, report: Callable[[str], None]
+        self,
+        folder: Folder,
+        config: RayConfig,
+        *,
+        batch_size: int | None,
+        report: Callable[[str], None],
+        previews: PreviewRate | None = None,
     ) -> None:
-        """`report` shows the user a sentence."""
+        """`report` shows the user a sentence. `previews`: knows which jobs are watched; None: there are none."""
         self._ray = import_ray()
         if folder.address.startswith("memory://"):
             raise InvalidValueError(
@@ -92,6 +99,7 @@ class RayWorkers:
         self._config = config
         self._batch_size = batch_size
         self._report = report
+        self._previews = previews
         self._group_size = ROWS_MAX if batch_size is None else batch_size
         self._numbers = itertools.count(1)
         self._workers: list[_Worker] = []
@@ -315,13 +323,20 @@ class RayWorkers:
         self, options: list[dict[str, Any]], *, node_id: str = "", release: Callable[[], None] = lambda: None
     ) -> None:
         name = f"worker-{next(self._numbers)}"
+        # Not on several hosts: all would have to fetch the latents, and each learns at its own step who watches.
+        previews = self._previews if len(options) == 1 else None
         setup = ActorSetup(
-            name, self._folder.address, self._batch_size, self._config.worker_module, self._cluster.scratch
+            name,
+            self._folder.address,
+            self._batch_size,
+            self._config.worker_module,
+            self._cluster.scratch,
+            makes_previews=previews is not None,
         )
         # Three groups of threads in the actor: jobs are taken in their order, while questions stay open.
         kind = self._ray.remote(concurrency_groups={"give": 1, "ask": 1})(JobActor)
         actors = [kind.options(**each, max_restarts=0).remote(setup) for each in options]
-        self._workers.append(_Worker(self._ray, name, actors, node_id, self._cluster.nodes, release))
+        self._workers.append(_Worker(self._ray, name, actors, node_id, self._cluster.nodes, release, previews))
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
@@ -340,8 +355,10 @@ class _Worker:
         node_id: str,
         nodes: Callable[[], list[dict[str, Any]]],
         release: Callable[[], None],
+        previews: PreviewRate | None,
     ) -> None:
         self._ray = ray
+        self._previews = previews
         self.name = name
         self.actors = actors
         self.node_id = node_id
@@ -384,7 +401,9 @@ class _Worker:
         self.actors.sort(key=lambda actor: numbers.get(self._hellos[actor].node_id, 0))
 
     def _ask(self, actor: Any) -> None:
-        ref = actor.happened.options(concurrency_group="ask").remote(_POLL_SECONDS)
+        # A question is answered after each step: who begins to watch is known to the actor one step later.
+        watched = () if self._previews is None else tuple(set(self._previews.watched()).intersection(self.job_ids()))
+        ref = actor.happened.options(concurrency_group="ask").remote(_POLL_SECONDS, watched)
         self.asked[ref] = actor
 
     def give(self, jobs: list[Job]) -> None:

@@ -57,17 +57,23 @@ class WorkerThread:
         self._name = name
         self._preview_rate = previews
         self._group_size = group_size
-        self._groups: queue.Queue[list[Job] | None] = queue.Queue()
-        self._happened: queue.Queue[Outcome | Event] = queue.Queue()
+        # Not queue.Queue: Ctrl-C in the middle of its `put` may leave a waiter behind that takes the next wake-up, and
+        # the thread would never learn that there are no more groups.
+        self._groups: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._happened: queue.SimpleQueue[Outcome | Event] = queue.SimpleQueue()
         self._last: Request | None = None
         # Two counts, each changed by one thread only: `+=` of two threads would lose some.
         self._given = 0
         self._carried_out = 0
         self._is_cancelled = threading.Event()
+        self._lock = threading.Lock()
+        """Of the two sets below, where an outcome and a cancellation may meet."""
+        self._at_work: set[str] = set()
+        """The ids of jobs that were given and have no outcome."""
         self._unwanted: set[str] = set()
-        """The ids of jobs that were cancelled one by one."""
+        """Those of them that were cancelled one by one."""
         self._failure: BaseException | None = None
-        self._executor = make_executor(self._happened.put, self._on_progress)
+        self._executor = make_executor(self._report, self._on_progress)
         self._thread = threading.Thread(target=self._run, name="jobs")
         self._thread.start()
 
@@ -85,6 +91,7 @@ class WorkerThread:
     def give(self, jobs: list[Job]) -> str:
         self._given += 1
         self._last = jobs[0].request
+        self._at_work.update([job.id for job in jobs])  # at once, and without the lock: Ctrl-C may come anywhere here
         self._groups.put(jobs)
         return self._name
 
@@ -105,7 +112,9 @@ class WorkerThread:
 
     def cancel_job(self, id_: str) -> None:
         """Ends one job at the end of the step that is running. Those that share its steps go on, and it with them."""
-        self._unwanted.add(id_)
+        with self._lock:
+            if id_ in self._at_work:
+                self._unwanted.add(id_)
 
     def close(self) -> None:
         """Waits for the jobs that were given, or for the step that is running where they were cancelled."""
@@ -118,15 +127,20 @@ class WorkerThread:
                 wanted = [] if self._is_cancelled.is_set() else [job for job in jobs if job.id not in self._unwanted]
                 for job in jobs:
                     if job not in wanted:
-                        self._happened.put(Outcome(job.id, "returned"))
+                        self._report(Outcome(job.id, "returned"))
                 if wanted:
                     self._executor.run(wanted)
-                self._unwanted.difference_update(job.id for job in jobs)
                 self._carried_out += 1
         except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
             self._failure = error
         finally:
             self._executor.close()
+
+    def _report(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._at_work.discard(outcome.id)
+            self._unwanted.discard(outcome.id)
+        self._happened.put(outcome)
 
     def _on_progress(self, progress: Progress) -> None:
         jobs = self._executor.current_jobs

@@ -70,6 +70,8 @@ def fingerprint(images: Sequence[Image.Image]) -> str:
 def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits, which PIL would cut off at 255
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    if isinstance(image.info.get("transparency"), bytes):  # of a palette, of which PIL warns otherwise
+        image = image.convert("RGBA")
     return image.convert("RGB")
 
 

@@ -178,6 +178,15 @@ class RunningModel:
             self._programs[key] = component.program(function, on_event=self._on_program, trace_errors=errors, **options)
         return self._programs[key]
 
+    @property
+    def compiled_count(self) -> int:
+        """Compiled programs in memory: one for each function, size and number of videos."""
+        return sum(program.compiled_count for program in self._programs.values())
+
+    def forget_programs(self) -> None:
+        """Frees the compiled programs. Those that are used again come from the persistent cache, where there is one."""
+        self._programs.clear()
+
     def find_program(self, name: str) -> DeviceProgram:
         """The last made program of a name in progress reports: "transformer.denoise_step"."""
         return next(program for program in reversed(self._programs.values()) if program.name == name)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from comfy_tpu.jobs.outcome import Event, Outcome
 
 STEP_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper limits in seconds, for the histogram of steps."""
-_STAGES = ("loading", "compiling", "encoding", "denoising", "decoding", "total")
+PREPARATIONS = ("loading", "compiling")
+"""Stages that a job has or has not, by what was made before it."""
+_STAGES = (*PREPARATIONS, "encoding", "denoising", "decoding", "total")
 
 
 class Activity:
@@ -34,6 +36,10 @@ class Activity:
         self._busy_since = 0.0
         self._busy_seconds = 0.0
         self._last_steps: dict[tuple[str, ...], tuple[int, float]] = {}
+        self._preparing: dict[tuple[tuple[str, ...], str, str], float] = {}
+        """Since when, by jobs, stage and what is loaded or compiled."""
+        self._prepared: dict[str, dict[str, float]] = {}
+        """Seconds by stage, by the job that waited for them."""
 
     def begin(self, jobs: Iterable[str]) -> None:
         """Jobs were given to a worker."""
@@ -46,9 +52,11 @@ class Activity:
         progress = event.progress
         if progress is not None and progress.stage == "compiling" and progress.done:
             self.programs["cached" if progress.from_cache else "compiled"] += 1
+        now = time.monotonic()
+        if event.stage in PREPARATIONS:
+            self._note_preparation(event, now)
         if event.stage != "denoising":
             return
-        now = time.monotonic()
         if event.done:
             self.steps += 1
             done, at = self._last_steps.get(event.jobs, (0, now))
@@ -60,10 +68,26 @@ class Activity:
         if event.done == event.total:
             self._last_steps.pop(event.jobs, None)
 
+    def _note_preparation(self, event: Event, now: float) -> None:
+        key = (event.jobs, event.stage, event.what)
+        begun = self._preparing.setdefault(key, now)
+        if event.done < event.total:
+            return
+        del self._preparing[key]
+        for id_ in self._at_work.intersection(event.jobs):
+            seconds = self._prepared.setdefault(id_, {})
+            seconds[event.stage] = seconds.get(event.stage, 0.0) + now - begun
+
+    def preparation_seconds(self, id_: str) -> Mapping[str, float]:
+        """How long a job at work waited until weights were loaded and programs compiled."""
+        return dict(self._prepared.get(id_, {}))
+
     def end(self, outcome: Outcome, state: str) -> None:
         with self._lock:
             self._at_work.discard(outcome.id)
+            self._prepared.pop(outcome.id, None)
             if not self._at_work:
+                self._preparing.clear()
                 self._busy_seconds += time.monotonic() - self._busy_since
                 self._last_steps.clear()
         if state in self.finished:

@@ -7,15 +7,9 @@ import dataclasses
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.ledger import State
 from comfy_tpu.jobs.served_ledger import Record
 from comfy_tpu.serving.service import JobProgress, ServedModel
-
-
-class NotFoundError(InvalidValueError):
-    """There is no such job, or it is another client's."""
-
 
 STATUS: dict[State, str] = {
     "submitted": "queued",
@@ -82,7 +76,3 @@ def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
 
 def preview_url(content: bytes) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
-
-
-def describe_error(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -28,6 +28,8 @@ class Limits:
     """The longest side of an image."""
     queued_jobs: int = 1000
     """Jobs of all clients that wait; more are refused with 429."""
+    client_requests: int = 200
+    """Requests of one client with a key that are open at once: those that follow events, or wait for images, stay."""
     job_seconds: float | None = None
     """The longest that a job may take by its estimate; None: any time."""
 

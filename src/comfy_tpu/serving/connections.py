@@ -10,6 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+_STOP_SECONDS = 10
+"""How long downloads may go on after the server was told to end. Those who wait for jobs are told at once."""
 HEADER_SECONDS = 20.0
 """A request whose headers are not complete by then is answered with 408. uvicorn itself waits for ever, and whoever
 opened as many connections as there may be would have the server alone."""
@@ -28,6 +30,7 @@ def make_server(app: ASGIApp, *, header_seconds: float = HEADER_SECONDS) -> uvic
             access_log=False,
             server_header=False,
             timeout_keep_alive=10,
+            timeout_graceful_shutdown=_STOP_SECONDS,
             # Half of the files that a process may open: the other half is for the jobs.
             limit_concurrency=min(_CONNECTIONS_MAX, files // 2),
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -12,20 +14,24 @@ from types import MappingProxyType
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from comfy_tpu.serving.answers import describe_error
+from comfy_tpu.serving.error_answers import describe_error
 
 
 def find_client(authorization: str, keys: Mapping[str, str]) -> str | None:
     """The name of the client with this key; "" where there are no keys, None for a stranger. Every key is compared, in
-    the same time whether or not it is right."""
+    the same time whether or not it is right, and however long it is."""
     if not keys:
         return ""
     scheme, _, given = authorization.partition(" ")
     found = None
     for name, key in keys.items():
-        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+        if hmac.compare_digest(_digest(given.strip()), _digest(key)) and scheme.lower() == "bearer":
             found = name
     return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def is_foreign(headers: Headers) -> bool:
@@ -54,12 +60,15 @@ def _host_name(text: str) -> str:
 
 
 class Authentication:
-    """Refuses strangers (401), and pages of other sites where there are no keys (403); the others' name is
-    `request.state.client`."""
+    """Refuses strangers (401), pages of other sites where there are no keys (403), and a client with a key that has as
+    many requests open as one may (429); the others' name is `request.state.client`."""
 
-    def __init__(self, app: ASGIApp, keys: Mapping[str, str], open_paths: Collection[str]) -> None:
-        """`open_paths`: for those without a key, too."""
+    def __init__(
+        self, app: ASGIApp, keys: Mapping[str, str], open_paths: Collection[str], client_requests: int
+    ) -> None:
+        """`open_paths`: for those without a key, too. `client_requests`: the most at once of one client."""
         self._app, self._keys, self._open_paths = app, keys, open_paths
+        self._most, self._open_requests = client_requests, collections.Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,9 +83,16 @@ class Authentication:
         elif client is None and scope["path"] not in self._open_paths:
             message = "the key is missing or unknown; send Authorization: Bearer KEY"
             await _refuse(send, 401, message, code="invalid_api_key")
+        elif client and self._open_requests[client] >= self._most:
+            message = f"{self._most} requests of this client are open already; end some of them, or wait"
+            await _refuse(send, 429, message, code="too_many_requests", retry_seconds=1)
         else:
             scope.setdefault("state", {})["client"] = client or ""
-            await self._app(scope, receive, send)
+            self._open_requests[client or ""] += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._open_requests[client or ""] -= 1
 
 
 class BodyGuard:
@@ -141,12 +157,16 @@ class _RefusedError(BaseException):
         self.status = status
 
 
-async def _refuse(send: Send, status: int, message: str, *, code: str | None = None) -> None:
+async def _refuse(
+    send: Send, status: int, message: str, *, code: str | None = None, retry_seconds: int | None = None
+) -> None:
     content = json.dumps(describe_error(message, "invalid_request_error", code=code)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(content)).encode()),
         (b"connection", b"close"),  # what is left of the body is not read
     ]
+    if retry_seconds is not None:
+        headers.append((b"retry-after", str(retry_seconds).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +15,51 @@ from comfy_tpu.families.card import ModelCard
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.serving.config import ServeConfig
 
-IGNORED = frozenset(
-    ("user", "quality", "style", "background", "moderation", "output_compression", "output_format", "stream")
-)
-"""Fields of OpenAI's API that mean nothing here, and do no harm."""
+HINTS: dict[str, tuple[str, ...]] = {
+    "quality": ("auto", "standard", "hd", "low", "medium", "high"),
+    "style": ("vivid", "natural"),
+    "moderation": ("auto", "low"),
+}
+"""Fields of OpenAI's API that change nothing here, and what they may be."""
+FIXED: dict[str, tuple[str, ...]] = {
+    "background": ("auto", "opaque"),
+    "stream": ("false",),
+    "partial_images": ("0",),
+    "response_format": ("b64_json",),
+}
+"""Fields of OpenAI's API of whose meanings there is one here."""
+_LIMITED = {**HINTS, **FIXED}
 _SETTINGS = {field.name: field.type for field in dataclasses.fields(GenerationSettings)}
-SAME_FIELDS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames"}
+SAME_FIELDS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames", "n": "num_videos"}
 """Other names of settings."""
 _TEXTS = frozenset(("negative_prompt", "scheduler"))
 _SIZE = re.compile(r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$")
 _LORA_NAME = re.compile(r"[\w][\w .+-]*")
+_LORA = re.compile(r"[^:]*(:(?P<strength>(?!(high|low)$)[^:]+))?(:(?P<noise>high|low))?")
 LORAS_MAX = 16
 
 
 def make_request(
-    body: Mapping[str, Any], config: ServeConfig, card: ModelCard, defaults: GenerationSettings, images: Sequence[Path]
+    body: Mapping[str, Any], config: ServeConfig, card: ModelCard, defaults: GenerationSettings
 ) -> Request:
     """Raises InvalidValueError, with the field's name, for what the model or the server does not take. `body` has
     numbers as text where it came as a form."""
     values: dict[str, Any] = {**config.common, "model": str(body["model"]), "prompt": _prompt(body, config)}
+    values |= _size(body, card)
     for name, given in body.items():
         field = SAME_FIELDS.get(name, name)
-        if given is None or given == "" or name in IGNORED or name in _HANDLED:
+        if given is None or given == "" or name in _HANDLED:
             continue
-        if field not in _SETTINGS:
+        if name in _LIMITED:
+            _check_limited(name, given)
+        elif field == "strength" and card.starts_from_image:
+            values[field] = _strength(given)
+        elif field not in _SETTINGS:
             raise InvalidValueError(f"{name[:60]} is no field of this API; leave it out", field=name[:60])
-        values[field] = _text(name, given, config) if field in _TEXTS else _number(name, given)
-    values |= _size(body)
+        else:
+            values[field] = _text(name, given, config) if field in _TEXTS else _number(name, given)
     if "num_frames" not in values and body.get("seconds") not in (None, ""):
         values["num_frames"] = _frames(body["seconds"], card, values.get("fps", defaults.fps))
-    if images:
-        values["image"] = [str(path) for path in images]
     if body.get("lora"):
         loras = _as_list(body["lora"])
         if len(loras) > LORAS_MAX:
@@ -54,7 +68,32 @@ def make_request(
     return Request(values)
 
 
-_HANDLED = frozenset(("model", "prompt", "size", "seconds", "n", "response_format", "lora", "image", "input_reference"))
+_HANDLED = frozenset(("model", "prompt", "size", "seconds", "lora", "image", "input_reference", "user"))
+
+
+def rename_field(error: InvalidValueError, body: Mapping[str, Any]) -> InvalidValueError:
+    """The error by the name that the client used, where a field has several."""
+    if error.field in ("width", "height") and error.field not in body and body.get("size"):
+        return type(error)(f"size={str(body['size'])[:40]}: {error}", field="size")
+    for name, field in SAME_FIELDS.items():
+        if error.field == field and name in body and field not in body:
+            return type(error)(str(error).replace(field, name), field=name)
+    return error
+
+
+def _check_limited(name: str, given: Any) -> None:
+    """`given` may be text: in a form everything is."""
+    known = _LIMITED[name]
+    if not isinstance(given, (str, int)) or str(given).lower() not in known:
+        choices = f"leave it out, or send {' or '.join(known)}"
+        raise InvalidValueError(f"{name}={str(given)[:40]!r} is not offered here; {choices}", field=name)
+
+
+def _strength(given: Any) -> float:
+    strength = _number("strength", given)
+    if not 0 < strength <= 1:
+        raise InvalidValueError(f"strength={str(given)[:40]} is not a number over 0, up to 1", field="strength")
+    return float(strength)
 
 
 def _text(name: str, given: Any, config: ServeConfig) -> str:
@@ -76,13 +115,16 @@ def _prompt(body: Mapping[str, Any], config: ServeConfig) -> str:
     return prompt
 
 
-def _size(body: Mapping[str, Any]) -> dict[str, int]:
+def _size(body: Mapping[str, Any], card: ModelCard) -> dict[str, Any]:
     size = body.get("size")
     if size in (None, "", "auto"):
         return {}
+    if isinstance(size, str) and size.upper() in card.presets:
+        return dict(card.presets[size.upper()])
     match = _SIZE.fullmatch(str(size))
     if match is None:
-        raise InvalidValueError(f"size={str(size)[:40]!r} is not a size; write 832x480, or auto", field="size")
+        names = "".join(f", {name}" for name in sorted(card.presets))
+        raise InvalidValueError(f"size={str(size)[:40]!r} is not a size; write 832x480{names}, or auto", field="size")
     return {"width": int(match[1]), "height": int(match[2])}
 
 
@@ -119,10 +161,15 @@ def find_lora(name: str, config: ServeConfig) -> Path:
 
 
 def _lora(given: Any, config: ServeConfig) -> str:
-    """The path of a LoRA, and its strength."""
-    name, _, strength = str(given).partition(":")
-    path = find_lora(name, config)
-    return f"{path}:{_number('lora', strength)}" if strength else str(path)
+    """The path of a LoRA, its strength, and for which of two transformers it is."""
+    match = _LORA.fullmatch(str(given))
+    path = find_lora(str(given).partition(":")[0], config)
+    if match is None:
+        raise InvalidValueError(
+            f"lora={str(given)[:80]!r} is not NAME, NAME:STRENGTH, NAME:high or NAME:STRENGTH:low", field="lora"
+        )
+    strength = f":{_number('lora', match['strength'])}" if match["strength"] else ""
+    return f"{path}{strength}{':' + match['noise'] if match['noise'] else ''}"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from comfy_tpu.parallel.workload import Workload
     from comfy_tpu.pipeline.model_files import ModelFiles
     from comfy_tpu.pipeline.video import VideoPipeline
+
+
+_SHAPES_MAX = 1000
+"""Shapes whose counts are remembered: clients choose them, and any number of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +56,16 @@ class _Counter:
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
         key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length)
-        if key not in self._known:
-            with self._locks.setdefault(key, threading.Lock()):
-                if key not in self._known:
-                    self._known[key] = self._try_count(model, settings)
-        return self._known[key]
+        with contextlib.suppress(KeyError):
+            return self._known[key]
+        with self._locks.setdefault(key, threading.Lock()):
+            if key in self._known:
+                return self._known[key]
+            cost = self._known[key] = self._try_count(model, settings)
+            self._locks.pop(key, None)
+            for old in list(self._known)[:-_SHAPES_MAX]:
+                self._known.pop(old, None)
+            return cost
 
     def _try_count(self, model: str, settings: GenerationSettings) -> StepCost | None:
         try:

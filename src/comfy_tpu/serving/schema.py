@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.serving.orders import IGNORED, SAME_FIELDS
+from comfy_tpu.serving.orders import FIXED, HINTS, SAME_FIELDS
 
 _TYPES: dict[type, dict[str, Any]] = {
     int: {"type": "integer", "minimum": 0},
@@ -16,17 +16,33 @@ _TYPES: dict[type, dict[str, Any]] = {
 _SETTINGS: dict[str, dict[str, Any]] = {
     field.name: _TYPES[type(field.default)] for field in dataclasses.fields(GenerationSettings)
 }
+
+
+def _as_json(text: str) -> str | bool | int:
+    """A value as JSON has it, of a field that is text in a form."""
+    return {"false": False, "0": 0}.get(text, text)
+
+
 _FIELDS: dict[str, dict[str, Any]] = {
     "model": {"type": "string", "description": "As /v1/models has it; the first one, if none is named."},
     "prompt": {"type": "string", "minLength": 1, "maxLength": 10_000},
-    "size": {"type": "string", "pattern": "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"},
+    "size": {"type": "string", "description": "832x480, 480P as the model has it, or auto."},
     "seconds": {"type": ["string", "number"], "description": "Becomes the nearest number of frames."},
-    "lora": {"type": ["string", "array"], "items": {"type": "string"}, "description": "NAME or NAME:STRENGTH."},
+    "lora": {"type": ["string", "array"], "items": {"type": "string"}, "description": "NAME[:STRENGTH][:high|low]."},
     **_SETTINGS,
     **{name: _SETTINGS[field] for name, field in SAME_FIELDS.items()},
-    **{name: {"description": "Of OpenAI's API; ignored."} for name in sorted(IGNORED)},
+    "strength": {"type": "number", "description": "How much of the image is redrawn, where a model starts from one."},
+    "user": {"type": "string", "description": "Of OpenAI's API; changes nothing."},
+    **{
+        name: {"enum": list(values), "description": "Of OpenAI's API; changes nothing."}
+        for name, values in HINTS.items()
+    },
+    **{name: {"enum": [_as_json(each) for each in values]} for name, values in FIXED.items()},
 }
-_IMAGE_FIELDS = {"n": _SETTINGS["num_videos"], "response_format": {"type": "string"}}
+_ANSWER_FIELDS = {
+    "output_format": {"enum": ["png", "jpeg", "webp"]},
+    "output_compression": {"type": "integer", "minimum": 0, "maximum": 100, "description": "Of jpeg and webp."},
+}
 _FILES = {
     name: {"type": "array", "items": {"type": "string", "format": "binary"}, "description": "PNG, JPEG or WebP."}
     for name in ("image", "image[]", "input_reference")
@@ -97,7 +113,7 @@ DELETED: dict[str, Any] = {
 }
 IMAGES: dict[str, Any] = {
     "type": "object",
-    "required": ["created", "data", "id"],
+    "required": ["created", "data", "id", "output_format"],
     "properties": {
         "created": {"type": "integer"},
         "data": {
@@ -105,6 +121,7 @@ IMAGES: dict[str, Any] = {
             "items": {"type": "object", "required": ["b64_json"], "properties": {"b64_json": {"type": "string"}}},
         },
         "id": {"type": "string"},
+        "output_format": {"enum": ["png", "jpeg", "webp"]},
     },
 }
 _STAGE_FIELDS: dict[str, dict[str, Any]] = {
@@ -130,7 +147,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         "is no such thing, 405 no such method, 408 too slow, 409 not now, 413 too large, 429 the queue is full.",
         **_content("application/json", _ERROR),
     },
-    "503": {"description": "The ledger cannot be written.", **_content("application/json", _ERROR)},
+    "503": {
+        "description": "No job can be carried out, or the ledger cannot be written.",
+        **_content("application/json", _ERROR),
+    },
 }
 """Of every route."""
 FAILED_JOB: dict[int | str, dict[str, Any]] = {
@@ -158,9 +178,9 @@ def events() -> dict[int | str, dict[str, Any]]:
     return {"200": {"description": "Each has a job in JSON", **_content("text/event-stream", event)}}
 
 
-def order_body(*, is_image: bool) -> dict[str, Any]:
-    """`openapi_extra` of a route that takes an order."""
-    fields = {**_FIELDS, **_IMAGE_FIELDS} if is_image else _FIELDS
+def order_body(*, is_answered: bool = False) -> dict[str, Any]:
+    """`openapi_extra` of a route that takes an order. `is_answered`: the images are in the answer."""
+    fields = {**_FIELDS, **_ANSWER_FIELDS} if is_answered else _FIELDS
     order = {"type": "object", "required": ["prompt"], "properties": fields, "additionalProperties": False}
     form = {**order, "properties": {**fields, **_FILES}}
     content = {"application/json": {"schema": order}, "multipart/form-data": {"schema": form}}

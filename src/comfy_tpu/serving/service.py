@@ -8,32 +8,31 @@ import hashlib
 import itertools
 import json
 import logging
-import re
-import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.families.card import ModelCard
-from comfy_tpu.families.settings import make_settings
+from comfy_tpu.families.settings import check_images, make_settings
 from comfy_tpu.jobs.folder import Folder
-from comfy_tpu.jobs.ledger import NewJob
+from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
-from comfy_tpu.jobs.served_ledger import Kind, Order, Record, ServedLedger
+from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger, new_id
 from comfy_tpu.pipeline.progress import Progress
-from comfy_tpu.serving.activity import Activity
+from comfy_tpu.serving.activity import PREPARATIONS, Activity
 from comfy_tpu.serving.admission import Admission
 from comfy_tpu.serving.config import ServeConfig
 from comfy_tpu.serving.estimates import Estimator
 from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.planner import Planner
+from comfy_tpu.serving.retention import Sweeper
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
 from comfy_tpu.serving.tracing import record_job
 from comfy_tpu.serving.warm_up import WARM_UP, make_warm_up
@@ -43,10 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGE_PREFIX = "stage_"
-_JOB_FILE = re.compile(r"(video|image|stage)_[0-9a-f]{24}")
-_SWEEP_SECONDS = 60.0
-_STRAY_SECONDS = 3600.0
 _LEARNED = 50
 """Jobs of earlier servers whose times are taken over."""
 _RETRY_SECONDS = 10.0
@@ -81,6 +76,14 @@ class JobProgress:
         return 100 * self.done // self.total if self.stage == "denoising" and self.total else 0
 
 
+class NotFoundError(InvalidValueError):
+    """There is no such job, or it is another client's."""
+
+
+class UnavailableError(ComfyTpuError):
+    """No job can be carried out, for now or until somebody mends the server."""
+
+
 class Service:
     def __init__(
         self,
@@ -104,7 +107,8 @@ class Service:
         self.started_at = time.time()
         self._progress: dict[str, JobProgress] = {}
         self._is_ready = threading.Event()
-        self._is_closed = threading.Event()
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Whether the server was told to end: whoever waits for a job is not to wait any longer."""
         self.activity = Activity()
         self.estimator = Estimator(planner)
         self._admission = Admission(planner, self.estimator, config.limits.job_seconds)
@@ -119,11 +123,17 @@ class Service:
             self.folder,
             self._workers,
             first=make_warm_up(first.name, first.card, first.defaults, config.common, self.inputs),
+            measure=self.activity.preparation_seconds,
             on_given=lambda jobs: self.activity.begin(job.id for job in jobs),
             on_event=self._on_event,
             on_outcome=self._on_outcome,
+            on_failure=lambda error: self._fail(f"{type(error).__name__}: {error}"),
         )
-        self._sweeper = threading.Thread(target=self._sweep, name="retention", daemon=True)
+        self._sweeper = Sweeper(self.ledger, config.directory, self.inputs, config.retention, self.remove)
+
+    def enforce_retention(self) -> None:
+        """Removes what is not kept any longer. By itself this happens once a minute."""
+        self._sweeper.sweep()
 
     def start(self) -> None:
         """Makes one step with the first model, and begins with the jobs that wait."""
@@ -141,19 +151,33 @@ class Service:
     def _record_time(self, record: Record) -> None:
         model, seconds = self.models.get(record.request.model), record.seconds.get("total")
         if model is not None and seconds and "stage" not in record.request.values:
+            # What the first job of a shape waits for is not what the next one will take.
+            work = seconds - sum(record.seconds.get(stage, 0.0) for stage in PREPARATIONS)
             with contextlib.suppress(InvalidValueError):  # of a server that took other values
-                self.estimator.record(model.name, _settings(record.request, model), seconds)
+                self.estimator.record(model.name, _settings(record.request, model), max(work, 0.0))
 
     def close(self) -> None:
         """Running jobs are given back, for the next server."""
-        self._is_closed.set()
-        self._scheduler.close()
-        self.ledger.close()
+        self._sweeper.close()
+        try:
+            self._scheduler.close()
+        finally:
+            self.ledger.close()
 
     @property
     def is_ready(self) -> bool:
         """Whether a step was made in this process, and the next would be."""
-        return self._is_ready.is_set() and self._scheduler.failure is None
+        return self._is_ready.is_set() and not self.problem
+
+    @property
+    def problem(self) -> str:
+        """Why no job can be carried out, for good or at the moment; empty where that is not so. Without paths: those
+        without a key may see it, too."""
+        return "no worker is left; the log says why" if self.failure else self._scheduler.trouble
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self.on_failure()
 
     def find_model(self, name: Any) -> ServedModel:
         if name is None or name == "":
@@ -167,23 +191,31 @@ class Service:
     def accept(
         self, body: Mapping[str, Any], kind: Kind, client: str, key: str | None, images: Sequence[bytes] = ()
     ) -> Record:
-        """The job of an order, which is in the ledger by then. Raises InvalidValueError, QueueFullError or
-        KeyUsedError."""
+        """The job of an order, which is in the ledger by then. Raises InvalidValueError, QueueFullError, KeyUsedError,
+        UnavailableError or NotFoundError."""
+        said = json.dumps([kind, dict(body), [hashlib.sha256(each).hexdigest() for each in images]], sort_keys=True)
+        order = Order(client, kind, key, hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest())
+        # Before anything else: what was accepted once is not refused the second time, whatever has changed since.
+        known = self.ledger.find_order(order)
+        record = None if known is None else self.ledger.find(known)
+        if record is not None:
+            return record
         model = self.find_model(body.get("model"))
         if model.kind != kind:
             raise InvalidValueError(f"model={model.name} makes {model.kind}s, not {kind}s", field="model")
-        self._check_images(model, images)
-        id_ = f"{kind}_{secrets.token_hex(12)}"
+        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults)
+        settings = _settings(request, model)
+        _check_images(model, request, len(images), settings)
+        order = dataclasses.replace(order, estimate=self._admission.admit(model.name, model.card, settings))
+        # After the plan, which may take seconds: ids are in the order in which jobs are accepted.
+        id_ = new_id(kind)
         paths = [self.inputs / f"{id_}-{number}" for number in range(len(images))]
-        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, paths)
-        seconds = self._admission.admit(model.name, model.card, _settings(request, model))
-        said = json.dumps([dict(body), [hashlib.sha256(each).hexdigest() for each in images]], sort_keys=True)
-        order = Order(client, kind, key, hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest(), seconds)
-        for path, content in zip(paths, images, strict=True):
-            path.write_bytes(content)
+        if images:
+            request = Request({**request.values, "image": [str(path) for path in paths]})
         try:
-            job = NewJob(id_, 0, request, f"{id_}{_suffix(kind)}")
-            accepted = self.ledger.accept(job, order, queue_limit=self.config.limits.queued_jobs)
+            for path, content in zip(paths, images, strict=True):
+                path.write_bytes(content)
+            accepted = self.submit(NewJob(id_, 0, request, f"{id_}{_suffix(kind)}"), order)
         except BaseException:
             self.remove_inputs(id_)
             raise
@@ -193,8 +225,23 @@ class Service:
         facts = {"job": accepted, "client": client, "model": model.name, **prompt}
         logger.info("job %s: accepted", accepted, extra=facts)
         record = self.ledger.find(accepted)
-        assert record is not None
+        if record is None:
+            raise NotFoundError(f"{accepted} was deleted as soon as it was accepted")
         return record
+
+    def submit(self, job: NewJob, order: Order) -> str:
+        """Puts a job into the ledger; its id, or that of the same order before. Raises QueueFullError, KeyUsedError or
+        UnavailableError."""
+        if self.problem:
+            raise UnavailableError(f"no job can be carried out ({self.problem}); try again later")
+        limit, clients = self.config.limits.queued_jobs, len(self.config.keys)
+        # Each client has its share of the queue, however many jobs another one has put into it.
+        share = max(1, limit // clients) if clients > 1 else None
+        try:
+            return self.ledger.accept(job, order, queue_limit=limit, client_share=share)
+        except LedgerError as error:  # a server without jobs writes nothing else, and would not know
+            self._scheduler.note_ledger_error(error)
+            raise
 
     def wait_seconds(self, record: Record) -> float | None:
         """Seconds until a job that waits begins, as far as they can be estimated."""
@@ -208,14 +255,6 @@ class Service:
         usual = self.estimator.usual_seconds() or _RETRY_SECONDS
         return max(1, min(600, round(usual / self._workers.count)))
 
-    @staticmethod
-    def _check_images(model: ServedModel, images: Sequence[bytes]) -> None:
-        takes = model.card.image
-        if images and takes is None:
-            raise InvalidValueError(f"model={model.name} takes no images; leave them out", field="image")
-        if not images and takes is not None and takes.required:
-            raise InvalidValueError(f"model={model.name} begins with an image; give one", field="image")
-
     def find(self, id_: str, client: str) -> Record | None:
         return self.ledger.find(id_, None if client == "" else client)
 
@@ -223,17 +262,24 @@ class Service:
         return self._progress.get(record.id, JobProgress())
 
     def cancel(self, id_: str) -> None:
-        if self.ledger.cancel(id_, "cancelled by the client") in ("leased", "running"):
-            self._scheduler.cancel_job(id_)  # of others a worker would remember the id for ever
+        state = self.ledger.cancel(id_, "cancelled by the client")
+        if state in ("leased", "running"):
+            self._scheduler.cancel_job(id_)
+        elif state == "submitted":
+            self.remove_inputs(id_)
         self._forget(id_)
 
     def remove(self, record: Record) -> None:
         """Ends the job, and removes its files."""
         self.cancel(record.id)
-        for output in record.outputs:
-            (self.config.directory / output.name).unlink(missing_ok=True)
+        now = self.ledger.find(record.id) or record  # it may have been finished since it was looked at
+        self._remove_outputs(now.outputs)
         self.remove_inputs(record.id)
         self.ledger.remove(record.id)
+
+    def _remove_outputs(self, outputs: Iterable[OutputFile]) -> None:
+        for output in outputs:
+            (self.config.directory / output.name).unlink(missing_ok=True)
 
     def output_path(self, record: Record, index: int) -> Path | None:
         """The file of a finished job; None where there is none."""
@@ -252,47 +298,25 @@ class Service:
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
         if outcome.id == WARM_UP:
-            for output in outcome.outputs:
-                (self.config.directory / output.name).unlink(missing_ok=True)
+            self._remove_outputs(outcome.outputs)
             self.activity.end(dataclasses.replace(outcome, seconds={}), "")
             if outcome.state == "done":
                 self._is_ready.set()  # events of a worker elsewhere come together, and only the last is kept
             if outcome.state == "failed":
                 logger.error("the first step failed: %s", outcome.error)
-                self.failure = outcome.error
-                self.on_failure()
+                self._fail(outcome.error)
             return
         self._forget(outcome.id)
         self.activity.end(outcome, state)
         if self._tracer is not None:
             record_job(self._tracer, outcome.id, state, outcome.seconds)
-        if outcome.id.startswith(STAGE_PREFIX):  # they are large, and nobody needs them again
-            record = self.ledger.find(outcome.id)
-            if record is None or record.state in self.activity.finished:
-                self.remove_inputs(outcome.id)
-        elif state == "done" and (record := self.ledger.find(outcome.id)) is not None:
+        if state in OVER:  # they may be large, and nobody needs them again
+            self.remove_inputs(outcome.id)
+        if state == "done" and (record := self.ledger.find(outcome.id)) is not None:
             self._record_time(record)
         if state == "cancelled":  # its client did not wait for the file
-            for output in outcome.outputs:
-                (self.config.directory / output.name).unlink(missing_ok=True)
+            self._remove_outputs(outcome.outputs)
         logger.info("job %s: %s", outcome.id, state, extra={"job": outcome.id, "state": state})
-
-    def _remove_strays(self) -> None:
-        """Inputs that no job has: their server was killed while they came. Those of another may be coming."""
-        for path in self.inputs.iterdir():
-            with contextlib.suppress(OSError):
-                is_old = time.time() - path.stat().st_mtime > _STRAY_SECONDS
-                if is_old and self.ledger.find(path.name.partition("-")[0]) is None:
-                    path.unlink()
-
-    def _remove_stray_outputs(self) -> None:
-        """Files of jobs that were cancelled or removed: their server was killed before it removed the file."""
-        for path in self.config.directory.iterdir():
-            if (match := _JOB_FILE.match(path.name)) is None:
-                continue
-            record = self.ledger.find(match[0])
-            if record is None or record.state in ("failed", "cancelled"):
-                path.unlink(missing_ok=True)
 
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)
@@ -301,26 +325,36 @@ class Service:
         for path in self.inputs.glob(f"{id_}-*"):
             path.unlink(missing_ok=True)
 
-    def _sweep(self) -> None:
-        self._remove_stray_outputs()
-        while not self._is_closed.wait(_SWEEP_SECONDS):
-            self.enforce_retention()
-
-    def enforce_retention(self) -> None:
-        """Removes what is too old, and the oldest files beyond the limit of bytes."""
-        kept = self.config.retention
-        for record in self.ledger.finished_before(time.time() - kept.seconds):
-            self.remove(record)
-        self._remove_strays()
-        total = 0
-        for id_, size in self.ledger.finished_bytes():
-            total += size
-            if total > kept.bytes and (found := self.ledger.find(id_)) is not None:
-                self.remove(found)
-
 
 def _settings(request: Request, model: ServedModel) -> GenerationSettings:
     return make_settings(model.defaults, choose_settings(request.values, model.card.presets), model.card.limits)
+
+
+def _check_images(model: ServedModel, request: Request, count: int, settings: GenerationSettings) -> None:
+    takes = model.card.image
+    if count and takes is None:
+        raise InvalidValueError(f"model={model.name} takes no images; leave them out", field="image")
+    if model.card.starts_from_image:
+        _check_strength(request.values.get("strength"), count, settings)
+        if count > 1:
+            raise InvalidValueError(
+                f"image is given {count} times, and model {model.name} starts from one; leave the others out",
+                field="image",
+            )
+        return
+    check_images(model.name, takes, count, settings)
+
+
+def _check_strength(strength: float | None, count: int, settings: GenerationSettings) -> None:
+    from comfy_tpu.pipeline.init_image import check_strength
+
+    if strength is None:
+        return
+    if not count:
+        raise InvalidValueError(
+            f"strength={strength} says how much of an image is redrawn, and there is none; give one", field="strength"
+        )
+    check_strength(strength, settings.num_inference_steps)
 
 
 def _suffix(kind: Kind) -> str:

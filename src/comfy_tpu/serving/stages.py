@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import secrets
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
 
 import comfy_tpu
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.settings import check_images, check_prompt, check_settings
 from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
-from comfy_tpu.jobs.served_ledger import Order, Record
+from comfy_tpu.jobs.served_ledger import OVER, Order, Record, new_id
 from comfy_tpu.serving import schema
-from comfy_tpu.serving.answers import STATUS, NotFoundError, describe_error
+from comfy_tpu.serving.answers import STATUS
 from comfy_tpu.serving.config import Limits
+from comfy_tpu.serving.downloads import Download
+from comfy_tpu.serving.error_answers import make_error
+from comfy_tpu.serving.event_streams import stream_events
 from comfy_tpu.serving.orders import LORAS_MAX, find_lora
-from comfy_tpu.serving.service import STAGE_PREFIX, ServedModel, Service
+from comfy_tpu.serving.service import NotFoundError, ServedModel, Service
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles
@@ -64,7 +64,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PATH}/{{stage}}", openapi_extra=schema.stage_body(), responses=schema.answer(schema.STAGE))
     async def create(stage: str, request: Request) -> dict[str, Any]:
-        id_, key = f"{STAGE_PREFIX}{secrets.token_hex(12)}", request.headers.get("idempotency-key") or None
+        id_, key = new_id("stage"), request.headers.get("idempotency-key") or None
         if key is not None and len(key) > 255:
             raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
         path = service.inputs / f"{id_}-input"
@@ -99,9 +99,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         record = find(id_, request)
         path = service.output_path(record, 0)
         if path is None:
-            message = f"stage {id_} has no result: it is {STATUS[record.state]}"
-            return JSONResponse(describe_error(message, "invalid_request_error", code="not_completed"), 409)
-        return FileResponse(path, media_type=_TYPE)
+            return make_error(409, f"stage {id_} has no result: it is {STATUS[record.state]}", code="not_completed")
+        return Download(path, media_type=_TYPE)
 
     @app.get(f"{PATH}/{{id_}}/preview", response_class=Response, responses=schema.file(_TYPE))
     async def preview(id_: str, request: Request) -> Response:
@@ -113,25 +112,23 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{PATH}/{{id_}}/events", response_class=StreamingResponse, responses=schema.events())
     async def events(id_: str, request: Request) -> Response:
-        find(id_, request)
-        return StreamingResponse(_stream(id_, request), media_type="text/event-stream")
+        last = ""
 
-    async def _stream(id_: str, request: Request) -> AsyncIterator[str]:
-        last, sent_at = "", time.monotonic()
-        while not await request.is_disconnected():
-            record = service.find(id_, request.state.client)
-            if record is None:
-                return
-            text, now = json.dumps(describe(record)), time.monotonic()
-            if text != last:
-                yield f"event: stage\ndata: {text}\n\n"
-                last, sent_at = text, now
-            elif now - sent_at > _ALIVE_SECONDS:
-                yield ": alive\n\n"
-                sent_at = now
-            if record.state in ("done", "failed", "cancelled"):
-                return
-            await asyncio.sleep(_POLL_SECONDS)
+        def look() -> tuple[str | None, bool]:
+            nonlocal last
+            record = find(id_, request)
+            before, last = last, json.dumps(describe(record))
+            return last if last != before else None, record.state in OVER
+
+        find(id_, request)
+        return stream_events(
+            request,
+            "stage",
+            look,
+            poll_seconds=_POLL_SECONDS,
+            is_stopping=service.is_stopping,
+            alive_seconds=_ALIVE_SECONDS,
+        )
 
 
 async def _receive(request: Request, path: Path) -> str:
@@ -172,7 +169,7 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
     if message.metadata.get("preview") == "true":
         values["preview"] = str(service.inputs / f"{id_}-preview")
     job = NewJob(id_, 0, jobs_request.Request(values), f"{id_}.safetensors")
-    return service.ledger.accept(job, order, queue_limit=service.config.limits.queued_jobs)
+    return service.submit(job, order)
 
 
 def _check_message(stage: str, message: StageMessage, model: ServedModel, limits: Limits) -> None:

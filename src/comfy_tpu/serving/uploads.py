@@ -65,7 +65,11 @@ async def _read_form(request: Request, limits: Limits) -> tuple[dict[str, Any], 
     except (HTTPException, MultiPartException, UnicodeError, ValueError) as error:
         if isinstance(error, InvalidValueError):
             raise
-        raise InvalidValueError("the form cannot be read, or has too many files or fields") from error
+        if "Too many files" in str(error):
+            raise InvalidValueError(
+                f"more than {limits.images} images are given; leave some out", field="image"
+            ) from error
+        raise InvalidValueError("the form cannot be read, or has too many fields") from error
     for content in images:
         await run_in_threadpool(check_image, content, limits)  # 16 million pixels take a while to decode
     return body, images

@@ -116,7 +116,8 @@ function galleryCard(job, actions) {
   const buttons = make("div", { className: "buttons" }, button("reuse", job, () => actions.reuse(job)))
   if (isDone) buttons.append(button("download", job, download))
   buttons.append(button("delete", job, () => actions.remove(job)))
-  const element = make("li", { className: "card" }, ...boxes,
+  const frames = make("div", { className: count > 1 ? "frames several" : "frames" }, ...boxes)
+  const element = make("li", { className: "card" }, ...(isDone ? [frames] : []),
     make("p", { className: "prompt", textContent: job.prompt, title: job.prompt }),
     make("p", { className: "summary", textContent: summary(job) }),
     ...(isDone ? [] : [make("p", { className: "error", textContent: stageText(job) })]), problem, buttons)
