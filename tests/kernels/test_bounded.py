@@ -12,6 +12,7 @@ import pytest
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.kernels import attention, splash
 from comfy_tpu.kernels.masking import Masking
+from comfy_tpu.kernels.tuning import block_sizes
 from tests.kernels.attention_reference import Case, relative_error, run
 
 CONFIG = AttentionConfig(
@@ -114,6 +115,24 @@ def test_exact_form_of_a_block_in_several_parts(dtype: Any) -> None:
     got, expected = run(case, config, dtype=dtype)
     for head, kind in enumerate(case.kinds):
         assert relative_error(got[:, head], expected[:, head]) <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
+
+
+def test_steps_of_different_size() -> None:
+    case = Adversarial(heads=2, kv_heads=2, keys=700, scale=1.0, kinds=("random", "one huge key"))
+    inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
+    blocks = BlockSizes(query=128, key=1024, key_compute=512)
+    assert block_sizes("v6e", 150, 700, 128, blocks) == BlockSizes(query=128, key=768, key_compute=512)
+    got, _ = splash.splash_attention(
+        **inputs,
+        masking=Masking(),
+        scale=1.0,
+        chip="v6e",
+        blocks=blocks,
+        interpret=True,
+        partial=False,
+        smooth_keys=False,
+    )
+    assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5
 
 
 @pytest.mark.parametrize(("chip", "is_close"), [("v6e", True), ("v7x", True), ("v5e", False)])

@@ -56,6 +56,21 @@ def test_equal_tiles_that_pad_little(length: int, size: int) -> None:
     assert tuning.block_sizes("cpu", length, 2048, 128, None).query == size
 
 
+@pytest.mark.parametrize(
+    ("chip", "keys", "expected"),
+    [
+        ("v6e", 33_390, (1792, 1024)),  # and 768: whole matrix units
+        ("v7x", 33_390, (1792, 512)),
+        ("v5e", 33_390, (1792, 896)),
+        ("v6e", 2048, (2048, 1024)),
+        ("v6e", 100, (256, 256)),
+    ],
+)
+def test_keys_are_taken_in_steps_of_whole_matrix_units(chip: str, keys: int, expected: tuple[int, int]) -> None:
+    tile = tuning.block_sizes(chip, 4096, keys, 128, None)
+    assert (tile.key, tile.key_compute) == expected
+
+
 def complete_listing(kept: str) -> str:
     """The kept lines, and empty bundles between them."""
     lines, bundles = [], 0

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 HEAD_DIM = 128
 _HEADS = 10
 _WAN_720P = 75_600
-_HUNYUAN_720P = 111_600 + 1_985
+_HUNYUAN_720P = 111_600 + 1_256
 """The tokens of 121 frames, and of the text, which is padded: its length is known when the program runs."""
 _OPTIONS: Mapping[str, Any] = {
     "scale": HEAD_DIM**-0.5,
@@ -59,7 +59,7 @@ def attend_shares(chip: str) -> tuple[Callable[..., Any], dict[str, tuple[int, .
 CASES = {
     "75,600 tokens": attend_full,
     "four shares of 18,900 tokens (Ulysses, Wan)": attend_shares,
-    "113,585 tokens with a length (HunyuanVideo-1.5)": attend_lengths,
+    "112,856 tokens with a length (HunyuanVideo-1.5)": attend_lengths,
     "18,900 by 18,900 tokens with a length (a ring's part)": attend_ring,
 }
 

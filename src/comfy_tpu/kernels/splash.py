@@ -641,8 +641,8 @@ def visit_block(
 
         @pl.when(chosen)
         def _visit(form: Any = form, columns: int = columns) -> None:
-            for step in range(tile.key // tile.key_compute):
-                rows = slice(step * tile.key_compute, (step + 1) * tile.key_compute)
+            for start in range(0, tile.key, tile.key_compute):
+                rows = slice(start, min(start + tile.key_compute, tile.key))
                 scores = _scores(query_ref[:, :columns], key_ref, bias_ref, rows, hiding)
                 form(scores, _read_rows(value_ref, rows, hiding), state)
 

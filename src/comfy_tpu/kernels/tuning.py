@@ -48,6 +48,10 @@ VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB
 that a user tries, beyond the compiler's default of 16 or 32 MiB. The rest is left to what XLA keeps there."""
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
+MATRIX_SIDE = {"v5e": 128, "v5p": 128, "v6e": 256, "v7x": 256}
+"""Rows and columns of a chip's matrix units. Keys are multiplied in steps of whole units: v6e takes 6,568 bundles for
+2048×2048 scores in tiles of 1792×1792 with steps of 1024 and 768 keys, 6,793 with two of 896 (libtpu 0.0.51). Queries
+are not: tiles of 1920 take 2 % more for each score than those of 1792 and 2048, and pad lengths less."""
 
 TABLE_FILE = Path(__file__).with_name("tiles.json")
 """The tuned table; it says what made it. `python -m tools.tune_attention` writes it."""
@@ -78,9 +82,11 @@ def block_sizes(chip: str, queries: int, keys: int, head_dim: int, chosen: Block
         chosen = tuned_tiles().get(TuningKey(chip, length, head_dim)) or untuned_tile(head_dim)
     else:
         check_blocks(chosen)
-    steps = chosen.key // chosen.key_compute
-    key = _fit(chosen.key, keys, LANES * steps)
-    return BlockSizes(query=_fit(chosen.query, queries, LANES), key=key, key_compute=key // steps)
+    query = _fit(chosen.query, queries, LANES)
+    key = _fit(chosen.key, keys, _common(chosen.key, 2 * LANES))
+    step = -(-key // (chosen.key // chosen.key_compute))
+    step = _round_up(step, _common(chosen.key_compute, MATRIX_SIDE.get(chip, LANES)))
+    return BlockSizes(query=query, key=key, key_compute=min(key, step))
 
 
 def check_blocks(chosen: BlockSizes) -> None:
@@ -92,6 +98,11 @@ def check_blocks(chosen: BlockSizes) -> None:
             f"{LANES} and key a multiple of key_compute; choose for example {DEFAULT}",
             field="attention_blocks",
         )
+
+
+def _common(block: int, multiple: int) -> int:
+    """What sizes are multiples of: `multiple`, or whole lanes where the tile that they come from is none of it."""
+    return LANES if block % multiple else multiple
 
 
 def _fit(block: int, length: int, multiple: int) -> int:
