@@ -56,6 +56,12 @@ def test_equal_tiles_that_pad_little(length: int, size: int) -> None:
     assert tuning.block_sizes("cpu", length, 2048, 128, None).query == size
 
 
+def test_a_half_empty_matrix_unit_costs_as_much_as_some_padding() -> None:
+    assert tuning.block_sizes("v6e", 112_856, 2048, 128, None).query == 1792
+    assert tuning.block_sizes("v5e", 112_856, 2048, 128, None).query == 1920
+    assert tuning.block_sizes("v6e", 4099, 2048, 128, None).query == 1408, "less padding than 1536"
+
+
 @pytest.mark.parametrize(
     ("chip", "keys", "expected"),
     [
