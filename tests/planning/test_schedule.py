@@ -348,6 +348,16 @@ def test_nothing_is_compiled_without_the_tpu_compiler(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.tpu
 @needs_tpu_compiler
+def test_a_program_that_names_no_mesh_is_compiled_for_the_tpu():
+    given = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    exported = jax.export.export(jax.jit(lambda x: x @ x), platforms=["tpu"])(given)
+    step, _ = compile_exported(bytes(exported.serialize()), parse_slice("v6e-1"), MeshSizes())
+    assert step.seconds_by_part["products"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_tpu_compiler
 def test_the_tpu_compiler_puts_gathers_beside_products():
     step, report = compile_exported(gathering_program(GATHERING), V6E, GATHERING)
     (gather,) = step.collectives

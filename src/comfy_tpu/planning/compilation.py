@@ -26,7 +26,8 @@ from comfy_tpu.planning.program import ProgramFacts, StepProgram, square_arrays
 from comfy_tpu.planning.schedule import StepSchedule, read_step
 from comfy_tpu.planning.schedule_files import ScheduleError
 
-_TIMEOUT = 1800
+# HunyuanVideo-1.5 at 720p took over half an hour on two cores that others used, too.
+_TIMEOUT = 3600
 _REASON_CHARACTERS_MAX = 1000
 
 SCHEDULE_DIRECTORY = "schedule"
