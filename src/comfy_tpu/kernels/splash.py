@@ -15,7 +15,7 @@ The exponent: log2(e)·scale is folded into q, so that each score costs one exp2
 
 The kernel holds two forms of the softmax. The bounded form subtracts a number that is fixed before the first key:
 scores leave the matrix unit, go through exp2 and return to it. The exact form follows the running maximum, for which a
-whole block of scores waits: 9,554 bundles a tile instead of 6,491 on v6e (docs/design.md). Each block of queries takes
+whole block of scores waits: 9,570 bundles a tile instead of 6,496 on v6e (docs/design.md). Each block of queries takes
 the bounded form where the norms of its queries and of the longest key show it to be safe (`start_block`).
 """
 
@@ -55,7 +55,7 @@ _PROBED_KEYS = 128
 _NORM_MARGIN = 1.01
 
 # The exact form takes this many queries at a time, and one row of their maxima. Bundles a tile on v5e, v5p, v6e and
-# v7x: 16,967, 17,284, 9,554 and 8,847; 18,111, 18,162, 9,970 and 9,155 with all queries and eight equal rows.
+# v7x, without remainders: 16,967, 17,284, 9,554 and 8,847; 18,111, 18,162, 9,970 and 9,155 with all queries and eight equal rows.
 _EXACT_QUERIES = 256
 # Chips whose matrix units multiply 128 deep. On the others half of the depth is empty with heads of 128, and remainders
 # of the queries there cost next to nothing: 9,570 bundles a tile on v6e and 8,862 on v7x.
