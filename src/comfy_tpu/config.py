@@ -169,7 +169,7 @@ class ResidencyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class FastPreset:
+class FastSettings:
     """Lossy settings that go together, with `quantize`, and 8 bits in attention, as the devices have it. A value that
     the user chooses goes before these, and one that would save nothing is left out."""
 
@@ -179,7 +179,7 @@ class FastPreset:
     of 2.49 s and 2 s for the text encoder and the VAE, this is 2.66 times faster; 0.8 would be 2.49 to 2.54 times."""
 
 
-FAST = FastPreset()
+FAST = FastSettings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class RuntimeConfig:
     quantize: Quantization | None = None
     """Large matrix products of the transformer in 8 bits: faster, with slightly different results. None: "none"; with
     `fast`, the 8-bit format of the devices."""
-    fast: FastPreset | None = None
+    fast: FastSettings | None = None
     """Replaces the model's defaults: much faster, with different results. None: only what is chosen is lossy."""
     vae_backend: VaeBackend = VAE_BACKEND
     attention: AttentionConfig = AttentionConfig()
@@ -215,14 +215,28 @@ class RunOptions:
     """None, here and below: the model's default."""
     guidance_until: float | None = None
     num_videos: int | None = None
+    preset: str | None = None
+    """A preset of the model by its name, or "auto"; its settings replace those of the node's inputs. None: none."""
+    context: str | None = None
+    context_frames: int | None = None
+    context_overlap: int | None = None
+    context_weights: str | None = None
+    context_stride: int | None = None
+    context_noise: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The chosen values by field of `GenerationSettings`."""
-        return {"reuse": self.reuse, "guidance_until": self.guidance_until, "num_videos": self.num_videos}
+        return {name: value for name, value in vars(self).items() if name not in ("runtime", "preset")}
+
+    @property
+    def context_settings(self) -> dict[str, Any]:
+        """Those of them that say how a long video is made."""
+        return {name: value for name, value in self.settings.items() if name.startswith("context")}
 
 
-LoraNoise = Literal["all", "high", "low"]
+LoraNoise = Literal["all", "high", "low", "auto"]
+"""The transformer of two that a LoRA is for. auto: as the file's name says, all where it says nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +246,7 @@ class Lora:
     path: Path
     strength: float = 1.0
     """The factor on the file's change; negative values subtract it."""
-    noise: LoraNoise = "all"
+    noise: LoraNoise = "auto"
     """The transformer that gets the LoRA, for a model with two."""
 
 
@@ -266,6 +280,26 @@ class RemoteServer:
     """How long it is waited for where it does not answer."""
 
 
+ContextSchedule = Literal["static", "uniform", "looped"]
+"""Where the windows of a long video lie. static: the same at every step. uniform: moved from step to step, and spread
+over the video with a stride. looped: uniform, with the end and the beginning of the video as neighbours."""
+Context = Literal["auto", "none", "static", "uniform", "looped", "continue"]
+"""How a video longer than the model's own length is made. auto: whole up to `CONTEXT_WHOLE` times that length; beyond,
+continued where the video begins with an image, else by static windows. none: whole, whatever its length. continue: one
+segment after the other, each from the last frame of the one before."""
+ContextWeights = Literal["pyramid", "flat", "overlap-linear"]
+"""How windows are blended. pyramid: most in the middle of a window. overlap-linear: a ramp over the overlap."""
+ContextNoise = Literal["random", "freenoise"]
+"""freenoise: the noise of the first window, shuffled, is that of the others, too."""
+
+CONTEXT_WHOLE = 1.5
+"""Up to this many times its own length, a video is made whole where context is auto: at 1.25 times, windows would take
+twice as long. 121 frames of Wan 2.1, which has 81, are made whole."""
+
+CONTEXT_OVERLAP = 3 / 8
+"""The part of a window that it shares with its neighbour: 30 of 81 frames, as in ComfyUI's node for Wan."""
+
+
 INIT_IMAGE_STRENGTH = 0.6
 """The default strength of image-to-image: the share of the image that is replaced."""
 
@@ -297,6 +331,24 @@ class GenerationSettings:
     guidance_until: float = 1.0
     """The fraction of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale
     1."""
+    sigmas: str = ""
+    """The noise levels at which the steps begin, before flow_shift, such as "1,0.75,0.5,0.25", for an Euler scheduler
+    and a model that was trained on fixed ones. Empty: the scheduler's own."""
+    cfg_normalization: float = 0.0
+    """The largest norm of a guided velocity, in norms of the prompt's own, for models that limit it. 0: no limit."""
+    context: str = "auto"
+    """One of `Context`."""
+    context_frames: int = 0
+    """The frames of a window, or of a segment. 0: the model's own length, its default number of frames."""
+    context_overlap: int = -1
+    """Frames that neighbouring windows share, in whole latents. -1: `CONTEXT_OVERLAP` of a window."""
+    context_weights: str = "pyramid"
+    """One of `ContextWeights`."""
+    context_stride: int = 1
+    """For the schedules uniform and looped: beside neighbouring frames, windows of every second, fourth, … frame, up to
+    2 ** (this - 1)."""
+    context_noise: str = "random"
+    """One of `ContextNoise`."""
 
 
 @dataclasses.dataclass(frozen=True)

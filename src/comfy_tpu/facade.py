@@ -23,6 +23,7 @@ from PIL import Image
 
 from comfy_tpu.config import INIT_IMAGE_STRENGTH, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.settings import merge_choices
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
@@ -54,6 +55,14 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+    sigmas: str
+    cfg_normalization: float
+    context: str
+    context_frames: int
+    context_overlap: int
+    context_weights: str
+    context_stride: int
+    context_noise: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +80,8 @@ class Video:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
         with _own_names(output="path"):
             (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
-        part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
-        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata])
+        parts = (torch.from_numpy(frame).float().div(255)[None, None] for frame in self.frames)
+        media.write_videos([target], parts, fps=self.settings.fps, metadata=[self.metadata])
         return target
 
     def numpy(self) -> np.ndarray:
@@ -116,6 +125,7 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = ...,
         strength: float | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
+        preset: str | None = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[Settings],
     ) -> Video: ...
@@ -127,6 +137,7 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = ...,
         strength: float | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
+        preset: str | None = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[Settings],
     ) -> list[Video]: ...
@@ -137,6 +148,7 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = None,
         strength: float | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
+        preset: str | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Any,
     ) -> Video | list[Video]:
@@ -144,15 +156,17 @@ class Pipeline:
 
         `images`: the first frame and optionally the last, an image to start from, or reference images, as the model
         takes them. `strength`: the share of an image to start from that is replaced. `lora`: LoRAs for this call only.
-        `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
+        `preset`: settings that go together, such as "4step", where none are given; "auto": as the LoRA or the model
+        says. `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
         """
         prompts = _as_prompts(prompt)
-        self._use(lora)
+        self._use(lora, preset)
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, strength, on_progress, settings)
-            parts = list(self._parts(request))
-            videos += self._videos(request, torch.cat(parts, dim=1))
+            # Bytes at once: of a long video, float32 parts would take four times as much.
+            parts = [_as_bytes(part) for part in self._parts(request)]
+            videos += self._videos(request, np.concatenate(parts, axis=1))
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -162,11 +176,12 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = None,
         strength: float | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
+        preset: str | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Unpack[Settings],
     ) -> AsyncIterator[np.ndarray]:
         """Yields the frames of one video as they are decoded, uint8 [height, width, 3]. Runs in another thread."""
-        self._use(lora)
+        self._use(lora, preset)
         request = self._request(prompt, images, strength, on_progress, settings)
         if request.settings.num_videos != 1:
             raise InvalidValueError(
@@ -179,6 +194,11 @@ class Pipeline:
                     yield frame
         finally:
             await asyncio.to_thread(parts.close)
+
+    @property
+    def presets(self) -> Mapping[str, Mapping[str, Any]]:
+        """The settings of each preset of the model, by its name."""
+        return {name: preset.settings for name, preset in self.stages.preset.presets.items()}
 
     def settings(self, **chosen: Unpack[Settings]) -> GenerationSettings:
         """The model's defaults, replaced by the chosen values, checked."""
@@ -200,11 +220,11 @@ class Pipeline:
         stages = self.stages
         return f"<Pipeline {stages.model_name}, {stages.family.name}, mesh {stages.placement.sizes}>"
 
-    def _use(self, lora: LoraLike | Sequence[LoraLike] | None) -> None:
+    def _use(self, lora: LoraLike | Sequence[LoraLike] | None, preset: str | None) -> None:
         given: list[Any] = [] if lora is None else [lora]
         if isinstance(lora, Sequence) and not isinstance(lora, str | tuple):
             given = list(lora)
-        self.stages.use_loras([_as_lora(each) for each in given])
+        self.stages.use_loras([_as_lora(each) for each in given], preset)
 
     def _request(
         self,
@@ -214,9 +234,11 @@ class Pipeline:
         on_progress: ProgressCallback,
         settings: Mapping[str, Any],
     ) -> _Request:
-        chosen = self.settings(**settings)
+        chosen = self.settings(**merge_choices(self.stages.preset.settings, settings))
+        self.stages.warn_of_preset(chosen)
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         with _own_names(image="images"):
+            chosen = self.stages.settle_context(chosen, given)
             return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
@@ -245,7 +267,7 @@ class Pipeline:
         finally:
             stages.on_progress = before
 
-    def _videos(self, request: _Request, frames: torch.Tensor) -> list[Video]:
+    def _videos(self, request: _Request, frames: np.ndarray) -> list[Video]:
         described = artifacts.describe(
             request.prompt,
             request.settings,
@@ -254,9 +276,10 @@ class Pipeline:
             loras=self.stages.loras.text,
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
+            preset=self.stages.preset.name or "",
         )
         return [
-            Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})
+            Video(each, request.prompt, request.settings, {**described, "video": str(number)})
             for number, each in enumerate(frames)
         ]
 

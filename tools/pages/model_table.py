@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from comfy_tpu.families.card import FamilyCard, ModelCard
-from tools.pages.parameters import format_size, read_parameters
+from comfy_tpu.hub.sizes import read_parameters
+from tools.pages.parameters import format_size
 from tools.pages.sources import Json, PageError
 
 BEGIN = "<!-- models: generated from the family cards by `make pages` -->"
@@ -53,6 +54,10 @@ def _images(model: ModelCard, words: Json) -> str:
     image, kinds = model.image, words["images"]
     if image is None:
         return str(kinds["none"])
+    if image.role == "reference" and image.required:
+        return str(kinds["references_required" if image.max_images > 1 else "reference_required"]).format(
+            max_images=image.max_images
+        )
     if image.role != "first_frame":
         return str(kinds[image.role].format(max_images=image.max_images))
     if image.last_image == "no":

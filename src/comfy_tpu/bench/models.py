@@ -68,12 +68,14 @@ class BenchModel:
         return self.reference
 
     def settings(self, size: str, **chosen: Any) -> GenerationSettings:
-        return parse_size(size, self.family.card, self.defaults, chosen)
+        # Whole, whatever their length: a forward is measured, not a way to make long videos.
+        return parse_size(size, self.family.card, self.defaults, {"context": "none", **chosen})
 
     def forward_settings(self, size: str, batch: int) -> GenerationSettings:
         """Settings of a step whose batch is so many videos, each without a negative prompt."""
         settings = self.settings(size, num_videos=batch)
-        return dataclasses.replace(settings, guidance_scale=1.0) if is_guided(self.family, settings) else settings
+        off = self.family.card.guidance_off
+        return dataclasses.replace(settings, guidance_scale=off) if is_guided(self.family, settings) else settings
 
     def workload(self, settings: GenerationSettings) -> Workload:
         return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
@@ -99,12 +101,19 @@ def reduce_layers(config: Config) -> dict[str, Any]:
 
 def count_step_operations(work: Workload) -> tuple[float, float]:
     """Of a step's products and of its attention: a multiplication and an addition are two."""
-    rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens, "samples": 1}
+    rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens}
     linear = sum(
-        2.0 * count * rows[each.rows] * each.nbytes / each.itemsize for count, each in work.matrices if each.used
+        2.0 * count * rows.get(each.rows, each.sample_rows) * each.nbytes / each.itemsize
+        for count, each in work.matrices
+        if each.used
     )
-    keys = work.sequence**2 + (work.tokens * work.text_tokens if work.text == "keys" else 0)
-    return work.batch * linear, work.batch * 4.0 * work.layers * work.hidden * keys
+    attention = sum(4.0 * stack.layers * work.hidden * _pairs(work.for_stack(stack)) for stack in work.stacks)
+    return work.batch * linear, work.batch * attention
+
+
+def _pairs(work: Workload) -> int:
+    """Pairs of query and key in a block."""
+    return work.sequence**2 + (work.tokens * work.text_tokens if work.text == "keys" else 0)
 
 
 def default_hub_id() -> str:
@@ -135,7 +144,7 @@ def find_bench_model(model: str) -> BenchModel:
 def _published_model(hub_id: str, card: ModelCard) -> BenchModel:
     family, reference = load_family(card.name), load_references(find_family_card(card))[0].get(hub_id)
     configs = {**(reference.configs if reference else {}), family.transformer.name: card.published[hub_id]}
-    sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.presets]
+    sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.sizes]
     ordered = sorted(sizes or [card.defaults], key=lambda size: size.height * size.width)
     names = tuple(f"{size.width}x{size.height}x{size.num_frames}" for size in ordered)
     return BenchModel(hub_id, family, configs, card.defaults, reference, names)

@@ -26,6 +26,15 @@ def frame_counts() -> str:
 def size_names() -> str:
     """Names of sizes: "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
 
+    def sizes(card: FamilyCard) -> str:
+        return ", ".join(sorted({name for model in card.models for name in model.sizes}, key=_size_key))
+
+    return _by_family(sizes)
+
+
+def preset_names() -> str:
+    """Names of presets: "4step, 8step for Wan; turbo for Flux.1"."""
+
     def presets(card: FamilyCard) -> str:
         return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_size_key))
 
@@ -40,6 +49,11 @@ def families_with(fact: Callable[[ModelCard], bool]) -> str:
 def models_with(fact: Callable[[ModelCard], bool]) -> str:
     """The names of the models with a property: "Wan 2.1, Wan 2.2"."""
     return _escape(", ".join(model.name for model in model_cards() if fact(model)))
+
+
+def normalizing_models() -> str:
+    """The models that read cfg_normalization."""
+    return models_with(lambda model: model.normalizes_guidance)
 
 
 def _by_family(describe: Callable[[FamilyCard], str]) -> str:

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 from comfy_tpu.cli import card_texts
 from comfy_tpu.config import (
+    CONTEXT_WHOLE,
     FAST,
     INIT_IMAGE_STRENGTH,
     VAE_BACKEND,
     VAE_BACKENDS,
     AttentionConfig,
     AttentionImplementation,
+    Context,
+    ContextNoise,
+    ContextWeights,
     SingleFiles,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
@@ -56,7 +60,29 @@ SETTINGS = (
     Option("fps", ("--fps",), "frames per second"),
     Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
+    Option("sigmas", ("--sigmas",), "noise levels of the steps, before --flow-shift, for Euler: 1,0.75,0.5,0.25"),
+    Option(
+        "cfg_normalization",
+        ("--cfg-normalization",),
+        "most that guidance may make of a velocity's norm, in norms of the unguided one; 0: no limit; read by ",
+        card_texts.normalizing_models,
+    ),
+    Option(
+        "context",
+        ("--context",),
+        f"how a video beyond the model's own length is made: {', '.join(get_args(Context))}; auto: by static windows, "
+        f"or continued if it begins with an image, from {CONTEXT_WHOLE:g} times that length on",
+    ),
+    Option("context_frames", ("--context-frames",), "frames of a window or segment; 0: the model's own length"),
+    Option("context_overlap", ("--context-overlap",), "frames that windows share; -1: three eighths of a window"),
+    Option(
+        "context_weights", ("--context-weights",), f"blend windows by {', '.join(get_args(ContextWeights))} weights"
+    ),
+    Option("context_stride", ("--context-stride",), "for uniform and looped: N-1 more rounds of ever wider windows"),
+    Option("context_noise", ("--context-noise",), f"{' or '.join(get_args(ContextNoise))}: the noise of windows"),
 )
+
+CONTEXT_SETTINGS = tuple(option.field for option in SETTINGS if option.field.startswith("context"))
 
 TEXT_SETTINGS = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
@@ -81,6 +107,7 @@ _SAME_AS_FIELD = (
         "peers",
         "platform",
         "plot",
+        "preset",
         "profile",
     ),
     *("quantize", "repeats", "size", "steps", "strength", "tpu", "transformer", "vae"),
@@ -170,6 +197,13 @@ def add_settings(
     group.add_argument(
         "--size", metavar="NAME", help=f"height, width and flow shift by name: {card_texts.size_names()}"
     )
+    if "preset" not in without:
+        group.add_argument(
+            "--preset",
+            metavar="NAME",
+            help="settings that go together, for a model or a LoRA that was distilled for few steps: "
+            f"{card_texts.preset_names()}; auto: as the LoRA or the model says; a flag beside it goes before its value",
+        )
     for option in SETTINGS:
         if option.field not in without:
             _add_setting(group, option, with_default=from_input is None)
@@ -182,6 +216,13 @@ def add_settings(
             "and --quantize and --attention as the devices have it, where these are not given; what saves nothing is "
             "left out",
         )
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    """Adds the settings of long videos to a command that takes no others."""
+    for option in SETTINGS:
+        if option.field in CONTEXT_SETTINGS:
+            _add_setting(parser, option, with_default=True)
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:

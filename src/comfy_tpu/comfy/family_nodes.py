@@ -71,10 +71,12 @@ class TextEncoder(FamilyNode):
         given, made = [inputs.prompt(family)], ["prompt"]
         if family.has_negative_prompt:
             given, made = [*given, inputs.negative_prompt(family)], [*made, "negative prompt"]
+        sees = family.text_encoder_sees_images
         return cls.schema(
             "Text Encoder (TPU)",
-            f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device.",
-            [*given, inputs.model_id(family)],
+            f"Reads the {' and the '.join(made)}{' beside the images' if sees else ''} with "
+            f"{family.words.text_encoder}, on the device.",
+            [*given, inputs.model_id(family), *(inputs.reference_inputs(family) if sees else [])],
             [
                 io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
                 for name in made
@@ -95,14 +97,15 @@ class TextEncoder(FamilyNode):
         pipeline: Any = None,
         options: Any = None,
         server: Any = None,
+        **images: Any,
     ) -> io.NodeOutput:
         family, model = cls.FAMILY, inputs.choose_model(model_id, pipeline)
-        runtime = inputs.check_options(options).runtime
+        runtime, given = inputs.check_options(options).runtime, _take_images(images)
         with open_run(family, model, {"encoding": 1}, server, runtime=runtime) as pipeline:
             chosen = pipeline.settings(negative_prompt=negative_prompt)
             pipeline.warn_of_ignored(chosen)
             # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
-            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0))
+            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0), given)
         _warn_of_cut(embeddings.cut)
         branches = [embeddings.positive]
         if family.has_negative_prompt:
@@ -119,9 +122,9 @@ class ImageEncoder(FamilyNode):
         family = cls.FAMILY
         model = inputs.model_id(family)
         if family.image_role == "reference":
-            first, *more = inputs.REFERENCES
+            first, *more = inputs.reference_inputs(family)
             what, size = "Encodes reference images for the model to read beside the prompt", ""
-            given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
+            given = [first, model, *more]
         else:
             words = f"The first frame: one image of any size, {inputs.resize_text(family)}."
             frame = io.Image.Input("image", tooltip=words)
@@ -140,12 +143,13 @@ class ImageEncoder(FamilyNode):
     def execute(
         cls, model_id: str, pipeline: Any = None, options: Any = None, server: Any = None, **chosen: Any
     ) -> io.NodeOutput:
-        given, runtime = _take_images(chosen), inputs.check_options(options).runtime
+        given, run_options = _take_images(chosen), inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=runtime) as pipeline:
-            settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
+        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=run_options.runtime) as pipeline:
+            context = run_options.context_settings
+            settings = _make_settings(pipeline, **chosen, **context) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
 
@@ -203,7 +207,8 @@ class Sampler(FamilyNode):
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(family, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        loras = inputs.check_loras(lora)
+        with open_run(family, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             settings = _make_settings(pipeline, **chosen, **run_options.settings)
             embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
@@ -235,12 +240,13 @@ class VAEDecoder(FamilyNode):
         options: Any = None,
         server: Any = None,
     ) -> io.NodeOutput:
-        samples, runtime = from_latent("latents", latents), inputs.check_options(options).runtime
+        samples, run_options = from_latent("latents", latents), inputs.check_options(options)
         if fps is not None:
             inputs.check_integers(fps=fps)
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, {"decoding": samples.shape[2]}, server, runtime=runtime) as pipeline:
-            settings = pipeline.latent_settings(samples, fps=fps)
+        stages = {"decoding": samples.shape[2]}
+        with open_run(cls.FAMILY, model, stages, server, runtime=run_options.runtime) as pipeline:
+            settings = pipeline.latent_settings(samples, fps=fps, **run_options.context_settings)
             images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
         return _frames_output(images, fps)
 
@@ -289,10 +295,12 @@ class Pipeline(FamilyNode):
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        loras = inputs.check_loras(lora)
+        with open_run(cls.FAMILY, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
+            settings = pipeline.settle_context(settings, given)
             init_image = None
             if given and cls.FAMILY.image_role == "initial":
                 init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)
@@ -310,12 +318,13 @@ def open_run(
     server: Any,
     loras: Sequence[Lora] = (),
     runtime: RuntimeConfig = RuntimeConfig(),
+    preset: str | None = None,
 ) -> contextlib.AbstractContextManager[NodePipeline]:
     """The model's pipeline, here or on the server of a link."""
     remote = inputs.check_server(server)
     if remote is None:
-        return pipeline_run(family, model, stages, loras, runtime)
-    return remote_run(remote, family, model, stages, loras, runtime)
+        return pipeline_run(family, model, stages, loras, runtime, preset)
+    return remote_run(remote, family, model, stages, loras, runtime, preset)
 
 
 def has_image_encoder(family: NodeSet) -> bool:
@@ -406,7 +415,8 @@ def _read_prompts(
 
 
 def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
-    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size."""
+    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size; a preset
+    replaces what the widgets say, which always say something."""
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
         if (height, width) != (own.height, own.width):
@@ -416,7 +426,9 @@ def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen:
         height, width = own.height, own.width
     if not pipeline.has_two_transformers:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)
-    return pipeline.settings(height=height, width=width, **chosen)
+    settings = pipeline.settings(height=height, width=width, **{**chosen, **pipeline.preset.settings})
+    pipeline.warn_of_preset(settings)
+    return settings
 
 
 def _warn_of_cut(cut: str) -> None:

@@ -15,6 +15,9 @@ from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, VAE_BACKEND, Generati
 Config = Mapping[str, Any]
 """The content of a config.json."""
 
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+"""In a model directory; some models differ in nothing else."""
+
 Guidance = Literal["classifier_free", "embedded", "none"]
 """classifier_free: a second forward with the negative prompt. embedded: the model reads guidance_scale as a number.
 none: guidance_scale has no effect, because the model was distilled without it."""
@@ -57,11 +60,31 @@ class ImageInput:
     """How an image of another aspect ratio becomes a frame. stretch: resized to the frame; the image encoder sees the
     image as it was given. crop: its center, and nothing sees the rest."""
     max_images: int = 1
+    seen_by_text_encoder: bool = False
+    """Whether the text encoder sees the images too, so that a prompt is encoded with them."""
 
     @property
     def max_frames(self) -> int:
         """Images that may be given as frames."""
         return 1 if self.last_image == "no" else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Settings that go together, chosen by one word: those that a distilled checkpoint or LoRA was trained for."""
+
+    settings: Mapping[str, Any]
+    """Values by field of GenerationSettings."""
+    patterns: tuple[str, ...] = ()
+    """Regular expressions that are found, whatever the case, in the names of files and folders made for the preset."""
+    sources: tuple[str, ...] = ()
+    """Published files of that kind: a hub id, or a file of one as OWNER/NAME/FILE."""
+    lora_strength: float = 1.0
+    """The strength that such a LoRA is made for."""
+    lora: str = ""
+    """The path of a LoRA inside the model directory, which the preset brings along."""
+    is_distilled: bool = False
+    """Whether the model itself is made for these settings, so that no other file is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +96,7 @@ class ModelCard:
     """The `_class_name` values of model_index.json."""
     limits: Limits
     defaults: GenerationSettings
-    presets: Mapping[str, Mapping[str, Any]]
+    sizes: Mapping[str, Mapping[str, Any]]
     """Settings by the name of a size: "720P"."""
     spatial_scale: int
     """Pixels per latent, on a side."""
@@ -83,7 +106,14 @@ class ModelCard:
     """Transformer configurations by hub id: full-size models are planned without a download."""
     matches: Callable[[Config, Config], bool] = lambda index, config: True
     """(model_index.json, the transformer's config.json) -> whether a model of `pipeline_classes` is of this kind."""
+    matches_scheduler: Callable[[Config], bool] = lambda scheduler: True
+    """(scheduler_config.json) -> the same, for kinds whose other configurations are equal."""
     guidance: Guidance = "classifier_free"
+    guidance_off: float = 1.0
+    """The largest guidance_scale without a second forward: 0 where the scale is what is added to the prompt's own
+    velocity."""
+    normalizes_guidance: bool = False
+    """Whether cfg_normalization limits the guided velocity."""
     transformer_count: int = 1
     """2: the second one computes the timesteps below `settings.boundary`."""
     image: ImageInput | None = None
@@ -94,6 +124,10 @@ class ModelCard:
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
     with. A model directory's own reuse.json takes precedence."""
+    licences: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of the licences of the published weights, by hub id."""
+    presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
+    """Settings for few steps, by name: "4step". A model directory's own presets.json replaces them."""
     reads_single_files: bool = False
     """Whether the model may be given as single files, as ComfyUI's model folders hold them."""
 
@@ -106,9 +140,18 @@ class ModelCard:
         """Whether denoising may start from an image."""
         return self.image is not None and self.image.role == "initial"
 
-    def accepts(self, index: Config, config: Config) -> bool:
-        """Whether a model directory holds a model of this kind."""
-        return index.get("_class_name") in self.pipeline_classes and self.matches(index, config)
+    def accepts(self, index: Config, config: Config, scheduler: Config) -> bool:
+        """Whether a model directory holds a model of this kind: model_index.json, and the configurations of transformer
+        and scheduler, empty where it has none."""
+        return (
+            index.get("_class_name") in self.pipeline_classes
+            and self.matches(index, config)
+            and self.matches_scheduler(scheduler)
+        )
+
+    def is_guided(self, guidance_scale: float) -> bool:
+        """Whether a step computes two branches at this scale."""
+        return self.guidance == "classifier_free" and guidance_scale > self.guidance_off
 
     def latent_frames(self, settings: GenerationSettings) -> int:
         return (settings.num_frames - 1) // self.temporal_scale + 1
@@ -137,6 +180,8 @@ class Words:
         "How closely to follow the prompt. At 1 or less the negative prompt is not used: a step computes one branch "
         "instead of two, half the work on one chip. On a mesh with dp=2 that saves no time."
     )
+    references: str = "Over a million pixels it is scaled down."
+    """What becomes of a reference image, as a sentence."""
     frames: str = ""
     """How long the default number of frames is, as a sentence."""
     flow_shift: str = ""
@@ -203,6 +248,10 @@ class NodeSet:
         return any(model.transformer_count == 2 for model in self.models)
 
     @property
+    def normalizes_guidance(self) -> bool:
+        return any(model.normalizes_guidance for model in self.models)
+
+    @property
     def reads_fps(self) -> bool:
         return any(model.reads_fps for model in self.models)
 
@@ -215,6 +264,10 @@ class NodeSet:
         return self.image_inputs[0].role if self.image_inputs else None
 
     @property
+    def text_encoder_sees_images(self) -> bool:
+        return any(image.seen_by_text_encoder for image in self.image_inputs)
+
+    @property
     def has_last_image(self) -> bool:
         return any(image.last_image != "no" for image in self.image_inputs)
 
@@ -224,7 +277,7 @@ class NodeSet:
 
     def accepts(self, index: Config) -> bool:
         """Whether a model directory is one for these nodes, as far as its model_index.json says."""
-        return any(model.accepts(index, {}) for model in self.models)
+        return any(model.accepts(index, {}, {}) for model in self.models)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +289,11 @@ class FamilyCard:
     title: str
     """The family's name in tables."""
     node_sets: tuple[NodeSet, ...]
+    float32_repositories: tuple[str, ...] = ()
+    """Globs of hub ids whose files are float32; those of all others are bfloat16."""
+    noise_words: str = ""
+    """A regular expression for the names of LoRA files, whose one group is high, low, or their first letter: the
+    transformer of two that a file is for. Words that anybody may use are known without it."""
 
     @property
     def name(self) -> str:

@@ -6,9 +6,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from comfy_tpu.config import DEMO_IMAGE_MODEL, GenerationSettings
+from comfy_tpu.config import (
+    CONTEXT_OVERLAP,
+    DEMO_IMAGE_MODEL,
+    Context,
+    ContextNoise,
+    ContextSchedule,
+    ContextWeights,
+    GenerationSettings,
+)
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ImageInput, Limits, ModelCard
 
@@ -20,9 +28,57 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
         raise InvalidValueError(
             f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}", field=unknown[0]
         )
-    settings = dataclasses.replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    settings = dataclasses.replace(defaults, **chosen)
+    if settings.sigmas and "num_inference_steps" not in chosen:
+        settings = dataclasses.replace(settings, num_inference_steps=len(parse_sigmas(settings.sigmas)))
+    check_settings(settings, limits)
+    settings = _with_own_context(settings, defaults.context_frames or defaults.num_frames, limits.frames_multiple)
     check_settings(settings, limits)
     return settings
+
+
+def merge_choices(preset: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a preset and the chosen ones (None: not chosen), which go before them. A number of steps replaces
+    the preset's noise levels, and noise levels its number of steps: each decides the other."""
+    said = {name: value for name, value in chosen.items() if value is not None}
+    if said.get("num_inference_steps", preset.get("num_inference_steps")) != preset.get("num_inference_steps"):
+        preset = {name: value for name, value in preset.items() if name != "sigmas"}
+    if "sigmas" in said and "num_inference_steps" not in said:
+        preset = {name: value for name, value in preset.items() if name != "num_inference_steps"}
+    return {**chosen, **preset, **said}
+
+
+def parse_sigmas(text: str) -> tuple[float, ...]:
+    """Noise levels from "1,0.75,0.5"; raises InvalidValueError unless they fall, from 1 at most, and stay above 0."""
+    try:
+        levels = tuple(float(part) for part in text.split(","))
+    except (AttributeError, ValueError):
+        levels = ()
+    if not levels or not all(0 < level <= 1 for level in levels) or sorted(set(levels), reverse=True) != list(levels):
+        raise InvalidValueError(
+            f"sigmas={str(text)[:60]!r} are not noise levels; give numbers that fall, from 1 at most to above 0: "
+            "1,0.75,0.5,0.25",
+            field="sigmas",
+        )
+    return levels
+
+
+def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
+    """The guidance scales of the first and the second transformer; without a boundary the second never runs."""
+    second = settings.guidance_scale_2 if settings.boundary > 0 else 0.0
+    return settings.guidance_scale, second or settings.guidance_scale
+
+
+def _with_own_context(settings: GenerationSettings, own: int, frames_multiple: int) -> GenerationSettings:
+    """The settings with the length and the overlap of windows in numbers, where none are chosen. `own`: the model's
+    length."""
+    frames = settings.context_frames or own
+    if frames <= frames_multiple:  # an image
+        return settings
+    chosen = settings.context_overlap
+    overlap = int(CONTEXT_OVERLAP * frames) if chosen < 0 else chosen
+    return dataclasses.replace(settings, context_frames=frames, context_overlap=overlap)
 
 
 def settings_of_latents(
@@ -57,10 +113,10 @@ def parse_size(
     if match is not None:
         frames = None if match[3] is None else int(match[3])
         values: Mapping[str, Any] = {"width": int(match[1]), "height": int(match[2]), "num_frames": frames}
-    elif text.upper() in card.presets:
-        values = card.presets[text.upper()]
+    elif text.upper() in card.sizes:
+        values = card.sizes[text.upper()]
     else:
-        names = ", ".join(sorted(card.presets))
+        names = ", ".join(sorted(card.sizes))
         raise InvalidValueError(
             f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}", field="size"
         )
@@ -85,7 +141,9 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_number("flow_shift", settings.flow_shift, 0.01, limits.shift_max)
     _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
     _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
+    _check_number("cfg_normalization", settings.cfg_normalization, 0.0, limits.guidance_max)
     _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
+    _check_context(settings, limits)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")
     if settings.scheduler not in limits.schedulers:
@@ -93,10 +151,99 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
             f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}",
             field="scheduler",
         )
+    _check_sigmas(settings)
     if not isinstance(settings.negative_prompt, str):
         raise InvalidValueError(
             f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text", field="negative_prompt"
         )
+
+
+def _check_sigmas(settings: GenerationSettings) -> None:
+    if not settings.sigmas:
+        return
+    count = len(parse_sigmas(settings.sigmas))
+    if count != settings.num_inference_steps:
+        raise InvalidValueError(
+            f"sigmas={settings.sigmas!r} are {count} steps, and num_inference_steps={settings.num_inference_steps}; "
+            "leave one of them out",
+            field="sigmas",
+        )
+    if not settings.scheduler.startswith("euler"):
+        raise InvalidValueError(
+            f"sigmas={settings.sigmas!r} are for an Euler scheduler, and scheduler={settings.scheduler} has its own; "
+            "choose euler",
+            field="sigmas",
+        )
+
+
+def _check_context(settings: GenerationSettings, limits: Limits) -> None:
+    for name, known in (
+        ("context", get_args(Context)),
+        ("context_weights", get_args(ContextWeights)),
+        ("context_noise", get_args(ContextNoise)),
+    ):
+        if getattr(settings, name) not in known:
+            raise InvalidValueError(
+                f"{name}={getattr(settings, name)!r} is unknown; choose from {', '.join(known)}", field=name
+            )
+    if limits.frames_max == 1:
+        _check_no_context(settings)
+        return
+    if settings.context_frames != 0:
+        _check_window(settings, limits.frames_multiple, limits.frames_max)
+    overlap = settings.context_overlap
+    if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < -1:
+        raise InvalidValueError(
+            f"context_overlap={overlap!r} is not a whole number of frames; give 0 or more", field="context_overlap"
+        )
+    _check_count("context_stride", settings.context_stride, _STRIDE_MAX)
+    if settings.context_stride > 1 and settings.context not in ("uniform", "looped"):
+        raise InvalidValueError(
+            f"context_stride={settings.context_stride} is for context=uniform or looped, and context is "
+            f"{settings.context}; choose one of them, or leave it out",
+            field="context_stride",
+        )
+    if settings.context_noise == "freenoise" and settings.context not in ("auto", *get_args(ContextSchedule)):
+        raise InvalidValueError(
+            f"context_noise=freenoise is for windows, and context is {settings.context}; choose "
+            f"{', '.join(get_args(ContextSchedule))}, or leave it out",
+            field="context_noise",
+        )
+
+
+def _check_window(settings: GenerationSettings, step: int, largest: int) -> None:
+    frames, overlap = settings.context_frames, settings.context_overlap
+    if not isinstance(frames, int) or isinstance(frames, bool) or not step < frames <= largest:
+        raise InvalidValueError(
+            f"context_frames={frames!r} is not a whole number from {step + 1} to {largest}", field="context_frames"
+        )
+    if (frames - 1) % step:
+        below = (frames - 1) // step * step + 1
+        near = [str(count) for count in (below, below + step) if step < count <= largest]
+        raise InvalidValueError(
+            f"context_frames={frames} is not {step}n+1; use {' or '.join(near)}", field="context_frames"
+        )
+    if isinstance(overlap, int) and overlap >= frames:
+        raise InvalidValueError(
+            f"context_overlap={overlap} leaves windows of {frames} frames (context_frames) no way on; give "
+            f"{frames - 1} at most",
+            field="context_overlap",
+        )
+
+
+def _check_no_context(settings: GenerationSettings) -> None:
+    """Raises InvalidValueError where context windows are asked of a model that makes images."""
+    for field in dataclasses.fields(GenerationSettings):
+        name, value = field.name, getattr(settings, field.name)
+        allowed = ("auto", "none") if name == "context" else (field.default,)
+        if name.startswith("context") and value not in allowed:
+            raise InvalidValueError(
+                f"{name}={value!r} is for long videos and this model makes images; leave it out", field=name
+            )
+
+
+_STRIDE_MAX = 16
+"""Windows of every 2 ** 15th frame: more than any video has."""
 
 
 def check_prompt(prompt: str) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import Chip, Slice
 from comfy_tpu.parallel.rules import rule_axes
 from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, crosses_slices, sent_bytes, transfer_seconds
-from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
 SPARE_FRACTION = 0.10
 """Share of a chip's memory that must stay free: the estimate's error, the program itself, fragmentation."""
@@ -61,7 +62,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The cost of one step on one device."""
+    """The cost of one call of a step's program on one device. A step is one call, unless it computes windows."""
 
     sizes: MeshSizes
     attention: Literal["ulysses", "ring", "whole"]
@@ -80,6 +81,9 @@ class Estimate:
     """Seconds of the collectives that go from one slice to another."""
     crossing_axes: tuple[str, ...] = ()
     """The mesh axes of those collectives."""
+    batch: int = 1
+    calls: int = 1
+    """Calls in a step."""
 
     @property
     def stays_in_slices(self) -> bool:
@@ -96,6 +100,15 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
+        return self.calls * self.call_seconds
+
+    @property
+    def row_seconds(self) -> float:
+        """Seconds for a row of the batch."""
+        return self.call_seconds / self.batch
+
+    @property
+    def call_seconds(self) -> float:
         # Memory is read beside the products. Collectives are counted in full, though compilers put most of them beside
         # products where there are long ones (compiler_options.py): only Wan's schedules were looked at.
         return max(self.compute_seconds, self.memory_seconds) + self.interconnect_seconds + self.network_seconds
@@ -129,6 +142,15 @@ def rank_layouts(work: Workload, slice_: Slice, device_count: int | None = None)
     )
 
 
+def best_layout(works: Iterable[Workload], slice_: Slice, device_count: int | None = None) -> tuple[Workload, Estimate]:
+    """The workload and layout of the least time for a row; first those that fit. `works`: a step with different numbers
+    of rows in a call."""
+    ranked = [(work, rank_layouts(work, slice_, device_count)[0]) for work in works]
+    return min(
+        ranked, key=lambda pair: (not pair[1].fits, pair[1].row_seconds if pair[1].fits else pair[1].memory.total)
+    )
+
+
 def valid_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
     """Meshes that use all devices, with dp no larger than the batch and heads and columns divided evenly."""
     split = [matrix for stack in work.stacks for matrix in stack.matrices if matrix.kind != "gather"]
@@ -146,7 +168,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
     memory = Memory(
         weights=_weight_bytes(work, sizes),
         prompt=_prompt_bytes(share),
-        latents=2 * work.history * work.latent_bytes,
+        latents=2 * work.history * (work.video_latent_bytes or work.latent_bytes),
         temporaries=round(chip.temporaries * _temporaries(share, chip)),
     )
     matmul = 2.0 * sum(
@@ -155,7 +177,9 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         for matrix in stack.matrices
         if matrix.used
     )
-    attention = work.layers * 4.0 * share.batch * share.heads * share.score_products
+    attention = sum(
+        stack.layers * 4.0 * share.batch * share.heads * share.for_stack(stack).score_products for stack in work.stacks
+    )
     memory_bytes = _memory_bytes(share)
     traffic = tuple(item for item in _traffic(share) if item.nbytes)
     return Estimate(
@@ -176,6 +200,8 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
             transfer_seconds(item, slice_, sizes) for item in traffic if crosses_slices(item, slice_, sizes)
         ),
         crossing_axes=slice_.crossing_axes(sizes),
+        batch=work.batch,
+        calls=work.calls,
     )
 
 
@@ -218,14 +244,18 @@ class _Share:
             "whole" if sizes.sp == 1 else "ulysses" if self.heads % sizes.sp == 0 else "ring"
         )
 
+    def for_stack(self, stack: Stack) -> _Share:
+        """The share of the workload as the blocks of one stack see it."""
+        return self if stack.reads_text else _Share(self.work.for_stack(stack), self.sizes)
+
     @property
     def rows(self) -> int:
         return self.batch * self.sequence
 
     def matrix_rows(self, matrix: Matrix) -> int:
         """The rows that a matrix multiplies on this device."""
-        rows = {"tokens": self.tokens, "text": self.text_tokens, "both": self.tokens + self.text_tokens, "samples": 1}
-        return self.batch * rows[matrix.rows]
+        rows = {"tokens": self.tokens, "text": self.text_tokens, "both": self.tokens + self.text_tokens}
+        return self.batch * rows.get(matrix.rows, matrix.sample_rows)
 
     @property
     def score_products(self) -> float:
@@ -328,11 +358,17 @@ def _memory_bytes(share: _Share) -> float:
     weights = sum(layers * matrix.count * matrix.nbytes for layers, matrix in stacked) / sizes.tp
     if sizes.sp > 1:
         weights *= 2  # written by the gather, read by the product
+    return weights + sum(stack.layers * _layer_bytes(share.for_stack(stack)) for stack in work.stacks)
+
+
+def _layer_bytes(share: _Share) -> float:
+    """Bytes of activations that a block reads and writes."""
+    work, sizes = share.work, share.sizes
     activations = _PASSES_HIDDEN * share.hidden_bytes + _PASSES_FFN * share.ffn_bytes
     queries = work.sequence if share.attention != "ring" else share.sequence
     heads = share.heads / sizes.sp if share.attention == "ulysses" else share.heads
     pairs = 2 * share.batch * heads * work.sequence * work.head_dim * work.itemsize
-    return weights + work.layers * (activations + math.ceil(queries / _TILE) * pairs)
+    return activations + math.ceil(queries / _TILE) * pairs
 
 
 def _traffic(share: _Share) -> list[Traffic]:
@@ -343,13 +379,14 @@ def _traffic(share: _Share) -> list[Traffic]:
         group = _ways(axes, sizes)
         found.append(Traffic(cause, kind, axes, group, count, count * sent_bytes(kind, group, nbytes)))
 
-    if share.attention == "ulysses":
-        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.exchange_bytes)
-    if share.attention == "ring":
-        count = 2 * (sizes.sp - 1) * work.layers
-        add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
     for stack in work.stacks:
-        add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, share.rows * 4)
+        own = share.for_stack(stack)
+        if share.attention == "ulysses":
+            add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * stack.layers, own.exchange_bytes)
+        if share.attention == "ring":
+            count = 2 * (sizes.sp - 1) * stack.layers
+            add("keys and values around the ring", "collective-permute", ("sp",), count, own.head_bytes)
+        add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, own.rows * 4)
     for times, matrix in work.matrices:
         rest, compute = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, sizes)
         missing = tuple(axis for axis in rest if axis not in compute)

@@ -23,6 +23,8 @@ class Matrix:
     used: bool = True
     """Whether a step multiplies with the matrix. False: only the preparation of the prompt does."""
     rows: Rows = "tokens"
+    sample_rows: int = 1
+    """Rows per sample where `rows` is "samples": 2 where some tokens have another timestep."""
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +40,8 @@ class Stack:
     """The matrices of one layer."""
     norms: int = 0
     """The number of norms in a block over features that tp splits."""
+    reads_text: bool = True
+    """Whether the text goes through these blocks too, where it goes through any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,10 @@ class Workload:
     """Bytes per value of activations."""
     history: int = 3
     """The number of samples, and of outputs, that the solver keeps."""
+    video_latent_bytes: int = 0
+    """Bytes of the latents of whole videos, where a step computes them by windows; 0: it computes all of them."""
+    calls: int = 1
+    """Calls of the program in a step: with windows, each computes some of them."""
     models: int = 1
     """Transformers of this size that stay on the devices; a step runs one of them."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
@@ -82,6 +90,10 @@ class Workload:
     def sequence(self) -> int:
         """Tokens that attend to each other."""
         return self.tokens + (self.text_tokens if self.text == "joint" else 0)
+
+    def for_stack(self, stack: Stack) -> Workload:
+        """The workload as the blocks of one stack see it: without a text that they do not read."""
+        return self if stack.reads_text else dataclasses.replace(self, text="joint", text_tokens=0)
 
     @property
     def matrices(self) -> tuple[tuple[int, Matrix], ...]:

@@ -23,7 +23,7 @@ from comfy_tpu.compiler.single_file import PartFile, open_single_file
 from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors, join_names
-from comfy_tpu.families.card import Config, ModelCard
+from comfy_tpu.families.card import SCHEDULER_FILE, Config, ModelCard, Preset
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import load_references
 from comfy_tpu.families.registry import find_family_card, find_model_card, find_published, load_family, model_cards
@@ -51,6 +51,15 @@ class SingleFileModel(ModelFiles):
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
         return dict(self.configs[spec.name])
 
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """The family's: those of the base directory are for its own weights."""
+        return self.family.card.presets
+
+    @property
+    def transformer_names(self) -> tuple[str, ...]:
+        return tuple(self.files[spec.name].stem for spec in self.family.denoiser.transformers)
+
     def checkpoint(self, spec: ComponentSpec) -> WeightSource:
         part = self.family.single_files[spec.name]
         return part.open(open_single_file(self.files[spec.name]), self.configs[spec.name], self._part_name(spec))
@@ -66,7 +75,7 @@ class SingleFileModel(ModelFiles):
                 f"{name}:{path.stat().st_size};{json.dumps(dict(self.configs[name]), sort_keys=True)}".encode()
             )
             digest_tensors(path, digest)
-        folders = [encoder.tokenizer for encoder in self.family.text.encoders]
+        folders = [folder for encoder in self.family.text.encoders for folder in encoder.folders]
         if self.family.scheduling.own_schedulers(self._read_optional_json):
             folders.append("scheduler")
         for folder in folders:
@@ -182,16 +191,16 @@ def _base_card(base: str, directory: Path) -> tuple[str, ModelCard]:
     published = find_published(base)
     if published is not None:
         return published
-    index, described = directory / "model_index.json", directory / "transformer" / "config.json"
+    index, *described = (directory / name for name in ("model_index.json", "transformer/config.json", SCHEDULER_FILE))
     if not index.is_file():
         raise CheckpointError(f"{index} does not exist; give a model directory in diffusers' layout", field="model")
     with config_errors(str(index)):
-        return "", find_model_card(read_json(index), read_json(described) if described.is_file() else {})
+        return "", find_model_card(read_json(index), *(read_json(path) if path.is_file() else {} for path in described))
 
 
 def _check_folders(model: SingleFileModel, hub_id: str) -> None:
     family = model.family
-    folders = [encoder.tokenizer for encoder in family.text.encoders]
+    folders = [folder for encoder in family.text.encoders for folder in encoder.folders]
     if family.image is not None and family.image.encoder is not None:
         folders.append(family.image.processor)
     if missing := [folder for folder in folders if not model.path(folder).is_dir()]:
@@ -297,7 +306,7 @@ def _has_shapes(
     except CheckpointError:  # a file that is not whole; if nothing else fits, that is said
         return False
     shapes = {spec.rename(name) if spec.rename else name: info.shape for name, info in converted.tensors.items()}
-    wanted = _published_shapes(model, hub_id)
+    wanted = published_shapes(model, hub_id)
     extra = [name for name in shapes if name not in wanted]
     return all(shapes.get(name) == shape for name, shape in wanted.items()) and all(
         any(fnmatch.fnmatchcase(name, pattern) for pattern in spec.unused) for name in extra
@@ -305,7 +314,8 @@ def _has_shapes(
 
 
 @functools.cache
-def _published_shapes(model: str, hub_id: str) -> dict[str, tuple[int, ...]]:
+def published_shapes(model: str, hub_id: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a published transformer, by name. `model`: the name of its card."""
     family = load_family(model)
     with quiet():
         skeleton = build_skeleton(lambda: family.transformer.build(family.card.published[hub_id]))

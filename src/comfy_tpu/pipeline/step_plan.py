@@ -8,11 +8,12 @@ the prompt alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from comfy_tpu.config import GenerationSettings, ReuseConfig
+from comfy_tpu.families.settings import guidance_scales
 from comfy_tpu.pipeline.reuse import Curve
 from comfy_tpu.pipeline.schedule import Schedule
 
@@ -67,20 +68,20 @@ class Plan:
         return sum(1 + step.guided for step in self.steps if not step.reused)
 
 
-def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
-    """The guidance scales of the first and the second transformer; without a boundary the second never runs."""
-    second = settings.guidance_scale_2 if settings.boundary > 0 else 0.0
-    return settings.guidance_scale, second or settings.guidance_scale
-
-
 def make_plan(
-    schedule: Schedule, settings: GenerationSettings, curve: Curve | None, config: ReuseConfig = ReuseConfig()
+    schedule: Schedule,
+    settings: GenerationSettings,
+    curve: Curve | None,
+    config: ReuseConfig = ReuseConfig(),
+    *,
+    is_guided: Callable[[float], bool] = lambda scale: scale > 1,
 ) -> Plan:
-    """The plan of a schedule. `curve` None: every step is computed."""
+    """The plan of a schedule. `curve` None: every step is computed. `is_guided`: that of the model's card."""
     count = len(schedule)
     low_noise = [timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps.tolist()]
     guidance = [guidance_scales(settings)[second] for second in low_noise]
-    guided = [index < round(settings.guidance_until * count) and scale > 1 for index, scale in enumerate(guidance)]
+    last = round(settings.guidance_until * count)
+    guided = [index < last and is_guided(scale) for index, scale in enumerate(guidance)]
     scales: list[float | None] = [None] * count
     if curve is not None:
         # A velocity without guidance is another thing than one with it, and one model's another than the other's: the

@@ -19,6 +19,14 @@ from comfy_tpu.compiler.stacking import INDEX
 from comfy_tpu.compiler.stored import ProgramStore
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.families.card import Config
+from comfy_tpu.families.context import (
+    call_settings,
+    choose_method,
+    find_windows,
+    needs_first_frame,
+    segment_count,
+    window_settings,
+)
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.rules import RuleKind
@@ -33,6 +41,9 @@ from comfy_tpu.pipeline.step import (
     split_prepared,
 )
 
+_SAMPLE_ROWS_MAX = 4
+"""Rows per sample of a module that reads no tokens, at most: one for each timestep."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -43,6 +54,11 @@ class _Call:
     """Rows per sample that a linear layer multiplies; positions of a convolution."""
     outputs: int
     """The number of output features."""
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether the module reads a row of each sample, or of each of a few timesteps of it, and no tokens."""
+        return self.rows <= _SAMPLE_ROWS_MAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +108,8 @@ class _Structure:
     hidden: int
     output_features: int
     has_keys: bool
+    other_tokens: int
+    """Tokens that go through the blocks besides those of the latents: given images."""
     other_text_tokens: int
     """Other tokens that go through the blocks with the prompt: words in quotes, a first frame."""
 
@@ -112,15 +130,29 @@ def count_step(
     settings: GenerationSettings,
     latent_channels: int,
     store: ProgramStore | None = None,
+    *,
+    windows: int = 1,
 ) -> Workload:
     """The workload of one step of the family's transformer with this configuration. Traces each model once, and with a
-    `store` once for all processes."""
+    `store` once for all processes. `windows`: those in a call, where the video is longer than the model's own length.
+    """
+    card = family.card
+    method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+    context = find_windows(card, settings, method)
+    if context is not None:
+        work = count_step(family, config, call_settings(settings, windows), latent_channels, store)
+        whole = math.prod(latent_shape(family, latent_channels, settings)) * 4
+        calls = -(-len(context.at(0)) // windows)
+        return dataclasses.replace(work, video_latent_bytes=whole, calls=calls)
+    if method == "continue":
+        work = count_step(family, config, window_settings(settings), latent_channels, store)
+        return dataclasses.replace(work, calls=segment_count(settings))
     text = json.dumps(dict(config), sort_keys=True, default=str)
     found = _find_structure(_Model(family.name, family.denoiser.predict, text, latent_channels, family), store)
     latents = latent_shape(family, latent_channels, settings)
     return Workload(
         batch=batch_rows(family, settings),
-        tokens=math.prod(latents[1:]) // found.output_features,
+        tokens=math.prod(latents[1:]) // found.output_features + found.other_tokens,
         text_tokens=settings.max_sequence_length + found.other_text_tokens,
         text="keys" if found.has_keys else "joint",
         heads=found.heads,
@@ -153,13 +185,23 @@ def _structure(model: _Model) -> _Structure:
     latents = latent_shape(family, model.latent_channels, settings)
     calls, used, has_keys = _trace(family, config, settings, component, latents)
     weights = list(_weights(component))
-    # A list of blocks that no device divides is not the transformer's: it refines the text, and counts as the rest.
-    divided = dict.fromkeys(each.stack for each in weights if each.stack and each.kind in ("column", "row"))
+    # A list of blocks that no device divides, or that a step does not run, is not the transformer's: it refines the
+    # text, and counts as the rest.
+    divided = dict.fromkeys(
+        each.stack for each in weights if each.stack and each.kind in ("column", "row") and each.name in used
+    )
     last = max(calls.values(), key=lambda call: call.order)
-    tokens = math.prod(latents[1:]) // last.outputs
-    stacked_rows = {calls[each.module].rows for each in weights if each.stack in divided and each.module in calls}
-    text_tokens = settings.max_sequence_length if has_keys else _joint_text_tokens(stacked_rows, tokens)
-    sizes: dict[int, Rows] = {1: "samples", tokens + text_tokens: "both", text_tokens: "text", tokens: "tokens"}
+    tokens = max(last.rows, math.prod(latents[1:]) // last.outputs)
+    stacked_rows = {
+        path: {
+            calls[each.module].rows
+            for each in weights
+            if each.is_matrix and each.stack == path and each.module in calls and not calls[each.module].is_of_samples
+        }
+        for path in divided
+    }
+    text_tokens = settings.max_sequence_length if has_keys else _joint_text_tokens(stacked_rows.values(), tokens)
+    sizes: dict[int, Rows] = {tokens + text_tokens: "both", text_tokens: "text", tokens: "tokens"}
 
     def matrices(stack: str) -> tuple[Matrix, ...]:
         inside = [each for each in weights if each.is_matrix and (each.stack if each.stack in divided else "") == stack]
@@ -168,7 +210,12 @@ def _structure(model: _Model) -> _Structure:
             for each in inside
         )
 
-    stacks = tuple(_stack(path, matrices(path), weights, calls) for path in divided)
+    stacks = tuple(
+        dataclasses.replace(
+            _stack(path, matrices(path), weights, calls), reads_text=has_keys or bool(stacked_rows[path] - {tokens})
+        )
+        for path in divided
+    )
     return _Structure(
         stacks=stacks,
         outer=matrices(""),
@@ -177,6 +224,7 @@ def _structure(model: _Model) -> _Structure:
         hidden=next(matrix.shape[1] for stack in stacks for matrix in _columns(stack)),
         output_features=last.outputs,
         has_keys=has_keys,
+        other_tokens=tokens - math.prod(latents[1:]) // last.outputs,
         other_text_tokens=text_tokens - settings.max_sequence_length,
     )
 
@@ -260,12 +308,14 @@ def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, p
         count=1 if per_layer else weight.layers,
         used=call is not None,
         rows=sizes.get(call.rows, "samples") if call is not None else "tokens",
+        sample_rows=call.rows if call is not None and call.is_of_samples else 1,
     )
 
 
-def _joint_text_tokens(rows: Collection[int], tokens: int) -> int:
-    """The number of text tokens, from the rows that the blocks' matrices multiply: video, text, or both."""
-    others = sorted(set(rows) - {1, tokens})
-    if not others:
-        return 0
-    return others[0] if tokens in rows else others[0] - tokens
+def _joint_text_tokens(stacks: Iterable[Collection[int]], tokens: int) -> int:
+    """The number of text tokens, from the rows that the matrices of each stack multiply: video and text, or both at
+    once; 0 if no stack has a text."""
+    for rows in stacks:
+        if others := sorted(set(rows) - {tokens}):
+            return others[0] if tokens in rows else others[0] - tokens
+    return 0

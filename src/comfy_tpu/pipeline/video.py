@@ -15,13 +15,25 @@ from PIL import Image
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
-from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.config import FastSettings, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
+from comfy_tpu.families.context import (
+    Method,
+    begins_with_image,
+    choose_method,
+    needs_first_frame,
+    settle_context,
+    window_counts,
+    window_settings,
+)
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.presets import PresetChoice
 from comfy_tpu.families.settings import (
     check_images,
     check_prompt,
     check_settings,
+    guidance_scales,
     make_settings,
     settings_of_latents,
 )
@@ -37,18 +49,20 @@ from comfy_tpu.pipeline.checks import (
     warn_of_cut,
     warn_of_ignored,
 )
-from comfy_tpu.pipeline.decode import decode_frames
+from comfy_tpu.pipeline.continuation import decode_segments, denoise_segments
+from comfy_tpu.pipeline.decode import count_parts, decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
-from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
+from comfy_tpu.pipeline.image_encoding import encode_first_frame, encode_images, encode_init_image, fit_images
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
+from comfy_tpu.pipeline.presets import choose_preset, with_own_lora
 from comfy_tpu.pipeline.preview_colours import PreviewColours
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
@@ -57,7 +71,7 @@ from comfy_tpu.pipeline.runtime_checks import check_runtime
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.step import batch_rows, latent_shape
-from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
+from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
@@ -76,8 +90,10 @@ class VideoPipeline:
         self.defaults: GenerationSettings = running.files.defaults
         self._placements: dict[Hashable, Placement] = {}
         self._has_placed_steps = False
-        self._left_out: set[str] = set()
-        """What was said of parts of the preset that are left out."""
+        self.preset = PresetChoice(running.files.presets)
+        """The preset that was chosen with the LoRAs."""
+        self._said: set[str] = set()
+        """Warnings that were given, each of which is given once."""
 
     @classmethod
     def open(
@@ -89,6 +105,7 @@ class VideoPipeline:
         residency: Residency | None = None,
         on_progress: ProgressCallback = ignore_progress,
         loras: Sequence[Lora] = (),
+        preset: str | None = None,
         check: Callable[[ModelFiles], object] = lambda files: None,
         blank: bool = False,
     ) -> VideoPipeline:
@@ -96,21 +113,23 @@ class VideoPipeline:
 
         `name` replaces `model` in labels and messages. `residency` replaces the registry of `runtime.memory`. `check`
         is called after the model is found and before devices are started, so that its errors come first. `blank`:
-        weights are zeros, which nothing is read for.
+        weights are zeros, which nothing is read for. `preset`: as in `use_loras`.
         """
         check_runtime(runtime)
         files = open_model(model, name=name)
         check(files)
         check_window(runtime.attention, files)
         check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(files.family.vae.component))
-        opened = open_loras(loras, files)
+        opened = open_loras(with_own_lora(files, loras, preset), files)
+        choice = choose_preset(files, opened, preset)
 
         def place(settings: GenerationSettings) -> Placement:
             return make_placement(
                 runtime.mesh,
                 platform=runtime.platform,
-                workload=lambda: files.workload(settings, open_store(runtime.cache)),
-                rows=batch_rows(files.family, settings),
+                workload=lambda: files.workloads(settings, open_store(runtime.cache)),
+                # Windows are as many rows as there are branches, or twice as many.
+                rows=max(window_counts(files.family.card, settings)[:2]) * batch_rows(files.family, settings),
             )
 
         placement = place(files.defaults)
@@ -118,7 +137,9 @@ class VideoPipeline:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
         options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank}
         running = RunningModel(files, placement, runtime, residency=residency, **options)
-        return cls(running, place if runtime.mesh == "auto" else None)
+        pipeline = cls(running, place if runtime.mesh == "auto" else None)
+        pipeline.preset = choice
+        return pipeline
 
     @property
     def model_name(self) -> str:
@@ -151,6 +172,11 @@ class VideoPipeline:
     def warn_of_ignored(self, settings: GenerationSettings) -> None:
         warn_of_ignored(self.family, self.defaults, settings)
 
+    def warn_of_preset(self, settings: GenerationSettings) -> None:
+        """Warns, once, where the settings are not those that the model or a LoRA is recognised to be distilled for."""
+        for field, sentence in self.preset.warnings(settings, has_branches=self._has_branches):
+            self._warn_once(field, sentence)
+
     @property
     def placement(self) -> Placement:
         """Where the steps of the last request were computed; at first, those of the model's defaults would be."""
@@ -158,7 +184,8 @@ class VideoPipeline:
 
     def choose_placement(self, settings: GenerationSettings) -> Placement:
         """The placement of a request's steps: that of the chosen mesh, or the best one for the request with "auto"."""
-        asked = (batch_rows(self.family, settings), self.family.card.latent_size(settings))
+        counts = window_counts(self.family.card, settings)
+        asked = (batch_rows(self.family, settings), self.family.card.latent_size(self._step_settings(settings)), counts)
         if asked not in self._placements:
             self._placements[asked] = self._place(settings)
         return self._placements[asked]
@@ -184,9 +211,14 @@ class VideoPipeline:
     def loras(self) -> Loras:
         return self.running.loras
 
-    def use_loras(self, loras: Sequence[Lora]) -> None:
-        """Replaces the LoRAs of the transformer. Nothing is compiled, and weights are loaded when they are used."""
-        self.running.use_loras(loras)
+    def use_loras(self, loras: Sequence[Lora], preset: str | None = None) -> None:
+        """Replaces the LoRAs of the transformer, and `preset`. Nothing is compiled, and weights are loaded when they
+        are used.
+
+        `preset`: the name of one of the model's presets, or "auto" for the one that a LoRA or the model was made for.
+        """
+        self.running.use_loras(with_own_lora(self.files, loras, preset))
+        self.preset = choose_preset(self.files, self.running.loras, preset)
 
     @property
     def on_progress(self) -> ProgressCallback:
@@ -198,25 +230,34 @@ class VideoPipeline:
         self.running.on_progress = callback
 
     def settings(self, **chosen: Any) -> GenerationSettings:
-        """The model's defaults, replaced by the runtime's preset and the chosen values (None: not chosen), checked."""
-        settings, preset = make_settings(self.defaults, chosen, self.limits), self.running.runtime.fast
-        if preset is None:
+        """The model's defaults, replaced by `RuntimeConfig.fast` and by the chosen values (None: not chosen), checked.
+        Those of `preset` are among the chosen ones where the caller wants them."""
+        settings, fast = make_settings(self.defaults, chosen, self.limits), self.running.runtime.fast
+        if fast is None:
             return settings
-        open_choices = [name for name in dataclasses.asdict(preset) if chosen.get(name) is None]
-        return self._apply_preset(preset, settings, open_choices)
+        open_choices = [name for name in dataclasses.asdict(fast) if chosen.get(name) is None]
+        return self._apply_fast(fast, settings, open_choices)
 
-    def _apply_preset(
-        self, preset: FastPreset, settings: GenerationSettings, open_choices: Collection[str]
+    def _apply_fast(
+        self, fast: FastSettings, settings: GenerationSettings, open_choices: Collection[str]
     ) -> GenerationSettings:
         """`open_choices`: the settings that the user has not chosen."""
         unusable = find_unusable(self.files, settings, self.choose_placement(settings))
         asked = {*open_choices, *(("quantize",) if self.running.runtime.quantize is None else ())}
         reasons = "; ".join(f"{name} ({reason})" for name, reason in unusable.items() if name in asked)
-        if reasons and reasons not in self._left_out:
-            self._left_out.add(reasons)
-            logger.warning("fast is used without %s", reasons, extra={"field": "fast"})
-        values = {name: getattr(preset, name) for name in open_choices if name not in unusable}
+        if reasons:
+            self._warn_once("fast", f"fast is used without {reasons}")
+        values = {name: getattr(fast, name) for name in open_choices if name not in unusable}
         return make_settings(settings, values, self.limits)
+
+    def _warn_once(self, field: str, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning("%s", sentence, extra={"field": field})
+
+    def settle_context(self, settings: GenerationSettings, images: Collection[Any]) -> GenerationSettings:
+        """The settings of a video from these images, for stages that are not given the images."""
+        return settle_context(self.family.card, settings, images)
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings that `encode` returns for a prompt, by name, without the batch dimension."""
@@ -229,18 +270,24 @@ class VideoPipeline:
         """Embeddings of a prompt and of images: the first frame and optionally the last, or reference images."""
         check_images(self.model_name, self.family.card.image, len(images), settings)
         fit_images(self.family, images, settings)  # now: one of no use must not be found after the encoder is loaded
-        text = self.encode_text(prompt, settings)
+        self._check_last_image(settings, images)
+        text = self.encode_text(prompt, settings, images)
         if not images:
             return text
         shared = self.encode_images(images, settings)
         return dataclasses.replace(text, shared=shared, images_fingerprint=fingerprint(images))
 
-    def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
+    def encode_text(
+        self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
+    ) -> PromptEmbeddings:
+        """Embeddings of a prompt. `images`: those of `encode`, for a model whose text encoder sees them."""
+        if self.family.card.image is not None and self.family.card.image.seen_by_text_encoder:
+            check_images(self.model_name, self.family.card.image, len(images), settings)
         check_prompt(prompt)
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
         # The first request: later ones may be encoded while another one's steps are computed.
@@ -254,7 +301,7 @@ class VideoPipeline:
         cut = ""
         running.size = f"{settings.max_sequence_length} tokens"
         for done, encoder in enumerate(encoders):
-            tokens = tokenize(self.files, encoder, prompts, settings.max_sequence_length)
+            tokens = tokenize(self.files, encoder, prompts, settings.max_sequence_length, images)
             cut = cut or tokens.cut[0]
             if any(tokens.cut[1:]):
                 warn_of_cut("negative_prompt", tokens.cut[1])
@@ -277,9 +324,16 @@ class VideoPipeline:
         """Embeddings of the images by name, the same for every branch of guidance."""
         check_settings(settings, self.limits)
         check_images(self.model_name, self.family.card.image, len(images), settings)
+        self._check_last_image(settings, images)
+        if self._context_method(settings, images) == "continue":
+            settings = window_settings(settings)
         self.running.size = size_text(settings)
         with jax.profiler.TraceAnnotation("encode images"):
             return encode_images(self.running, images, settings)
+
+    def encode_first_frame(self, image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+        """Latents of an image as the first frame of a video, [1, channels, 1, height, width]."""
+        return encode_first_frame(self.running, image, settings)
 
     def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
         """Encodes the image that denoising starts from, [1, height, width, 3] in 0..1. `strength`: the share of the
@@ -303,6 +357,8 @@ class VideoPipeline:
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
         """
+        if self._context_method(settings, embeddings.shared) == "continue":
+            return denoise_segments(self, self.family.card, embeddings, settings, seeds)
         for samples, _ in self._steps(embeddings, settings, init_image, seeds):
             latents = samples[0]
         made = to_host(latents, consume=True)
@@ -318,10 +374,8 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
-        if self.family.card.guidance != "classifier_free":
-            settings = dataclasses.replace(settings, guidance_until=0.0)
-        return make_plan(schedule, settings, self._curve_for(settings))
+        schedule = self._schedule(self._step_settings(settings), first_step(settings.num_inference_steps, strength))
+        return make_plan(schedule, settings, self._curve_for(settings), is_guided=self.family.card.is_guided)
 
     def _schedule(self, settings: GenerationSettings, begin: int) -> Schedule:
         def make() -> Schedule:
@@ -342,17 +396,34 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
         self.running.check_components(self.family.vae.component)
+        card = self.family.card
+        if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
+            return decode_segments(self, card, latents, settings)
         return self._decode(latents, settings)
 
+    def part_count(self, latent_frames: int) -> int:
+        """The parts in which latents of this many frames are decoded, as progress counts them."""
+        vae = self.family.vae
+        return count_parts(latent_frames, all_frames=vae.decodes_all_frames, tiles=vae.tiles)
+
+    def decode_segment(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
+    ) -> Iterator[torch.Tensor]:
+        """`decode` of a part of a longer video, after `before` of `total` parts."""
+        return self._decode(latents, settings, before, total)
+
     @close_at_exit
-    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
+    def _decode(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int = 0, total: int = 0
+    ) -> Generator[torch.Tensor, None, None]:
+        """`before`: parts of the video that are decoded already, of `total`; 0: these latents are the whole video."""
         running, functions, vae = self.running, self.running.vae, self.family.vae
         size = running.size = size_text(settings)
         axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
         program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
         with running.weights(vae.component) as weights:
-            total = 1 if vae.decodes_all_frames else latents.shape[2]
-            running.report("decoding", "", 0, total, size=size)
+            total = total or self.part_count(latents.shape[2])
+            running.report("decoding", "", before, total, size=size)
             frames = decode_frames(
                 lambda latent, cache: program(weights, latent=latent, cache=cache),
                 latents,
@@ -362,7 +433,7 @@ class VideoPipeline:
             )
             for index, part in enumerate(frames):
                 check_finite("the VAE's decoder", {"frames": part}, self.dtype_name)
-                running.report("decoding", "", index + 1, total, size=size)
+                running.report("decoding", "", before + index + 1, total, size=size)
                 yield part
 
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
@@ -383,6 +454,7 @@ class VideoPipeline:
         self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
         """Runs all three stages; yields frames as `decode` does."""
+        settings = self.settle_context(settings, images)
         return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
     @close_at_exit
@@ -396,14 +468,52 @@ class VideoPipeline:
         plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
         self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
 
+    @property
+    def _has_branches(self) -> bool:
+        """Whether guidance_scale over 1 is a second forward, with the negative prompt."""
+        return self.family.card.guidance == "classifier_free"
+
+    def _step_settings(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings of the videos that the transformer sees: windows or segments of a long one."""
+        card = self.family.card
+        method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+        return settings if method == "none" else window_settings(settings)
+
+    def _context_method(self, settings: GenerationSettings, images: Collection[Any]) -> Method:
+        """How a video is made. `images`: those that are given, or their embeddings. Raises InvalidValueError where it
+        cannot be made so from them."""
+        card, with_image = self.family.card, begins_with_image(self.family.card, images)
+        method = choose_method(card, settings, begins_with_image=with_image)
+        if method == "continue" and not with_image:
+            raise InvalidValueError(
+                f"context=continue goes on from an image, and {self.model_name} "
+                + ("was given none; give one, or choose static" if card.image else "takes none; choose static"),
+                field="context",
+            )
+        if with_image and method not in ("none", "continue") and not self.family.denoiser.frame_inputs:
+            raise InvalidValueError(
+                f"context={settings.context} is windows, and {self.model_name} keeps a first frame in all of them; "
+                "choose continue, or leave the image out",
+                field="context",
+            )
+        return method
+
+    def _check_last_image(self, settings: GenerationSettings, images: Sequence[Image.Image]) -> None:
+        if self._context_method(settings, images) == "continue" and len(images) > 1:
+            raise InvalidValueError(
+                f"last_image cannot be reached by a video of {settings.num_frames} frames that is continued every "
+                f"{settings.context_frames}; choose context=static or none, or leave it out",
+                field="last_image",
+            )
+
     def _is_guided(self, settings: GenerationSettings) -> bool:
-        return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
+        return self.family.card.is_guided(max(guidance_scales(settings)))
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self.files) if settings.reuse > 0 else None
