@@ -1,6 +1,6 @@
 """The tables of docs/plan.md and docs/design.md that come from schedules: `python -m benchmarks.schedule.tables`.
 
-Rows have the figures alone, as both languages write them; tests/bench/test_schedule_tables.py finds each in the documents.
+Rows have the figures as both languages write them; tests/bench/test_schedule_tables.py finds each in the documents.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ _PROBED_KEYS = 128
 _NORM_MARGIN = 1.01
 
 # The exact form takes this many queries at a time, and one row of their maxima. Bundles a tile on v5e, v5p, v6e and
-# v7x, without remainders: 16,967, 17,284, 9,554 and 8,847; 18,111, 18,162, 9,970 and 9,155 with all queries and eight equal rows.
+# v7x, without remainders: 16,967, 17,284, 9,554 and 8,847; with all queries and eight equal rows 18,111, 18,162, 9,970
+# and 9,155.
 _EXACT_QUERIES = 256
 # Chips whose matrix units multiply 128 deep. On the others half of the depth is empty with heads of 128, and remainders
 # of the queries there cost next to nothing: 9,570 bundles a tile on v6e and 8,862 on v7x.
