@@ -297,6 +297,8 @@ class GenerationSettings:
     guidance_until: float = 1.0
     """The fraction of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale
     1."""
+    cfg_normalization: float = 0.0
+    """The largest norm of a guided velocity, in norms of the prompt's own, for models that limit it. 0: no limit."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+    cfg_normalization: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ MISTRAL: dict[str, Any] = {
         "image_size": 28,
     },
 }
-_KLEIN_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<start> {{ message.role }} {{ message.content }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<start> assistant {% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}think{% endif %}"
@@ -78,7 +78,7 @@ _KLEIN_TEMPLATE = (
 _DEV_TEMPLATE = "<start> {% for message in messages %}{{ message.role }} {{ message.content[0].text }} {% endfor %}"
 
 
-def _tokenizer(template: str, padding_side: str) -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str, padding_side: str) -> PreTrainedTokenizerFast:
     words = ["<pad>", "<unk>", "<start>", "<end>", "user", "system", "assistant", "think", *WORDS]
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     made.normalizer = normalizers.Lowercase()
@@ -115,13 +115,13 @@ def reference(variant: str) -> Flux2Pipeline | Flux2KleinPipeline:
         pipeline = Flux2Pipeline(
             **common,
             text_encoder=random_weights(Mistral3ForConditionalGeneration(Mistral3Config(**MISTRAL))),
-            tokenizer=_tokenizer(_DEV_TEMPLATE, "left"),  # as Mistral's own
+            tokenizer=chat_tokenizer(_DEV_TEMPLATE, "left"),  # as Mistral's own
         )
     else:
         pipeline = Flux2KleinPipeline(
             **common,
             text_encoder=random_weights(Qwen3ForCausalLM(Qwen3Config(**QWEN))),
-            tokenizer=_tokenizer(_KLEIN_TEMPLATE, "right"),
+            tokenizer=chat_tokenizer(CHAT_TEMPLATE, "right"),
             is_distilled=variant == "klein",
         )
     pipeline.set_progress_bar_config(disable=True)

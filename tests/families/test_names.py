@@ -42,14 +42,17 @@ def names(card):
 
 
 def brand(card):
-    """The first word of the title: Wan, Flux, Hunyuan, LTX."""
-    return re.match(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", card.title)[0]
+    """The first word of the title: Wan, Flux, Hunyuan, LTX. None where it is a letter, or also a language model that
+    families share: Z-Image, Qwen-Image."""
+    return None if card.title.endswith("-Image") else re.match(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", card.title)[0]
 
 
 def pattern(card):
     """The names anywhere; the brand as a word of its own, also as a part of an identifier: wan_vae, WanVAE, WAN21."""
     whole = "|".join(re.escape(name) for name in sorted(names(card)) if len(name) > 3)
     word = brand(card)
+    if word is None:
+        return re.compile(rf"{whole}|{re.sub('[^a-z]', '[-_ ]?', card.title.lower())}", re.IGNORECASE)
     parts = rf"(?:{word}|{word.lower()}|{word.capitalize()})(?![a-z])|{word.upper()}(?![A-Za-z])"
     return re.compile(rf"{whole}|(?<![A-Za-z])(?:{parts})")
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
+from comfy_tpu.families.wan.card import WAN21
 from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 
@@ -216,9 +217,14 @@ def test_the_same_model_with_other_files(tmp_path):
 def test_guidance_needs_a_negative_prompt():
     without = embeddings(negative=False)
     with pytest.raises(InvalidValueError, match=r"^guidance_scale=4.1 needs the negative prompt, and t .*scale 4.1$"):
-        artifacts.check_guidance(Path("t"), without, SETTINGS)
-    artifacts.check_guidance(Path("t"), without, dataclasses.replace(SETTINGS, guidance_scale=1.0))
-    artifacts.check_guidance(Path("t"), embeddings(), SETTINGS)
+        artifacts.check_guidance(Path("t"), without, SETTINGS, WAN21)
+    artifacts.check_guidance(Path("t"), without, dataclasses.replace(SETTINGS, guidance_scale=1.0), WAN21)
+    artifacts.check_guidance(Path("t"), without, SETTINGS, dataclasses.replace(WAN21, guidance="embedded"))
+    artifacts.check_guidance(Path("t"), embeddings(), SETTINGS, WAN21)
+    from_zero = dataclasses.replace(WAN21, guidance_off=0.0)
+    artifacts.check_guidance(Path("t"), without, dataclasses.replace(SETTINGS, guidance_scale=0.0), from_zero)
+    with pytest.raises(InvalidValueError, match=r"^guidance_scale=1.0 needs the negative prompt"):
+        artifacts.check_guidance(Path("t"), without, dataclasses.replace(SETTINGS, guidance_scale=1.0), from_zero)
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"num_inference_steps": 3}, {"negative_prompt": ""}], ids=repr)

@@ -73,7 +73,8 @@ class BenchModel:
     def forward_settings(self, size: str, batch: int) -> GenerationSettings:
         """Settings of a step whose batch is so many videos, each without a negative prompt."""
         settings = self.settings(size, num_videos=batch)
-        return dataclasses.replace(settings, guidance_scale=1.0) if is_guided(self.family, settings) else settings
+        off = self.family.card.guidance_off
+        return dataclasses.replace(settings, guidance_scale=off) if is_guided(self.family, settings) else settings
 
     def workload(self, settings: GenerationSettings) -> Workload:
         return count_step(self.family, self.config(self.family.transformer), settings, self.latent_channels)
@@ -103,8 +104,13 @@ def count_step_operations(work: Workload) -> tuple[float, float]:
     linear = sum(
         2.0 * count * rows[each.rows] * each.nbytes / each.itemsize for count, each in work.matrices if each.used
     )
-    keys = work.sequence**2 + (work.tokens * work.text_tokens if work.text == "keys" else 0)
-    return work.batch * linear, work.batch * 4.0 * work.layers * work.hidden * keys
+    attention = sum(4.0 * stack.layers * work.hidden * _pairs(work.for_stack(stack)) for stack in work.stacks)
+    return work.batch * linear, work.batch * attention
+
+
+def _pairs(work: Workload) -> int:
+    """Pairs of query and key in a block."""
+    return work.sequence**2 + (work.tokens * work.text_tokens if work.text == "keys" else 0)
 
 
 def default_hub_id() -> str:

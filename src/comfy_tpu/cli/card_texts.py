@@ -42,6 +42,11 @@ def models_with(fact: Callable[[ModelCard], bool]) -> str:
     return _escape(", ".join(model.name for model in model_cards() if fact(model)))
 
 
+def normalizing_models() -> str:
+    """The models that read cfg_normalization."""
+    return models_with(lambda model: model.normalizes_guidance)
+
+
 def _by_family(describe: Callable[[FamilyCard], str]) -> str:
     groups: dict[str, list[str]] = {}
     for card in family_cards():

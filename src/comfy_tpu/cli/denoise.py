@@ -35,8 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         session.check_outputs(output)
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings)
-        if session.pipeline.family.card.guidance == "classifier_free":
-            artifacts.check_guidance(arguments.text, embeddings, settings)
+        artifacts.check_guidance(arguments.text, embeddings, settings, session.pipeline.family.card)
         session.images_fingerprint = header.images_fingerprint
         skipped = session.is_up_to_date(output, header.prompt, settings, there)
         if not skipped:

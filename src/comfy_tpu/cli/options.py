@@ -56,6 +56,12 @@ SETTINGS = (
     Option("fps", ("--fps",), "frames per second"),
     Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
+    Option(
+        "cfg_normalization",
+        ("--cfg-normalization",),
+        "most that guidance may make of a velocity's norm, in norms of the unguided one; 0: no limit; read by ",
+        card_texts.normalizing_models,
+    ),
 )
 
 TEXT_SETTINGS = ("negative_prompt",)

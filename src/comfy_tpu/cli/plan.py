@@ -105,7 +105,8 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     if arguments.export is not None:
         check_conflicts([("export", arguments.export)], list_model_files(Path(arguments.model)))
     size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"
-    chosen = {"num_videos": arguments.num_videos, **({"guidance_scale": 1.0} if arguments.no_guidance else {})}
+    off = {"guidance_scale": model.family.card.guidance_off} if arguments.no_guidance else {}
+    chosen = {"num_videos": arguments.num_videos, **off}
     plan, program = make_plan(
         model,
         parse_size(size, model, **chosen),

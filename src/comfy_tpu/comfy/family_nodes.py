@@ -71,10 +71,12 @@ class TextEncoder(FamilyNode):
         given, made = [inputs.prompt(family)], ["prompt"]
         if family.has_negative_prompt:
             given, made = [*given, inputs.negative_prompt(family)], [*made, "negative prompt"]
+        sees = family.text_encoder_sees_images
         return cls.schema(
             "Text Encoder (TPU)",
-            f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device.",
-            [*given, inputs.model_id(family)],
+            f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device"
+            f"{', which sees the images too' if sees else ''}.",
+            [*given, inputs.model_id(family), *(inputs.reference_inputs() if sees else [])],
             [
                 io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
                 for name in made
@@ -95,14 +97,15 @@ class TextEncoder(FamilyNode):
         pipeline: Any = None,
         options: Any = None,
         server: Any = None,
+        **images: Any,
     ) -> io.NodeOutput:
         family, model = cls.FAMILY, inputs.choose_model(model_id, pipeline)
-        runtime = inputs.check_options(options).runtime
+        runtime, given = inputs.check_options(options).runtime, _take_images(images)
         with open_run(family, model, {"encoding": 1}, server, runtime=runtime) as pipeline:
             chosen = pipeline.settings(negative_prompt=negative_prompt)
             pipeline.warn_of_ignored(chosen)
             # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
-            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0))
+            embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0), given)
         _warn_of_cut(embeddings.cut)
         branches = [embeddings.positive]
         if family.has_negative_prompt:
@@ -119,9 +122,9 @@ class ImageEncoder(FamilyNode):
         family = cls.FAMILY
         model = inputs.model_id(family)
         if family.image_role == "reference":
-            first, *more = inputs.REFERENCES
+            first, *more = inputs.reference_inputs()
             what, size = "Encodes reference images for the model to read beside the prompt", ""
-            given = [inputs.reference(first, optional=False), model, *map(inputs.reference, more)]
+            given = [first, model, *more]
         else:
             words = f"The first frame: one image of any size, {inputs.resize_text(family)}."
             frame = io.Image.Input("image", tooltip=words)

@@ -129,6 +129,7 @@ def sampling_inputs(family: NodeSet) -> list[io.Input]:
             tooltip=family.words.guidance,
         ),
         *([_second_guidance(family)] if family.has_second_guidance else []),
+        *([_cfg_normalization(family)] if family.normalizes_guidance else []),
         io.Int.Input(
             "seed",
             default=family.defaults.seed,
@@ -153,6 +154,18 @@ def _second_guidance(family: NodeSet) -> io.Input:
     )
 
 
+def _cfg_normalization(family: NodeSet) -> io.Input:
+    return io.Float.Input(
+        "cfg_normalization",
+        default=family.defaults.cfg_normalization,
+        min=0.0,
+        max=10.0,
+        step=0.05,
+        tooltip="The most that guidance may make of a velocity's norm, in norms of the prompt's own: 1 keeps it. 0 is "
+        "no limit.",
+    )
+
+
 def image_inputs(family: NodeSet) -> list[io.Input]:
     """The image inputs of a full pipeline node."""
     if family.image_role is None:
@@ -163,6 +176,12 @@ def image_inputs(family: NodeSet) -> list[io.Input]:
         return [reference(name) for name in REFERENCES]
     last = [frame(family, "last_image", "last")] if family.has_last_image else []
     return [frame(family, "image", "first"), *last]
+
+
+def reference_inputs() -> list[io.Input]:
+    """Inputs of a node that needs one reference image and takes more."""
+    first, *more = REFERENCES
+    return [reference(first, optional=False), *map(reference, more)]
 
 
 def reference(name: str, *, optional: bool = True) -> io.Input:

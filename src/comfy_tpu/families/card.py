@@ -57,6 +57,8 @@ class ImageInput:
     """How an image of another aspect ratio becomes a frame. stretch: resized to the frame; the image encoder sees the
     image as it was given. crop: its center, and nothing sees the rest."""
     max_images: int = 1
+    seen_by_text_encoder: bool = False
+    """Whether the text encoder sees the images too, so that a prompt is encoded with them."""
 
     @property
     def max_frames(self) -> int:
@@ -83,7 +85,14 @@ class ModelCard:
     """Transformer configurations by hub id: full-size models are planned without a download."""
     matches: Callable[[Config, Config], bool] = lambda index, config: True
     """(model_index.json, the transformer's config.json) -> whether a model of `pipeline_classes` is of this kind."""
+    matches_scheduler: Callable[[Config], bool] = lambda scheduler: True
+    """(scheduler_config.json) -> the same, for kinds whose other configurations are equal."""
     guidance: Guidance = "classifier_free"
+    guidance_off: float = 1.0
+    """The largest guidance_scale without a second forward: 0 where the scale is what is added to the prompt's own
+    velocity."""
+    normalizes_guidance: bool = False
+    """Whether cfg_normalization limits the guided velocity."""
     transformer_count: int = 1
     """2: the second one computes the timesteps below `settings.boundary`."""
     image: ImageInput | None = None
@@ -106,9 +115,18 @@ class ModelCard:
         """Whether denoising may start from an image."""
         return self.image is not None and self.image.role == "initial"
 
-    def accepts(self, index: Config, config: Config) -> bool:
-        """Whether a model directory holds a model of this kind."""
-        return index.get("_class_name") in self.pipeline_classes and self.matches(index, config)
+    def accepts(self, index: Config, config: Config, scheduler: Config) -> bool:
+        """Whether a model directory holds a model of this kind: model_index.json, and the configurations of transformer
+        and scheduler, empty where it has none."""
+        return (
+            index.get("_class_name") in self.pipeline_classes
+            and self.matches(index, config)
+            and self.matches_scheduler(scheduler)
+        )
+
+    def is_guided(self, guidance_scale: float) -> bool:
+        """Whether a step computes two branches at this scale."""
+        return self.guidance == "classifier_free" and guidance_scale > self.guidance_off
 
     def latent_frames(self, settings: GenerationSettings) -> int:
         return (settings.num_frames - 1) // self.temporal_scale + 1
@@ -203,6 +221,10 @@ class NodeSet:
         return any(model.transformer_count == 2 for model in self.models)
 
     @property
+    def normalizes_guidance(self) -> bool:
+        return any(model.normalizes_guidance for model in self.models)
+
+    @property
     def reads_fps(self) -> bool:
         return any(model.reads_fps for model in self.models)
 
@@ -215,6 +237,10 @@ class NodeSet:
         return self.image_inputs[0].role if self.image_inputs else None
 
     @property
+    def text_encoder_sees_images(self) -> bool:
+        return any(image.seen_by_text_encoder for image in self.image_inputs)
+
+    @property
     def has_last_image(self) -> bool:
         return any(image.last_image != "no" for image in self.image_inputs)
 
@@ -224,7 +250,7 @@ class NodeSet:
 
     def accepts(self, index: Config) -> bool:
         """Whether a model directory is one for these nodes, as far as its model_index.json says."""
-        return any(model.accepts(index, {}) for model in self.models)
+        return any(model.accepts(index, {}, {}) for model in self.models)
 
 
 @dataclasses.dataclass(frozen=True)

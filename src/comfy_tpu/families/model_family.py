@@ -49,13 +49,23 @@ class TextEncoder:
     """(module, **tokens) -> embeddings by name, a row for every prompt."""
     tokenizer: str = "tokenizer"
     """The folder of its tokenizer."""
-    tokenize: Callable[[Any, Sequence[str], int], dict[str, torch.Tensor]] | None = None
-    """(tokenizer, prompts, length) -> inputs of `encode`, input_ids and attention_mask among them, the same number of
-    tokens for every prompt. None: those two, padded to length."""
+    tokenize: Callable[..., dict[str, torch.Tensor]] | None = None
+    """(tokenizer, prompts, length, and the images of `read_images`) -> inputs of `encode`, input_ids and attention_mask
+    among them, the same number of tokens for every prompt. None: those two, padded to length."""
     length: int | None = None
     """The fixed number of tokens. None: settings.max_sequence_length."""
+    read_images: Callable[[Any, Sequence[Image]], dict[str, torch.Tensor]] | None = None
+    """(image processor, images as they were given) -> more inputs of `encode` by name, for an encoder that sees the
+    images. None: it reads the prompt alone."""
+    image_processor: str = "processor"
+    """The folder of the image processor of `read_images`."""
     zeroes_padding: bool = False
     """Whether the embeddings of padding are zeros, and those of the prompt do not depend on its length."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders besides the component's own."""
+        return (self.tokenizer,) if self.read_images is None else (self.tokenizer, self.image_processor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +76,16 @@ class TextEncoding:
     embedding_shapes: Callable[[Config, GenerationSettings], Mapping[str, tuple[int, ...]]]
     """(the transformer's configuration, settings) -> name and shape of the embeddings of one prompt."""
     clean_prompt: Callable[[str], str] = str
+
+
+def guide(
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    guidance_scale: torch.Tensor,
+    prepared: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Classifier-free guidance: from the negative prompt's velocity to the prompt's, and beyond."""
+    return negative + guidance_scale * (positive - negative)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +106,9 @@ class Denoiser:
     for."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
     """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
+    guide: Callable[..., torch.Tensor] = guide
+    """(velocity of the prompt, of the negative prompt, guidance_scale, outputs of `prepare`) -> the guided velocity, in
+    float32."""
     token_grid: TokenGrid | None = None
     """The grid of the tokens that `predict` gives to `video_attention`, or to `joint_attention` first. None: attention
     windows are refused."""

@@ -25,6 +25,8 @@ BUILT_IN = (
     "comfy_tpu.families.flux2",
     "comfy_tpu.families.hunyuan_video",
     "comfy_tpu.families.ltx_video",
+    "comfy_tpu.families.z_image",
+    "comfy_tpu.families.qwen_image",
 )
 """Packages, each with a `card.py` and a `model.py`."""
 
@@ -69,9 +71,9 @@ def model_cards() -> tuple[ModelCard, ...]:
     return tuple(model for card in family_cards() for model in card.models)
 
 
-def find_model_card(index: Config, transformer: Config) -> ModelCard:
-    """By the model's model_index.json and the config.json of its transformer, empty where it has none."""
-    found = [card for card in model_cards() if card.accepts(index, transformer)]
+def find_model_card(index: Config, transformer: Config, scheduler: Config) -> ModelCard:
+    """By the model's model_index.json and the configurations of transformer and scheduler, empty where it has none."""
+    found = [card for card in model_cards() if card.accepts(index, transformer, scheduler)]
     if len(found) > 1:
         owners = " and ".join(f"{card.name} ({find_family_card(card).package})" for card in found)
         raise UnsupportedError(f"the model is claimed by {owners}; uninstall one of them")
@@ -108,6 +110,11 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
         ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
         ("an image input", encodes, family.image is not None),
         ("reads_single_files", card.reads_single_files, bool(family.single_files)),
+        (
+            "seen_by_text_encoder",
+            card.image is not None and card.image.seen_by_text_encoder,
+            any(encoder.read_images is not None for encoder in family.text.encoders),
+        ),
     ):
         if said != found:
             raise CardError(f"the card of {card.name} says {fact}: {said}, {package}.model {found}; make them the same")

@@ -85,6 +85,7 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_number("flow_shift", settings.flow_shift, 0.01, limits.shift_max)
     _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
     _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
+    _check_number("cfg_normalization", settings.cfg_normalization, 0.0, limits.guidance_max)
     _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")

@@ -68,8 +68,8 @@ def attention_over_mesh(
     if masking.lengths is not None:
         arrays["lengths"], specs["lengths"] = masking.lengths, P(dp)
     if masking.keys is not None:
-        # Ulysses brings whole sequences to each device, a ring brings one share after the other.
-        arrays["keys"], specs["keys"] = masking.keys, P(dp, "sp" if strategy == "ring" else None)
+        # Whole on every device: a ring would send 600 bytes of it beside megabytes of keys, for 5 µs each.
+        arrays["keys"], specs["keys"] = masking.keys, P(dp)
     if masking.dense is not None:
         mask = masking.dense if masking.dense.shape[2] == 1 else _pad(masking.dense, 2, query_padding)
         axes = zip(mask.shape, (dp, head_axis, query_axes, None), strict=True)
@@ -158,32 +158,33 @@ def _ulysses(query: Array, key: Array, value: Array, masking: Masking, local: Lo
 def _ring(query: Array, key: Array, value: Array, masking: Masking, local: LocalAttention, sp: int) -> Array:
     own = lax.axis_index("sp")
     neighbours = [(source, (source + 1) % sp) for source in range(sp)]
-    moving: tuple[Array, ...] = (key, value) if masking.keys is None else (key, value, masking.keys)
 
-    def attend(step: int | Array, held: tuple[Array, ...]) -> tuple[Array, Array]:
+    def attend(step: int | Array, held: tuple[Array, Array]) -> tuple[Array, Array]:
         source = (own - step) % sp
         first_key = source * key.shape[2]
         inside = Masking(
             band=masking.band,
             offset=own * query.shape[2] - first_key,
             lengths=None if masking.lengths is None else masking.lengths - first_key,
-            keys=held[2] if len(held) == 3 else None,
+            keys=None
+            if masking.keys is None
+            else lax.dynamic_slice_in_dim(masking.keys, first_key, key.shape[2], axis=1),
         )
         out, logsumexp = local(query, held[0], held[1], inside, partial=True)
         assert logsumexp is not None
         return out, logsumexp
 
     def step(
-        carry: tuple[tuple[Array, ...], Array, Array], index: Array
-    ) -> tuple[tuple[tuple[Array, ...], Array, Array], None]:
+        carry: tuple[tuple[Array, Array], Array, Array], index: Array
+    ) -> tuple[tuple[tuple[Array, Array], Array, Array], None]:
         held, out, logsumexp = carry
         # Sent on before it is used, so that the transfer runs beside the kernel.
-        coming = tuple(lax.ppermute(array, "sp", neighbours) for array in held)
+        coming = lax.ppermute(held, "sp", neighbours)
         return (coming, *merge_attention(out, logsumexp, *attend(index, held))), None
 
     rows = query.shape[:3]
     empty = jnp.zeros((*rows, value.shape[3]), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32)
-    (held, out, logsumexp), _ = lax.scan(step, (moving, *empty), jnp.arange(sp - 1))
+    (held, out, logsumexp), _ = lax.scan(step, ((key, value), *empty), jnp.arange(sp - 1))
     out, _ = merge_attention(out, logsumexp, *attend(sp - 1, held))
     return out.astype(query.dtype)
 

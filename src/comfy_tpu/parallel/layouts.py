@@ -14,7 +14,7 @@ from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import Chip, Slice
 from comfy_tpu.parallel.rules import rule_axes
 from comfy_tpu.parallel.traffic import Cause, Kind, Traffic, crosses_slices, sent_bytes, transfer_seconds
-from comfy_tpu.parallel.workload import Matrix, Workload
+from comfy_tpu.parallel.workload import Matrix, Stack, Workload
 
 SPARE_FRACTION = 0.10
 """Share of a chip's memory that must stay free: the estimate's error, the program itself, fragmentation."""
@@ -154,7 +154,9 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
         for matrix in stack.matrices
         if matrix.used
     )
-    attention = work.layers * 4.0 * share.batch * share.heads * share.score_products
+    attention = sum(
+        stack.layers * 4.0 * share.batch * share.heads * share.for_stack(stack).score_products for stack in work.stacks
+    )
     memory_bytes = _memory_bytes(share)
     traffic = tuple(item for item in _traffic(share) if item.nbytes)
     return Estimate(
@@ -213,6 +215,10 @@ class _Share:
         self.attention: Literal["ulysses", "ring", "whole"] = (
             "whole" if sizes.sp == 1 else "ulysses" if self.heads % sizes.sp == 0 else "ring"
         )
+
+    def for_stack(self, stack: Stack) -> _Share:
+        """The share of the workload as the blocks of one stack see it."""
+        return self if stack.reads_text else _Share(self.work.for_stack(stack), self.sizes)
 
     @property
     def rows(self) -> int:
@@ -324,11 +330,17 @@ def _memory_bytes(share: _Share) -> float:
     weights = sum(layers * matrix.count * matrix.nbytes for layers, matrix in stacked) / sizes.tp
     if sizes.sp > 1:
         weights *= 2  # written by the gather, read by the product
+    return weights + sum(stack.layers * _layer_bytes(share.for_stack(stack)) for stack in work.stacks)
+
+
+def _layer_bytes(share: _Share) -> float:
+    """Bytes of activations that a block reads and writes."""
+    work, sizes = share.work, share.sizes
     activations = _PASSES_HIDDEN * share.hidden_bytes + _PASSES_FFN * share.ffn_bytes
     queries = work.sequence if share.attention != "ring" else share.sequence
     heads = share.heads / sizes.sp if share.attention == "ulysses" else share.heads
     pairs = 2 * share.batch * heads * work.sequence * work.head_dim * work.itemsize
-    return weights + work.layers * (activations + math.ceil(queries / _TILE) * pairs)
+    return activations + math.ceil(queries / _TILE) * pairs
 
 
 def _traffic(share: _Share) -> list[Traffic]:
@@ -339,13 +351,14 @@ def _traffic(share: _Share) -> list[Traffic]:
         group = _ways(axes, sizes)
         found.append(Traffic(cause, kind, axes, group, count, count * sent_bytes(kind, group, nbytes)))
 
-    if share.attention == "ulysses":
-        add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * work.layers, share.exchange_bytes)
-    if share.attention == "ring":
-        count = 2 * (sizes.sp - 1) * work.layers
-        add("keys and values around the ring", "collective-permute", ("sp",), count, share.head_bytes)
     for stack in work.stacks:
-        add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, share.rows * 4)
+        own = share.for_stack(stack)
+        if share.attention == "ulysses":
+            add("sequence exchange (Ulysses)", "all-to-all", ("sp",), 4 * stack.layers, own.exchange_bytes)
+        if share.attention == "ring":
+            count = 2 * (sizes.sp - 1) * stack.layers
+            add("keys and values around the ring", "collective-permute", ("sp",), count, own.head_bytes)
+        add("norm over columns (tp)", "all-reduce", ("tp",), stack.norms * stack.layers, own.rows * 4)
     for times, matrix in work.matrices:
         rest, compute = rule_axes(matrix.kind, matrix.shape, matrix.itemsize, sizes)
         missing = tuple(axis for axis in rest if axis not in compute)

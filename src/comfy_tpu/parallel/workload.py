@@ -38,6 +38,8 @@ class Stack:
     """The matrices of one layer."""
     norms: int = 0
     """The number of norms in a block over features that tp splits."""
+    reads_text: bool = True
+    """Whether the text goes through these blocks too, where it goes through any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,10 @@ class Workload:
     def sequence(self) -> int:
         """Tokens that attend to each other."""
         return self.tokens + (self.text_tokens if self.text == "joint" else 0)
+
+    def for_stack(self, stack: Stack) -> Workload:
+        """The workload as the blocks of one stack see it: without a text that they do not read."""
+        return self if stack.reads_text else dataclasses.replace(self, text="joint", text_tokens=0)
 
     @property
     def matrices(self) -> tuple[tuple[int, Matrix], ...]:

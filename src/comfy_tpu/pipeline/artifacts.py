@@ -23,6 +23,7 @@ from safetensors.torch import save
 import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.families.card import ModelCard
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
@@ -147,9 +148,9 @@ def load_text(path: Path, model: Model) -> tuple[PromptEmbeddings, Header]:
     return embeddings, header
 
 
-def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings) -> None:
+def check_guidance(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, card: ModelCard) -> None:
     largest = max(guidance_scales(settings))
-    if largest > 1 and embeddings.negative is None:
+    if card.is_guided(largest) and embeddings.negative is None:
         raise InvalidValueError(
             f"guidance_scale={largest} needs the negative prompt, and {path} was encoded without "
             f"guidance; run `comfy-tpu encode` again with --guidance-scale {largest}",

@@ -43,9 +43,11 @@ def check_embeddings(
             raise InvalidValueError(f"embeddings hold NaN or infinity ({odd[0]}); encode the prompt again")
     for pair in embeddings.each:
         _check_branches(pair, settings)
+    off = files.family.card.guidance_off
     if guided and embeddings.negative is None:
         raise InvalidValueError(
-            "guidance_scale is over 1 but the embeddings have no negative prompt; encode with guidance_scale over 1",
+            f"guidance_scale is over {off:g} but the embeddings have no negative prompt; encode with guidance_scale "
+            f"over {off:g}",
             field="guidance_scale",
         )
 
@@ -75,8 +77,9 @@ def _check_images(
     _, channels, _, height, width = latent_shape(files.family, files.latent_channels, settings)
     for name, rows in shared.items():
         # A model that may do without an image has its first frame's latents, whatever the length of the video.
+        # A reference image has its own size.
         own = image is not None and image.fit_reference is not None
-        expected = shapes.get(name, (channels, 1, *(rows.shape[3:] if own else (height, width))))
+        expected = (channels, 1, *rows.shape[3:]) if own else shapes.get(name, (channels, 1, height, width))
         if rows.ndim == 5 and tuple(rows.shape[1:]) != expected:
             raise InvalidValueError(
                 f"the image was encoded for other sizes: {name} has shape {tuple(rows.shape[1:])}, expected "
@@ -132,15 +135,17 @@ def check_finite(stage: str, made: Mapping[str, torch.Tensor], dtype: str) -> No
 
 def warn_of_ignored(family: ModelFamily, defaults: GenerationSettings, settings: GenerationSettings) -> None:
     """Warns of settings that the user chose and that this family does not use."""
-    of_branches = ("negative_prompt", "guidance_until")
+    of_branches = ("negative_prompt", "guidance_until", "cfg_normalization")
     ignored = {"classifier_free": (), "embedded": of_branches, "none": ("guidance_scale", *of_branches)}
     reasons = {
         "guidance_scale": "was distilled to do without guidance",
         "guidance_scale_2": "has one transformer",
         **dict.fromkeys(of_branches, "has no branch for a negative prompt"),
+        **({"cfg_normalization": "has no limit on its guidance"} if family.card.guidance == "classifier_free" else {}),
     }
     of_pairs = ("guidance_scale_2",) if len(family.denoiser.transformers) == 1 else ()
-    for name in (*ignored[family.card.guidance], *of_pairs):
+    of_norms = () if family.card.normalizes_guidance else ("cfg_normalization",)
+    for name in dict.fromkeys((*ignored[family.card.guidance], *of_pairs, *of_norms)):
         if getattr(settings, name) != getattr(defaults, name):
             value = excerpt(str(getattr(settings, name)))
             logger.warning("%s=%s has no effect: %s %s", name, value, family.name, reasons[name], extra={"field": name})

@@ -18,7 +18,7 @@ def find_unusable(files: ModelFiles, settings: GenerationSettings, placement: Pl
     dp = placement.sizes.dp
     if files.family.card.guidance != "classifier_free":
         reasons["guidance_until"] = f"{files.family.name} has no branch for a negative prompt"
-    elif max(guidance_scales(settings)) <= 1:
+    elif not files.family.card.is_guided(max(guidance_scales(settings))):
         reasons["guidance_until"] = f"guidance_scale={settings.guidance_scale:g} computes one branch anyway"
     elif settings.num_videos % dp:
         reasons["guidance_until"] = f"it saves no time on a mesh with dp={dp}, which divides two branches but not one"

@@ -84,11 +84,13 @@ class ModelFiles:
         shared = _read_shared_parts(directory)
         described = _part_path(directory, shared, "transformer/config.json")
         transformer = _read_json(described) if described.is_file() else {}
+        scheduled = _part_path(directory, shared, SCHEDULER_FILE)
+        scheduler = _read_json(scheduled) if scheduled.is_file() else {}
         with config_errors(str(described)):
-            family = load_family(find_model_card(index, transformer).name)
+            family = load_family(find_model_card(index, transformer, scheduler).name)
         files = cls(name or str(model), directory, family, index, shared_parts=shared)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
-        folders = [encoder.tokenizer for encoder in family.text.encoders if to_run]
+        folders = [folder for encoder in family.text.encoders for folder in encoder.folders if to_run]
         if to_run and family.image is not None and family.image.encoder is not None:
             folders.append(family.image.processor)
         missing += [folder for folder in folders if not files.path(folder).is_dir()]
@@ -268,7 +270,7 @@ class ModelFiles:
         family uses the directory's own."""
         digest = hashlib.sha256()
         folders = [spec.name for spec in self.family.components]
-        folders += (encoder.tokenizer for encoder in self.family.text.encoders)
+        folders += (folder for encoder in self.family.text.encoders for folder in encoder.folders)
         if self.family.scheduling.own_schedulers(self._read_optional_json):
             folders.append("scheduler")
         for folder in folders:

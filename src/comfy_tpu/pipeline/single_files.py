@@ -27,6 +27,7 @@ from comfy_tpu.families.card import Config, ModelCard
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import load_references
 from comfy_tpu.families.registry import find_family_card, find_model_card, find_published, load_family, model_cards
+from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline.lora_keys import holds_factors
 from comfy_tpu.pipeline.model_files import (
@@ -66,7 +67,7 @@ class SingleFileModel(ModelFiles):
                 f"{name}:{path.stat().st_size};{json.dumps(dict(self.configs[name]), sort_keys=True)}".encode()
             )
             digest_tensors(path, digest)
-        folders = [encoder.tokenizer for encoder in self.family.text.encoders]
+        folders = [folder for encoder in self.family.text.encoders for folder in encoder.folders]
         if self.family.scheduling.own_schedulers(self._read_optional_json):
             folders.append("scheduler")
         for folder in folders:
@@ -182,16 +183,16 @@ def _base_card(base: str, directory: Path) -> tuple[str, ModelCard]:
     published = find_published(base)
     if published is not None:
         return published
-    index, described = directory / "model_index.json", directory / "transformer" / "config.json"
+    index, *described = (directory / name for name in ("model_index.json", "transformer/config.json", SCHEDULER_FILE))
     if not index.is_file():
         raise CheckpointError(f"{index} does not exist; give a model directory in diffusers' layout", field="model")
     with config_errors(str(index)):
-        return "", find_model_card(read_json(index), read_json(described) if described.is_file() else {})
+        return "", find_model_card(read_json(index), *(read_json(path) if path.is_file() else {} for path in described))
 
 
 def _check_folders(model: SingleFileModel, hub_id: str) -> None:
     family = model.family
-    folders = [encoder.tokenizer for encoder in family.text.encoders]
+    folders = [folder for encoder in family.text.encoders for folder in encoder.folders]
     if family.image is not None and family.image.encoder is not None:
         folders.append(family.image.processor)
     if missing := [folder for folder in folders if not model.path(folder).is_dir()]:

@@ -48,7 +48,7 @@ class StepPrograms:
     def compute(self) -> DeviceProgram:
         """A step with the transformer."""
         return self.make_program(
-            make_step(self.denoiser.predict, self.denoiser.token_grid),
+            make_step(self.denoiser.predict, self.denoiser.guide, self.denoiser.token_grid),
             static=("guided",),
             donate=_STATE,
             input_axes={"prepared": _BRANCHES},
@@ -62,7 +62,7 @@ class StepPrograms:
 
 @functools.lru_cache(maxsize=64)
 def make_step(
-    predict: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+    predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
 ) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """A step as a function on torch tensors: the model's velocity, guidance, and the scheduler's weighted sum."""
 
@@ -88,7 +88,7 @@ def make_step(
             # Both branches in one batch, which dp divides between two halves of the mesh.
             both = predict_in_grid(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
             positive, negative = both.float().chunk(2)
-            velocity = negative + guidance_scale * (positive - negative)
+            velocity = guide(positive, negative, guidance_scale, prepared)
         else:
             velocity = predict_in_grid(module, latents, timestep, guidance_scale, **prepared).float()
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
@@ -123,7 +123,7 @@ def split_prepared(prepared: Mapping[str, _Array]) -> tuple[dict[str, _Array], d
 
 def is_guided(family: ModelFamily, settings: GenerationSettings) -> bool:
     """Whether the first transformer's steps compute two branches."""
-    return family.card.guidance == "classifier_free" and settings.guidance_scale > 1
+    return family.card.is_guided(settings.guidance_scale)
 
 
 def batch_rows(family: ModelFamily, settings: GenerationSettings) -> int:

@@ -8,7 +8,7 @@ the prompt alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -74,13 +74,19 @@ def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
 
 
 def make_plan(
-    schedule: Schedule, settings: GenerationSettings, curve: Curve | None, config: ReuseConfig = ReuseConfig()
+    schedule: Schedule,
+    settings: GenerationSettings,
+    curve: Curve | None,
+    config: ReuseConfig = ReuseConfig(),
+    *,
+    is_guided: Callable[[float], bool] = lambda scale: scale > 1,
 ) -> Plan:
-    """The plan of a schedule. `curve` None: every step is computed."""
+    """The plan of a schedule. `curve` None: every step is computed. `is_guided`: that of the model's card."""
     count = len(schedule)
     low_noise = [timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps.tolist()]
     guidance = [guidance_scales(settings)[second] for second in low_noise]
-    guided = [index < round(settings.guidance_until * count) and scale > 1 for index, scale in enumerate(guidance)]
+    last = round(settings.guidance_until * count)
+    guided = [index < last and is_guided(scale) for index, scale in enumerate(guidance)]
     scales: list[float | None] = [None] * count
     if curve is not None:
         # A velocity without guidance is another thing than one with it, and one model's another than the other's: the

@@ -153,12 +153,22 @@ def _structure(model: _Model) -> _Structure:
     latents = latent_shape(family, model.latent_channels, settings)
     calls, used, has_keys = _trace(family, config, settings, component, latents)
     weights = list(_weights(component))
-    # A list of blocks that no device divides is not the transformer's: it refines the text, and counts as the rest.
-    divided = dict.fromkeys(each.stack for each in weights if each.stack and each.kind in ("column", "row"))
+    # A list of blocks that no device divides, or that a step does not run, is not the transformer's: it refines the
+    # text, and counts as the rest.
+    divided = dict.fromkeys(
+        each.stack for each in weights if each.stack and each.kind in ("column", "row") and each.name in used
+    )
     last = max(calls.values(), key=lambda call: call.order)
     tokens = math.prod(latents[1:]) // last.outputs
-    stacked_rows = {calls[each.module].rows for each in weights if each.stack in divided and each.module in calls}
-    text_tokens = settings.max_sequence_length if has_keys else _joint_text_tokens(stacked_rows, tokens)
+    stacked_rows = {
+        path: {
+            calls[each.module].rows
+            for each in weights
+            if each.is_matrix and each.stack == path and each.module in calls
+        }
+        for path in divided
+    }
+    text_tokens = settings.max_sequence_length if has_keys else _joint_text_tokens(stacked_rows.values(), tokens)
     sizes: dict[int, Rows] = {1: "samples", tokens + text_tokens: "both", text_tokens: "text", tokens: "tokens"}
 
     def matrices(stack: str) -> tuple[Matrix, ...]:
@@ -168,7 +178,12 @@ def _structure(model: _Model) -> _Structure:
             for each in inside
         )
 
-    stacks = tuple(_stack(path, matrices(path), weights, calls) for path in divided)
+    stacks = tuple(
+        dataclasses.replace(
+            _stack(path, matrices(path), weights, calls), reads_text=has_keys or bool(stacked_rows[path] - {1, tokens})
+        )
+        for path in divided
+    )
     return _Structure(
         stacks=stacks,
         outer=matrices(""),
@@ -263,9 +278,10 @@ def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, p
     )
 
 
-def _joint_text_tokens(rows: Collection[int], tokens: int) -> int:
-    """The number of text tokens, from the rows that the blocks' matrices multiply: video, text, or both."""
-    others = sorted(set(rows) - {1, tokens})
-    if not others:
-        return 0
-    return others[0] if tokens in rows else others[0] - tokens
+def _joint_text_tokens(stacks: Iterable[Collection[int]], tokens: int) -> int:
+    """The number of text tokens, from the rows that the matrices of each stack multiply: video and text, or both at
+    once; 0 if no stack has a text."""
+    for rows in stacks:
+        if others := sorted(set(rows) - {1, tokens}):
+            return others[0] if tokens in rows else others[0] - tokens
+    return 0

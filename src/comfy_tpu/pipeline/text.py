@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 
 from comfy_tpu.errors import CheckpointError, config_errors
 from comfy_tpu.families.model_family import TextEncoder
@@ -30,11 +31,17 @@ _tokenizing = threading.Lock()
 """A tokenizer keeps the padding and the limit of a call until the next: those of another thread would be taken."""
 
 
-def tokenize(files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int) -> Tokens:
-    """Any thread may call it."""
+def tokenize(
+    files: ModelFiles,
+    encoder: TextEncoder,
+    prompts: Sequence[str],
+    max_length: int,
+    images: Sequence[Image.Image] = (),
+) -> Tokens:
+    """Any thread may call it. `images`: those that the encoder sees, if it sees any."""
     with _tokenizing, config_errors(f"the {encoder.tokenizer} of model={files.name}"):
         tokenizer: Any = files.tokenizer(encoder.tokenizer, may_be_plain=encoder.tokenize is None)
-        tokens = _tokenize(tokenizer, files, encoder, prompts, max_length)
+        tokens = _tokenize(tokenizer, files, encoder, prompts, max_length, images)
     _check_ids(tokens.inputs["input_ids"], files, encoder)
     return tokens
 
@@ -52,13 +59,21 @@ def _check_ids(ids: torch.Tensor, files: ModelFiles, encoder: TextEncoder) -> No
 
 
 def _tokenize(
-    tokenizer: Any, files: ModelFiles, encoder: TextEncoder, prompts: Sequence[str], max_length: int
+    tokenizer: Any,
+    files: ModelFiles,
+    encoder: TextEncoder,
+    prompts: Sequence[str],
+    max_length: int,
+    images: Sequence[Image.Image],
 ) -> Tokens:
     cleaned = [files.family.text.clean_prompt(prompt) for prompt in prompts]
     length = encoder.length or max_length
+    pixels: dict[str, torch.Tensor] = {}
+    if encoder.read_images is not None:
+        pixels = encoder.read_images(files.image_processor(encoder.image_processor), images)
     if encoder.tokenize is not None:
-        inputs = encoder.tokenize(tokenizer, cleaned, length)
-        limits = _token_limits(inputs, encoder.tokenize(tokenizer, [""], length))
+        inputs = encoder.tokenize(tokenizer, cleaned, length, **pixels)
+        limits = _token_limits(inputs, encoder.tokenize(tokenizer, [""], length, **pixels))
     elif isinstance(tokenizer, PlainTokenizer):
         inputs = tokenizer.encode_rows(cleaned, length)
         limits = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
@@ -76,7 +91,7 @@ def _tokenize(
         limits = [length - tokenizer.num_special_tokens_to_add()] * len(cleaned)
     # An encoder that always reads the same few tokens stands beside one that reads the rest.
     cut = ("" if encoder.length else _find_cut_text(tokenizer, *pair) for pair in zip(cleaned, limits, strict=True))
-    return Tokens(inputs, inputs["input_ids"].shape[1], tuple(cut))
+    return Tokens(inputs | pixels, inputs["input_ids"].shape[1], tuple(cut))
 
 
 def _token_limits(inputs: Mapping[str, torch.Tensor], empty: Mapping[str, torch.Tensor]) -> list[int]:

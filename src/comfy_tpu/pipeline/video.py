@@ -229,13 +229,18 @@ class VideoPipeline:
         """Embeddings of a prompt and of images: the first frame and optionally the last, or reference images."""
         check_images(self.model_name, self.family.card.image, len(images), settings)
         fit_images(self.family, images, settings)  # now: one of no use must not be found after the encoder is loaded
-        text = self.encode_text(prompt, settings)
+        text = self.encode_text(prompt, settings, images)
         if not images:
             return text
         shared = self.encode_images(images, settings)
         return dataclasses.replace(text, shared=shared, images_fingerprint=fingerprint(images))
 
-    def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
+    def encode_text(
+        self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
+    ) -> PromptEmbeddings:
+        """Embeddings of a prompt. `images`: those of `encode`, for a model whose text encoder sees them."""
+        if self.family.card.image is not None and self.family.card.image.seen_by_text_encoder:
+            check_images(self.model_name, self.family.card.image, len(images), settings)
         check_prompt(prompt)
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
@@ -254,7 +259,7 @@ class VideoPipeline:
         cut = ""
         running.size = f"{settings.max_sequence_length} tokens"
         for done, encoder in enumerate(encoders):
-            tokens = tokenize(self.files, encoder, prompts, settings.max_sequence_length)
+            tokens = tokenize(self.files, encoder, prompts, settings.max_sequence_length, images)
             cut = cut or tokens.cut[0]
             if any(tokens.cut[1:]):
                 warn_of_cut("negative_prompt", tokens.cut[1])
@@ -319,9 +324,7 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
         schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
-        if self.family.card.guidance != "classifier_free":
-            settings = dataclasses.replace(settings, guidance_until=0.0)
-        return make_plan(schedule, settings, self._curve_for(settings))
+        return make_plan(schedule, settings, self._curve_for(settings), is_guided=self.family.card.is_guided)
 
     def _schedule(self, settings: GenerationSettings, begin: int) -> Schedule:
         def make() -> Schedule:
@@ -403,7 +406,7 @@ class VideoPipeline:
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
-        return self.family.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
+        return self.family.card.is_guided(max(guidance_scales(settings)))
 
     def _curve_for(self, settings: GenerationSettings) -> Curve | None:
         return find_curve(self.files) if settings.reuse > 0 else None

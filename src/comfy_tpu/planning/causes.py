@@ -53,7 +53,7 @@ _TABLE = (
         ("all-gather",),
         "sp",
         False,
-        r"(view/reshape|convert_element_type|add\.Tensor/add|linear/add)$",
+        r"(view/reshape|convert_element_type|add\.Tensor/add|linear/add|prediction/sharding_constraint)$",
     ),
     _line(
         "guidance branches",

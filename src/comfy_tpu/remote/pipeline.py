@@ -169,8 +169,11 @@ class RemotePipeline:
         shape = tuple(latents.shape)
         return settings_of_latents(shape, self.model.latent_channels, self.model.card, self.defaults, chosen)
 
-    def encode_text(self, prompt: str, settings: GenerationSettings) -> PromptEmbeddings:
-        return read_embeddings(self._run("encode", {}, settings, {"prompt": prompt}))
+    def encode_text(
+        self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
+    ) -> PromptEmbeddings:
+        """`images`: those that the model's text encoder sees."""
+        return dataclasses.replace(self.encode(prompt, settings, images), shared={})
 
     def encode_images(self, images: Sequence[Image.Image], settings: GenerationSettings) -> dict[str, torch.Tensor]:
         return dict(read_embeddings(self._run("encode", _image_tensors(images), settings, {})).shared)

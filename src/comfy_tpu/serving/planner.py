@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,7 +56,8 @@ class _Counter:
 
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
-        key = (model, *size, settings.guidance_scale > 1, settings.max_sequence_length)
+        # Rounded up: a model computes one branch up to 0 or up to 1, and requests have any number of scales.
+        key = (model, *size, math.ceil(settings.guidance_scale), settings.max_sequence_length)
         with contextlib.suppress(KeyError):
             return self._known[key]
         with self._locks.setdefault(key, threading.Lock()):

@@ -215,8 +215,7 @@ def _check_message(stage: str, message: StageMessage, model: ServedModel, limits
             single = dataclasses.replace(settings, num_videos=1)
             check_latents(latents, latent_shape(files.family, files.latent_channels, single), single)
         embeddings = read_embeddings(StageMessage(tensors, message.metadata))
-        is_guided = model.card.guidance == "classifier_free" and max(guidance_scales(settings)) > 1
-        check_embeddings(files, embeddings, int(is_guided), settings)
+        check_embeddings(files, embeddings, int(model.card.is_guided(max(guidance_scales(settings)))), settings)
     else:
         if set(tensors) != {"latents"}:
             raise InvalidValueError("latents are expected, and nothing else", field="latents")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from comfy_tpu.families.flux import card, schedulers, text, transformer, vae
+from comfy_tpu.families.flux import card, schedulers, text, transformer
 from comfy_tpu.families.flux.lora import lora_names
 from comfy_tpu.families.flux.single_files import SINGLE_FILES
-from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding, Vae
+from comfy_tpu.families.model_family import Denoiser, ModelFamily, Scheduling, TextEncoding
+from comfy_tpu.families.shared.image_vae import IMAGE_VAE
 
 FLUX_DEV = ModelFamily(
     card.FLUX_DEV,
@@ -18,13 +19,7 @@ FLUX_DEV = ModelFamily(
         predict=transformer.predict,
         lora_names=lora_names,
     ),
-    Vae(
-        component=vae.VAE,
-        decode_frame=vae.decode_frame,
-        latent_channels=vae.latent_channels,
-        latent_statistics=vae.latent_statistics,
-        encode_image=vae.encode_image,
-    ),
+    IMAGE_VAE,
     Scheduling(schedulers.DEV_SCHEDULERS),
     single_files=SINGLE_FILES,
 )

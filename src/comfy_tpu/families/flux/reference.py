@@ -11,19 +11,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux import card
 from comfy_tpu.families.reference import Reference, decode_image, encode_image
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
-from comfy_tpu.families.shared.published_configs import CLIP_L, T5_SMALL, T5_XXL
-
-_VAE: Config = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
+from comfy_tpu.families.shared.published_configs import CLIP_L, IMAGE_VAE, IMAGE_VAE_SMALL, T5_SMALL, T5_XXL
 
 
 def predict(
@@ -53,7 +41,7 @@ def predict(
     return as_latents(tokens, height, width)
 
 
-_PARTS: dict[str, Config] = {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": _VAE}
+_PARTS: dict[str, Config] = {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": IMAGE_VAE}
 REFERENCES = {
     hub_id: Reference(predict, _PARTS, decode_image, encode_image)
     for model in card.CARD.models
@@ -81,5 +69,5 @@ SMALL: dict[str, Config] = {
         "eos_token_id": 1,
     },
     "text_encoder_2": T5_SMALL,
-    "vae": {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4},
+    "vae": IMAGE_VAE_SMALL,
 }

@@ -11,6 +11,7 @@ from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.double_stream_files import unpack_tensors
 from comfy_tpu.families.shared.encoder_files import CLIP, T5, rename_tensors
+from comfy_tpu.families.shared.vae_files import IMAGE_VAE
 
 _NAMES = {
     r"^img_in\.": "x_embedder.",
@@ -65,13 +66,6 @@ def _head(config: Config) -> int:
     return int(config.get("attention_head_dim", 128))
 
 
-def _convert_vae(tensors: Tensors, config: Config) -> Tensors:
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
-    converted: Tensors = convert_ldm_vae_checkpoint(tensors, config)
-    return converted
-
-
 SINGLE_FILES = {
     "transformer": PartFile(
         # Both in Flux.1 alone: the names of its attentions are also those of Flux.2 and HunyuanVideo-1.5.
@@ -82,11 +76,5 @@ SINGLE_FILES = {
     ),
     "text_encoder": CLIP,
     "text_encoder_2": T5,
-    "vae": PartFile(
-        own="decoder.mid_block.attentions.0.group_norm.weight",
-        original="decoder.mid.attn_1.norm.weight",
-        convert=_convert_vae,
-        prefixes=("vae.", "first_stage_model."),
-        foreign=("bn.running_mean",),  # of Flux.2's VAE
-    ),
+    "vae": IMAGE_VAE,
 }

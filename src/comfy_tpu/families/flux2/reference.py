@@ -11,11 +11,13 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2 import card
 from comfy_tpu.families.flux2.vae import statistics
 from comfy_tpu.families.reference import Reference, encode_image
+from comfy_tpu.families.shared.published_configs import QWEN3_4B
 
-_LANGUAGE: Config = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _MISTRAL: Config = {
     "text_config": {
-        **_LANGUAGE,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
         "model_type": "mistral",
         "vocab_size": 131072,
         "hidden_size": 5120,
@@ -27,18 +29,7 @@ _MISTRAL: Config = {
         "sliding_window": None,
     },
 }
-_QWEN_4B: Config = {
-    **_LANGUAGE,
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "tie_word_embeddings": True,
-}
-_QWEN_8B: Config = {**_QWEN_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+_QWEN_8B: Config = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
 def predict(
@@ -87,7 +78,7 @@ def encode(module: Any, pixels: torch.Tensor) -> torch.Tensor:
 def _text_encoder(hub_id: str) -> Config:
     if hub_id in card.FLUX2_DEV.published:
         return _MISTRAL
-    return _QWEN_4B if hub_id.endswith("4B") else _QWEN_8B
+    return QWEN3_4B if hub_id.endswith("4B") else _QWEN_8B
 
 
 REFERENCES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_tpu.compiler.recorded_tensors import Tensors
 from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.shared.encoder_files import rename_tensors
+from comfy_tpu.families.shared.encoder_files import LANGUAGE_PREFIXES, QWEN3, rename_tensors
 
 _VAE_NAMES = {r"^encoder\.quant_conv\.": "quant_conv.", r"^decoder\.post_quant_conv\.": "post_quant_conv."}
 """The authors have these two inside of encoder and decoder; ComfyUI writes them outside."""
@@ -26,8 +26,6 @@ def _convert_vae(tensors: Tensors, config: Config) -> Tensors:
     return converted | statistics
 
 
-# ComfyUI's files have the language model alone, after "model."; transformers' have other parts beside it.
-_LANGUAGE_MODEL = ("model.language_model.", "language_model.model.", "model.")
 _COMMON = {
     "transformer": PartFile(
         own="double_stream_modulation_img.linear.weight",
@@ -47,11 +45,11 @@ DEV_FILES = {
     **_COMMON,
     "text_encoder": PartFile(
         own="layers.0.self_attn.q_proj.weight",
-        prefixes=_LANGUAGE_MODEL,
+        prefixes=LANGUAGE_PREFIXES,
         foreign=("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.bias"),  # Qwen's
     ),
 }
 KLEIN_FILES = {
     **_COMMON,
-    "text_encoder": PartFile(own="layers.0.self_attn.q_norm.weight", prefixes=_LANGUAGE_MODEL),
+    "text_encoder": QWEN3,
 }

@@ -5,7 +5,6 @@ Both run on the devices. The transformer reads the padding too: diffusers' pipel
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,18 @@ import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
-from comfy_tpu.errors import CheckpointError, UnsupportedError
+from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.model_family import TextEncoder
-from comfy_tpu.parallel.rules import column, replicate, row
+from comfy_tpu.families.shared.language_models import (
+    build_qwen3,
+    count_layers,
+    language_rules,
+    sliding_window_error,
+    strip_language_prefix,
+    tokenize_chat,
+    truncate_layers,
+)
+from comfy_tpu.parallel.rules import replicate
 from comfy_tpu.quiet import quiet
 
 _DEPTHS = 3
@@ -25,11 +33,7 @@ DEV_LAYERS = 10
 
 
 def _build_qwen(config: Mapping[str, Any]) -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3Model
-
-    if config.get("use_sliding_window"):
-        raise _sliding_window_error()
-    return _split_layers(Qwen3Model(Qwen3Config(**_truncate_config(config, KLEIN_LAYERS))), KLEIN_LAYERS)
+    return _split_layers(build_qwen3(_truncate_config(config, KLEIN_LAYERS)), KLEIN_LAYERS)
 
 
 def _build_mistral(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -39,31 +43,15 @@ def _build_mistral(config: Mapping[str, Any]) -> torch.nn.Module:
     if not isinstance(text, Mapping):
         raise CheckpointError("the config.json of the text encoder has no text_config; download the model again")
     if text.get("sliding_window"):
-        raise _sliding_window_error()
+        raise sliding_window_error()
     # Only Mistral3's own configuration has None for its default, not Mistral's.
     shortened = {**_truncate_config(text, DEV_LAYERS), "sliding_window": None}
     return _split_layers(MistralModel(MistralConfig(**shortened)), DEV_LAYERS)
 
 
-def _sliding_window_error() -> UnsupportedError:
-    return UnsupportedError(
-        "the text encoder attends to a sliding window, which no Flux.2 was published with; use a model whose text "
-        "encoder has sliding_window null"
-    )
-
-
 def _truncate_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    used, count = _DEPTHS * layers, config.get("num_hidden_layers")
-    # One more at least: the last layer's answer would be normed in diffusers.
-    if not isinstance(count, int) or count <= used:
-        raise CheckpointError(
-            f"the config.json of the text encoder has num_hidden_layers={count!r}, expected a whole number over "
-            f"{used}; download the model again"
-        )
-    shorter = {**copy.deepcopy(dict(config)), "num_hidden_layers": used}  # transformers writes into what it is given
-    if config.get("layer_types"):
-        shorter["layer_types"] = list(config["layer_types"])[:used]
-    return shorter
+    count_layers(config, _DEPTHS * layers)  # one more at least: the last layer's answer would be normed in diffusers
+    return truncate_layers(config, _DEPTHS * layers)
 
 
 def _split_layers(model: Any, layers: int) -> torch.nn.Module:
@@ -79,9 +67,7 @@ def _split_layers(model: Any, layers: int) -> torch.nn.Module:
 
 def _make_rename(layers: int) -> Callable[[str], str]:
     def rename(name: str) -> str:
-        # Versions of transformers nest the modules differently.
-        while name.startswith(("model.", "language_model.")):
-            name = name.partition(".")[2]
+        name = strip_language_prefix(name)
         kind, _, rest = name.partition(".")
         number, _, inner = rest.partition(".")
         if kind != "layers" or int(number) >= _DEPTHS * layers:
@@ -92,15 +78,7 @@ def _make_rename(layers: int) -> Callable[[str], str]:
 
 
 _STACKS = tuple(LayerStack(f"parts.{depth}") for depth in range(_DEPTHS))
-_RULES = (
-    row("embed_tokens.weight"),
-    column("parts.*.self_attn.[qkv]_proj.weight"),
-    row("parts.*.self_attn.o_proj.weight"),
-    column("parts.*.mlp.gate_proj.weight"),
-    column("parts.*.mlp.up_proj.weight"),
-    row("parts.*.mlp.down_proj.weight"),
-    replicate("parts.*layernorm.weight"),
-)
+_RULES = language_rules("parts")
 _UNUSED = ("norm.weight", "lm_head.weight", "layers.*")
 
 QWEN = ComponentSpec(
@@ -127,13 +105,7 @@ MISTRAL = ComponentSpec(
 
 
 def tokenize_klein(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        for prompt in prompts
-    ]
-    return _as_inputs(tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"))
+    return tokenize_chat(tokenizer, prompts, length, enable_thinking=False)
 
 
 def tokenize_dev(tokenizer: Any, prompts: Sequence[str], length: int) -> dict[str, torch.Tensor]:

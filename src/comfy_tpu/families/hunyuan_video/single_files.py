@@ -7,7 +7,7 @@ from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.double_stream_files import unpack_tensors
-from comfy_tpu.families.shared.encoder_files import T5, rename_tensors
+from comfy_tpu.families.shared.encoder_files import LANGUAGE_PREFIXES, T5, rename_tensors
 
 # Where two names are given, the first is the authors', the second ComfyUI's.
 _NAMES = {
@@ -91,7 +91,7 @@ SINGLE_FILES = {
     # Qwen2.5-VL: its language model alone has biases of queries. ComfyUI's file has its vision model beside it.
     "text_encoder": PartFile(
         own="layers.0.self_attn.q_proj.bias",
-        prefixes=("model.language_model.", "language_model.model.", "model."),
+        prefixes=LANGUAGE_PREFIXES,
     ),
     "text_encoder_2": T5,
     "image_encoder": PartFile(

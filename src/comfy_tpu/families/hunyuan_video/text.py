@@ -11,6 +11,7 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.model_family import TextEncoder
+from comfy_tpu.families.shared.language_models import count_layers, encode_causal, language_rules, truncate_layers
 from comfy_tpu.parallel.rules import column, replicate, row
 from comfy_tpu.quiet import quiet
 
@@ -34,23 +35,10 @@ _LAYERS_SKIPPED = 2
 def _build_text_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
     from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
-    used = _layers_used(config)
-    shorter = {**config, "num_hidden_layers": used}
-    if config.get("layer_types"):
-        shorter["layer_types"] = list(config["layer_types"])[:used]
-    model = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**shorter))
+    used = count_layers(config, _LAYERS_SKIPPED) - _LAYERS_SKIPPED
+    model = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**truncate_layers(config, used)))
     model.norm = torch.nn.Identity()
     return model
-
-
-def _layers_used(config: Mapping[str, Any]) -> int:
-    layers = config["num_hidden_layers"]
-    if not isinstance(layers, int) or layers <= _LAYERS_SKIPPED:
-        raise CheckpointError(
-            f"the config.json of the text encoder has num_hidden_layers={layers!r}, expected a whole number over "
-            f"{_LAYERS_SKIPPED}; download the model again"
-        )
-    return layers - _LAYERS_SKIPPED
 
 
 def _build_glyph_encoder(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -66,15 +54,7 @@ TEXT_ENCODER = ComponentSpec(
     unused=("norm.weight", "layers.*"),  # of the layers, the last
     stacks=(LayerStack("layers"),),
     shard_attention=False,  # 28 heads, of which tp=8 takes no whole share; the products are divided all the same
-    rules=(
-        row("embed_tokens.weight"),
-        column("layers.*.self_attn.[qkv]_proj.*"),
-        row("layers.*.self_attn.o_proj.weight"),
-        column("layers.*.mlp.gate_proj.weight"),
-        column("layers.*.mlp.up_proj.weight"),
-        row("layers.*.mlp.down_proj.weight"),
-        replicate("layers.*layernorm.weight"),
-    ),
+    rules=language_rules("layers"),
 )
 
 GLYPH_ENCODER = ComponentSpec(
@@ -139,15 +119,7 @@ def tokenize_glyphs(tokenizer: Any, prompts: Sequence[str], length: int) -> dict
 
 
 def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Runs the layers without the model's own forward, which makes a mask of tokens × tokens.
-
-    Texts are padded on the right, and attention is causal: no token of a text attends to the padding.
-    """
-    hidden = module.embed_tokens(input_ids)
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    rotary = module.rotary_emb(hidden, positions.view(1, 1, -1).expand(3, input_ids.shape[0], -1))
-    for layer in module.layers:
-        hidden = layer(hidden, position_embeddings=rotary)
+    hidden = encode_causal(module, module.embed_tokens(input_ids))
     return _mask_padding("text", hidden[:, TEMPLATE_TOKENS:], attention_mask[:, TEMPLATE_TOKENS:])
 
 

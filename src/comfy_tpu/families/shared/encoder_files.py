@@ -49,3 +49,7 @@ CLIP_VISION = PartFile(
     own="vision_model.encoder.layers.0.self_attn.q_proj.weight",
     ignored=("visual_projection.*", "logit_scale", "vision_model.embeddings.position_ids"),
 )
+
+# ComfyUI's files have the language model alone, after "model."; transformers' have other parts beside it.
+LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+QWEN3 = PartFile(own="layers.0.self_attn.q_norm.weight", prefixes=LANGUAGE_PREFIXES)

@@ -11,4 +11,4 @@ class Modulation(torch.nn.Linear):
     """The linear layer of an adaptive norm, with a gathered result: one row per sample, which costs almost nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return constrain(super().forward(x), "dp", None)
+        return constrain(super().forward(x), "dp", *(None,) * (x.ndim - 1))

@@ -1,4 +1,4 @@
-"""Published configurations of encoders that several families have. Torch is not imported."""
+"""Published configurations of parts that several families have. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -25,6 +25,30 @@ CLIP_L: Config = {
     "hidden_act": "quick_gelu",
     "projection_dim": 768,
 }
+QWEN3_4B: Config = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+}
+IMAGE_VAE: Config = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
 
 T5_SMALL: Config = {
     "vocab_size": 384,
@@ -35,3 +59,11 @@ T5_SMALL: Config = {
     "num_heads": 8,
 }
 """The values in which a T5 of a small model differs."""
+
+IMAGE_VAE_SMALL: Config = {
+    "block_out_channels": (8, 8, 16, 16),
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+}
+"""The values in which the image VAE of a small model differs."""

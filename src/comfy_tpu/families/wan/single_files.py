@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from comfy_tpu.compiler.recorded_tensors import Tensors
 from comfy_tpu.compiler.single_file import PartFile
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.encoder_files import CLIP_VISION, UMT5, rename_tensors
-
-_VAE_NAMES = {
-    r"^conv1\.": "quant_conv.",
-    r"^conv2\.": "post_quant_conv.",
-    r"\.residual\.0\.": ".norm1.",
-    r"\.residual\.2\.": ".conv1.",
-    r"\.residual\.3\.": ".norm2.",
-    r"\.residual\.6\.": ".conv2.",
-    r"\.shortcut\.": ".conv_shortcut.",
-    r"^(encoder|decoder)\.conv1\.": r"\1.conv_in.",
-    r"^(encoder|decoder)\.head\.0\.": r"\1.norm_out.",
-    r"^(encoder|decoder)\.head\.2\.": r"\1.conv_out.",
-    r"^(encoder|decoder)\.middle\.0\.": r"\1.mid_block.resnets.0.",
-    r"^(encoder|decoder)\.middle\.1\.": r"\1.mid_block.attentions.0.",
-    r"^(encoder|decoder)\.middle\.2\.": r"\1.mid_block.resnets.1.",
-    # The 5B's VAE has its blocks in groups, as diffusers has them.
-    r"^encoder\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.": (
-        r"encoder.down_blocks.\1.downsampler.\2."
-    ),
-    r"^encoder\.downsamples\.(\d+)\.downsamples\.(\d+)\.": r"encoder.down_blocks.\1.resnets.\2.",
-    r"^decoder\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.": r"decoder.up_blocks.\1.upsampler.\2.",
-    r"^decoder\.upsamples\.(\d+)\.upsamples\.(\d+)\.": r"decoder.up_blocks.\1.resnets.\2.",
-    r"^encoder\.downsamples\.": "encoder.down_blocks.",
-}
-"""Patterns, in order."""
-_FLAT_UPSAMPLE = re.compile(r"decoder\.upsamples\.(\d+)\.(.+)")
+from comfy_tpu.families.shared.vae_files import CAUSAL_VAE
 
 
 def _convert_transformer(tensors: Tensors, config: Config) -> Tensors:
@@ -41,19 +14,6 @@ def _convert_transformer(tensors: Tensors, config: Config) -> Tensors:
 
     converted: Tensors = convert_wan_transformer_to_diffusers(tensors)
     return rename_tensors(converted, {r"^img_emb\.emb_pos$": "condition_embedder.image_embedder.pos_embed"})
-
-
-def _convert_vae(tensors: Tensors, config: Config) -> Tensors:
-    # diffusers' own converter knows the sizes of the 2.1's VAE only.
-    resnets = int(config.get("num_res_blocks", 2)) + 1
-    converted: Tensors = {}
-    for name, tensor in rename_tensors(tensors, _VAE_NAMES).items():
-        if match := _FLAT_UPSAMPLE.fullmatch(name):
-            block, index = divmod(int(match[1]), resnets + 1)
-            part = f"resnets.{index}" if index < resnets else "upsamplers.0"
-            name = f"decoder.up_blocks.{block}.{part}.{match[2]}"
-        converted[name] = tensor
-    return converted
 
 
 _TRANSFORMER = PartFile(
@@ -67,10 +27,5 @@ SINGLE_FILES = {
     "transformer_2": _TRANSFORMER,
     "text_encoder": UMT5,
     "image_encoder": CLIP_VISION,
-    "vae": PartFile(
-        own="decoder.mid_block.attentions.0.to_qkv.weight",
-        original="decoder.middle.1.to_qkv.weight",
-        convert=_convert_vae,
-        prefixes=("vae.", "first_stage_model."),
-    ),
+    "vae": CAUSAL_VAE,
 }

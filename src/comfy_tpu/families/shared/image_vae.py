@@ -1,4 +1,4 @@
-"""The Flux.1 VAE."""
+"""The VAE of images that Flux.1 was trained with, and Z-Image after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.model_family import Cache
+from comfy_tpu.families.model_family import Cache, Vae
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
@@ -21,7 +21,7 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     return AutoencoderKL.from_config(dict(config))
 
 
-VAE = ComponentSpec(
+_COMPONENT = ComponentSpec(
     name="vae",
     classes=("AutoencoderKL",),
     build=_build_vae,
@@ -55,3 +55,12 @@ def encode_image(module: Any, image: torch.Tensor, noise: torch.Tensor) -> torch
     sample = middle + torch.exp(0.5 * spread.clamp(-30, 20)) * noise.squeeze(2)
     mean, std = (torch.tensor(x, device=sample.device).view(1, -1, 1, 1) for x in latent_statistics(module.config))
     return ((sample - mean) / std).unsqueeze(2)
+
+
+IMAGE_VAE = Vae(
+    component=_COMPONENT,
+    decode_frame=decode_frame,
+    latent_channels=latent_channels,
+    latent_statistics=latent_statistics,
+    encode_image=encode_image,
+)

@@ -1,0 +1,103 @@
+"""Qwen-Image, Qwen-Image-Edit and its later versions with several images: facts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+
+TRANSFORMER: Config = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "guidance_embeds": False,
+    "axes_dims_rope": (16, 56, 56),
+}
+"""The config.json of all models but Qwen-Image-Edit-2511."""
+_TRANSFORMER_2511: Config = {**TRANSFORMER, "zero_cond_t": True}
+"""The tokens of the given images have timestep 0."""
+
+QWEN_IMAGE = ModelCard(
+    name="Qwen-Image",
+    pipeline_classes=("QwenImagePipeline",),
+    limits=Limits(
+        size_multiple=16,
+        size_min=16,
+        size_max=2048,
+        frames_multiple=1,
+        frames_max=1,
+        schedulers=("euler", "unipc", "dpm++"),
+        tokens_max=1024,
+    ),
+    defaults=GenerationSettings(
+        height=1024,
+        width=1024,
+        num_frames=1,
+        num_inference_steps=50,
+        guidance_scale=4.0,
+        flow_shift=1.0,
+        scheduler="euler",
+        negative_prompt=" ",
+    ),
+    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1328)},
+    spatial_scale=8,
+    temporal_scale=1,
+    published={"Qwen/Qwen-Image": TRANSFORMER, "Qwen/Qwen-Image-2512": TRANSFORMER},
+    image=ImageInput("initial"),
+    reads_single_files=True,
+)
+
+QWEN_IMAGE_EDIT = dataclasses.replace(
+    QWEN_IMAGE,
+    name="Qwen-Image-Edit",
+    pipeline_classes=("QwenImageEditPipeline",),
+    published={"Qwen/Qwen-Image-Edit": TRANSFORMER},
+    image=ImageInput("reference", required=True, seen_by_text_encoder=True),
+)
+
+QWEN_IMAGE_EDIT_PLUS = dataclasses.replace(
+    QWEN_IMAGE_EDIT,
+    name="Qwen-Image-Edit Plus",
+    pipeline_classes=("QwenImageEditPlusPipeline",),
+    defaults=dataclasses.replace(QWEN_IMAGE.defaults, num_inference_steps=40),
+    published={"Qwen/Qwen-Image-Edit-2509": TRANSFORMER, "Qwen/Qwen-Image-Edit-2511": _TRANSFORMER_2511},
+    image=ImageInput("reference", required=True, max_images=4, seen_by_text_encoder=True),
+)
+
+_WORDS = Words(
+    text_encoder="Qwen2.5-VL",
+    native_text_encoder=" or from ComfyUI's CLIP Text Encode with Qwen-Image's encoder",
+    schedulers="euler is Qwen-Image's own; unipc and dpm++ are multistep ones",
+    languages="in English or Chinese",
+    sizes="About a million pixels or more in all: 1024×1024, 1328×1328, 1664×928.",
+)
+
+CARD = FamilyCard(
+    package="comfy_tpu.families.qwen_image",
+    title="Qwen-Image",
+    node_sets=(
+        NodeSet(
+            key="QwenImage",
+            name="Qwen-Image",
+            category="TPU/Qwen-Image",
+            models=(QWEN_IMAGE,),
+            latent_format="Wan21",
+            size_max=2048,
+            words=_WORDS,
+        ),
+        NodeSet(
+            key="QwenImageEdit",
+            name="Qwen-Image-Edit",
+            category="TPU/Qwen-Image",
+            models=(QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS),
+            latent_format="Wan21",
+            size_max=2048,
+            words=dataclasses.replace(_WORDS, native_text_encoder=""),
+        ),
+    ),
+)

@@ -1,0 +1,70 @@
+"""Images that Qwen-Image-Edit changes: the transformer reads latents of them, and the text encoder sees them.
+
+Whatever its size, an image becomes one of a million pixels for the VAE. Edit shows the same one to the text encoder;
+Plus, which takes several, one of 384 × 384 pixels in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from PIL import Image
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import Config
+from comfy_tpu.families.model_family import ImageEncoding
+from comfy_tpu.families.qwen_image import text
+from comfy_tpu.families.qwen_image.vae import encode_frames
+
+VAE_AREA = 1024 * 1024
+SHOWN_AREA = 384 * 384
+_MULTIPLE, _RATIO_MAX = 32, 100
+_NAMES = [f"reference_{number}" for number in (1, 2, 3, 4)]
+_TOKEN_SIDE = 28
+"""Pixels of a token of the vision model, on a side."""
+
+
+def target_size(width: int, height: int, area: int) -> tuple[int, int]:
+    """The width and height of about so many pixels, multiples of 32, as diffusers rounds them."""
+    if max(width, height) > _RATIO_MAX * min(width, height):
+        raise InvalidValueError(
+            f"image is {width}×{height}, expected one side at most {_RATIO_MAX} times the other; crop it", field="image"
+        )
+    ratio = width / height
+    wide = math.sqrt(area * ratio)
+    return round(wide / _MULTIPLE) * _MULTIPLE, round(wide / ratio / _MULTIPLE) * _MULTIPLE
+
+
+def _resize(image: Image.Image, area: int) -> Image.Image:
+    return image.resize(target_size(*image.size, area), resample=Image.Resampling.LANCZOS)
+
+
+def fit(image: Image.Image) -> Image.Image:
+    """The image that the VAE reads, and the text encoder of Edit."""
+    return _resize(image, VAE_AREA)
+
+
+def shrink(image: Image.Image) -> Image.Image:
+    """The image that the text encoder of Plus sees."""
+    return _resize(image, SHOWN_AREA)
+
+
+def condition(
+    latents: Sequence[torch.Tensor], image_count: int, settings: GenerationSettings
+) -> dict[str, torch.Tensor]:
+    return dict(zip(_NAMES, latents, strict=False))
+
+
+def embedding_shapes(shown_area: int, config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
+    """Those of a request with one square image; others have their own."""
+    tokens = round(math.isqrt(shown_area) / _TOKEN_SIDE) ** 2
+    of_text = text.embedding_shapes(config, settings)["text"]
+    side = math.isqrt(VAE_AREA) // 8
+    channels = config.get("in_channels", 64) // 4
+    return {"text": (of_text[0] + tokens, of_text[1]), "reference_1": (channels, 1, side, side)}
+
+
+REFERENCES = ImageEncoding(encode_frames, condition, optional_embeddings=tuple(_NAMES[1:]), fit_reference=fit)
