@@ -38,7 +38,7 @@ def names(card):
         found |= {nodes.key, nodes.name, *nodes.hub_models, *(hub_id.split("/")[0] for hub_id in nodes.hub_models)}
     for model in card.models:
         found |= {model.name, *model.pipeline_classes}
-    return found
+    return found if brand(card) else found - {card.title.partition("-")[0]}
 
 
 def brand(card):

@@ -53,6 +53,10 @@ def _images(model: ModelCard, words: Json) -> str:
     image, kinds = model.image, words["images"]
     if image is None:
         return str(kinds["none"])
+    if image.role == "reference" and image.required:
+        return str(kinds["references_required" if image.max_images > 1 else "reference_required"]).format(
+            max_images=image.max_images
+        )
     if image.role != "first_frame":
         return str(kinds[image.role].format(max_images=image.max_images))
     if image.last_image == "no":

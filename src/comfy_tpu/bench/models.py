@@ -100,9 +100,11 @@ def reduce_layers(config: Config) -> dict[str, Any]:
 
 def count_step_operations(work: Workload) -> tuple[float, float]:
     """Of a step's products and of its attention: a multiplication and an addition are two."""
-    rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens, "samples": 1}
+    rows = {"tokens": work.tokens, "text": work.text_tokens, "both": work.tokens + work.text_tokens}
     linear = sum(
-        2.0 * count * rows[each.rows] * each.nbytes / each.itemsize for count, each in work.matrices if each.used
+        2.0 * count * rows.get(each.rows, each.sample_rows) * each.nbytes / each.itemsize
+        for count, each in work.matrices
+        if each.used
     )
     attention = sum(4.0 * stack.layers * work.hidden * _pairs(work.for_stack(stack)) for stack in work.stacks)
     return work.batch * linear, work.batch * attention

@@ -74,9 +74,9 @@ class TextEncoder(FamilyNode):
         sees = family.text_encoder_sees_images
         return cls.schema(
             "Text Encoder (TPU)",
-            f"Reads the {' and the '.join(made)} with {family.words.text_encoder}, on the device"
-            f"{', which sees the images too' if sees else ''}.",
-            [*given, inputs.model_id(family), *(inputs.reference_inputs() if sees else [])],
+            f"Reads the {' and the '.join(made)}{' beside the images' if sees else ''} with "
+            f"{family.words.text_encoder}, on the device.",
+            [*given, inputs.model_id(family), *(inputs.reference_inputs(family) if sees else [])],
             [
                 io.Conditioning.Output(f"{name.replace(' ', '_')}_embeds", tooltip=f"The {name} as the model reads it.")
                 for name in made
@@ -122,7 +122,7 @@ class ImageEncoder(FamilyNode):
         family = cls.FAMILY
         model = inputs.model_id(family)
         if family.image_role == "reference":
-            first, *more = inputs.reference_inputs()
+            first, *more = inputs.reference_inputs(family)
             what, size = "Encodes reference images for the model to read beside the prompt", ""
             given = [first, model, *more]
         else:

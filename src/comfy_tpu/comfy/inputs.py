@@ -173,22 +173,21 @@ def image_inputs(family: NodeSet) -> list[io.Input]:
     if family.image_role == "initial":
         return init_image_inputs()
     if family.image_role == "reference":
-        return [reference(name) for name in REFERENCES]
+        return [reference(family, name) for name in REFERENCES]
     last = [frame(family, "last_image", "last")] if family.has_last_image else []
     return [frame(family, "image", "first"), *last]
 
 
-def reference_inputs() -> list[io.Input]:
+def reference_inputs(family: NodeSet) -> list[io.Input]:
     """Inputs of a node that needs one reference image and takes more."""
-    first, *more = REFERENCES
-    return [reference(first, optional=False), *map(reference, more)]
+    return [reference(family, name, optional=name != REFERENCES[0]) for name in REFERENCES]
 
 
-def reference(name: str, *, optional: bool = True) -> io.Input:
+def reference(family: NodeSet, name: str, *, optional: bool = True) -> io.Input:
     return io.Image.Input(
         name,
         optional=optional,
-        tooltip="A reference image: one, of any size. Over a million pixels it is scaled down.",
+        tooltip=f"A reference image: one, of any size. {family.words.references}",
     )
 
 

@@ -155,6 +155,8 @@ class Words:
         "How closely to follow the prompt. At 1 or less the negative prompt is not used: a step computes one branch "
         "instead of two, half the work on one chip. On a mesh with dp=2 that saves no time."
     )
+    references: str = "Over a million pixels it is scaled down."
+    """What becomes of a reference image, as a sentence."""
     frames: str = ""
     """How long the default number of frames is, as a sentence."""
     flow_shift: str = ""

@@ -226,8 +226,8 @@ class _Share:
 
     def matrix_rows(self, matrix: Matrix) -> int:
         """The rows that a matrix multiplies on this device."""
-        rows = {"tokens": self.tokens, "text": self.text_tokens, "both": self.tokens + self.text_tokens, "samples": 1}
-        return self.batch * rows[matrix.rows]
+        rows = {"tokens": self.tokens, "text": self.text_tokens, "both": self.tokens + self.text_tokens}
+        return self.batch * rows.get(matrix.rows, matrix.sample_rows)
 
     @property
     def score_products(self) -> float:

@@ -23,6 +23,8 @@ class Matrix:
     used: bool = True
     """Whether a step multiplies with the matrix. False: only the preparation of the prompt does."""
     rows: Rows = "tokens"
+    sample_rows: int = 1
+    """Rows per sample where `rows` is "samples": 2 where some tokens have another timestep."""
 
     @property
     def nbytes(self) -> int:

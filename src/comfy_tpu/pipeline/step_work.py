@@ -33,6 +33,9 @@ from comfy_tpu.pipeline.step import (
     split_prepared,
 )
 
+_SAMPLE_ROWS_MAX = 4
+"""Rows per sample of a module that reads no tokens, at most: one for each timestep."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -43,6 +46,11 @@ class _Call:
     """Rows per sample that a linear layer multiplies; positions of a convolution."""
     outputs: int
     """The number of output features."""
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether the module reads a row of each sample, or of each of a few timesteps of it, and no tokens."""
+        return self.rows <= _SAMPLE_ROWS_MAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +100,8 @@ class _Structure:
     hidden: int
     output_features: int
     has_keys: bool
+    other_tokens: int
+    """Tokens that go through the blocks besides those of the latents: given images."""
     other_text_tokens: int
     """Other tokens that go through the blocks with the prompt: words in quotes, a first frame."""
 
@@ -120,7 +130,7 @@ def count_step(
     latents = latent_shape(family, latent_channels, settings)
     return Workload(
         batch=batch_rows(family, settings),
-        tokens=math.prod(latents[1:]) // found.output_features,
+        tokens=math.prod(latents[1:]) // found.output_features + found.other_tokens,
         text_tokens=settings.max_sequence_length + found.other_text_tokens,
         text="keys" if found.has_keys else "joint",
         heads=found.heads,
@@ -159,17 +169,17 @@ def _structure(model: _Model) -> _Structure:
         each.stack for each in weights if each.stack and each.kind in ("column", "row") and each.name in used
     )
     last = max(calls.values(), key=lambda call: call.order)
-    tokens = math.prod(latents[1:]) // last.outputs
+    tokens = max(last.rows, math.prod(latents[1:]) // last.outputs)
     stacked_rows = {
         path: {
             calls[each.module].rows
             for each in weights
-            if each.is_matrix and each.stack == path and each.module in calls
+            if each.is_matrix and each.stack == path and each.module in calls and not calls[each.module].is_of_samples
         }
         for path in divided
     }
     text_tokens = settings.max_sequence_length if has_keys else _joint_text_tokens(stacked_rows.values(), tokens)
-    sizes: dict[int, Rows] = {1: "samples", tokens + text_tokens: "both", text_tokens: "text", tokens: "tokens"}
+    sizes: dict[int, Rows] = {tokens + text_tokens: "both", text_tokens: "text", tokens: "tokens"}
 
     def matrices(stack: str) -> tuple[Matrix, ...]:
         inside = [each for each in weights if each.is_matrix and (each.stack if each.stack in divided else "") == stack]
@@ -180,7 +190,7 @@ def _structure(model: _Model) -> _Structure:
 
     stacks = tuple(
         dataclasses.replace(
-            _stack(path, matrices(path), weights, calls), reads_text=has_keys or bool(stacked_rows[path] - {1, tokens})
+            _stack(path, matrices(path), weights, calls), reads_text=has_keys or bool(stacked_rows[path] - {tokens})
         )
         for path in divided
     )
@@ -192,6 +202,7 @@ def _structure(model: _Model) -> _Structure:
         hidden=next(matrix.shape[1] for stack in stacks for matrix in _columns(stack)),
         output_features=last.outputs,
         has_keys=has_keys,
+        other_tokens=tokens - math.prod(latents[1:]) // last.outputs,
         other_text_tokens=text_tokens - settings.max_sequence_length,
     )
 
@@ -275,6 +286,7 @@ def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, p
         count=1 if per_layer else weight.layers,
         used=call is not None,
         rows=sizes.get(call.rows, "samples") if call is not None else "tokens",
+        sample_rows=call.rows if call is not None and call.is_of_samples else 1,
     )
 
 
@@ -282,6 +294,6 @@ def _joint_text_tokens(stacks: Iterable[Collection[int]], tokens: int) -> int:
     """The number of text tokens, from the rows that the matrices of each stack multiply: video and text, or both at
     once; 0 if no stack has a text."""
     for rows in stacks:
-        if others := sorted(set(rows) - {1, tokens}):
+        if others := sorted(set(rows) - {tokens}):
             return others[0] if tokens in rows else others[0] - tokens
     return 0

@@ -56,8 +56,9 @@ class _Counter:
 
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
-        # Rounded up: a model computes one branch up to 0 or up to 1, and requests have any number of scales.
-        key = (model, *size, math.ceil(settings.guidance_scale), settings.max_sequence_length)
+        # Models compute one branch up to 0 or up to 1: three kinds of scales, whatever their number.
+        branches = max(0, min(2, math.ceil(settings.guidance_scale)))
+        key = (model, *size, branches, settings.max_sequence_length)
         with contextlib.suppress(KeyError):
             return self._known[key]
         with self._locks.setdefault(key, threading.Lock()):

@@ -11,18 +11,8 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video import card
 from comfy_tpu.families.hunyuan_video.image import IMAGE_TOKENS
 from comfy_tpu.families.reference import Reference
+from comfy_tpu.families.shared.published_configs import QWEN25_VL_TEXT, QWEN25_VL_TEXT_SMALL
 
-_QWEN: Config = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128000,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-}
 _BYT5: Config = {
     "vocab_size": 1510,
     "d_model": 1472,
@@ -76,7 +66,12 @@ def predict(
     return velocity
 
 
-_PARTS: dict[str, Config] = {"text_encoder": _QWEN, "text_encoder_2": _BYT5, "vae": {}, "image_encoder": _SIGLIP}
+_PARTS: dict[str, Config] = {
+    "text_encoder": QWEN25_VL_TEXT,
+    "text_encoder_2": _BYT5,
+    "vae": {},
+    "image_encoder": _SIGLIP,
+}
 REFERENCES = {hub_id: Reference(predict, _PARTS) for model in card.CARD.models for hub_id in model.published}
 SMALL: dict[str, Config] = {
     "transformer": {
@@ -93,18 +88,7 @@ SMALL: dict[str, Config] = {
         "rope_axes_dim": (4, 4, 4),
         "target_size": 64,
     },
-    "text_encoder": {
-        "vocab_size": 384,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
-    },
+    "text_encoder": QWEN25_VL_TEXT_SMALL,
     "vae": {"latent_channels": 4, "block_out_channels": (8, 8, 16, 16, 16), "layers_per_block": 1},
     "text_encoder_2": {"vocab_size": 384, "d_model": 24, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 4},
 }

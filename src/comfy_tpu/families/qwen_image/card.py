@@ -65,7 +65,7 @@ QWEN_IMAGE_EDIT_PLUS = dataclasses.replace(
     name="Qwen-Image-Edit Plus",
     pipeline_classes=("QwenImageEditPlusPipeline",),
     defaults=dataclasses.replace(QWEN_IMAGE.defaults, num_inference_steps=40),
-    published={"Qwen/Qwen-Image-Edit-2509": TRANSFORMER, "Qwen/Qwen-Image-Edit-2511": _TRANSFORMER_2511},
+    published={"Qwen/Qwen-Image-Edit-2511": _TRANSFORMER_2511, "Qwen/Qwen-Image-Edit-2509": TRANSFORMER},
     image=ImageInput("reference", required=True, max_images=4, seen_by_text_encoder=True),
 )
 
@@ -94,10 +94,12 @@ CARD = FamilyCard(
             key="QwenImageEdit",
             name="Qwen-Image-Edit",
             category="TPU/Qwen-Image",
-            models=(QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS),
+            models=(QWEN_IMAGE_EDIT_PLUS, QWEN_IMAGE_EDIT),
             latent_format="Wan21",
             size_max=2048,
-            words=dataclasses.replace(_WORDS, native_text_encoder=""),
+            words=dataclasses.replace(
+                _WORDS, native_text_encoder="", references="It is scaled to about a million pixels."
+            ),
         ),
     ),
 )

@@ -60,11 +60,13 @@ def condition(
 
 def embedding_shapes(shown_area: int, config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
     """Those of a request with one square image; others have their own."""
-    tokens = round(math.isqrt(shown_area) / _TOKEN_SIDE) ** 2
-    of_text = text.embedding_shapes(config, settings)["text"]
-    side = math.isqrt(VAE_AREA) // 8
+    shown, side = round(math.isqrt(shown_area) / _TOKEN_SIDE), math.isqrt(VAE_AREA) // 8
+    length, features = text.embedding_shapes(config, settings)["text"]
     channels = config.get("in_channels", 64) // 4
-    return {"text": (of_text[0] + tokens, of_text[1]), "reference_1": (channels, 1, side, side)}
+    return {
+        "text": (text.shown_length([(shown, shown)], length), features),
+        "reference_1": (channels, 1, side, side),
+    }
 
 
 REFERENCES = ImageEncoding(encode_frames, condition, optional_embeddings=tuple(_NAMES[1:]), fit_reference=fit)

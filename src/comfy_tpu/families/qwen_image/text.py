@@ -45,6 +45,7 @@ EDIT_TEMPLATE = (
 )
 EDIT_TEMPLATE_TOKENS = 64
 """Tokens before the images and the prompt."""
+_MULTIPLE = 32
 _IMAGE_TOKEN = "<|image_pad|>"
 _SHOWN_IMAGE = "<|vision_start|>{}<|vision_end|>"
 _SIGNS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -164,7 +165,7 @@ def make_edit_tokenizer(*, numbers_images: bool) -> Callable[..., dict[str, torc
             [EDIT_TEMPLATE.format(shown + prompt) for prompt in prompts],
             padding="max_length",
             padding_side="right",
-            max_length=EDIT_TEMPLATE_TOKENS + sum(rows * columns for rows, columns in grids) + length,
+            max_length=EDIT_TEMPLATE_TOKENS + shown_length(grids, length),
             truncation=True,
             return_tensors="pt",
         )
@@ -174,6 +175,12 @@ def make_edit_tokenizer(*, numbers_images: bool) -> Callable[..., dict[str, torc
         return found | {"positions": torch.tensor(positions, dtype=torch.int32)}
 
     return tokenize_edit
+
+
+def shown_length(grids: Sequence[tuple[int, int]], length: int) -> int:
+    """Tokens of the images and of `length` behind them, as many as devices divide evenly."""
+    count = sum(rows * columns for rows, columns in grids) + length
+    return -(-count // _MULTIPLE) * _MULTIPLE
 
 
 def _positions(is_image: Sequence[bool], grids: Sequence[tuple[int, int]]) -> list[list[int]]:

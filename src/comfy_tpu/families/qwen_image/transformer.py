@@ -198,9 +198,10 @@ def predict(
     dtype, given = module.img_in.weight.dtype, [references[name] for name in sorted(references)]
     grids = [(height // 2, width // 2), *((image.shape[1], image.shape[2]) for image in given)]
     count = grids[0][0] * grids[0][1]
-    # Joined before they are split over sp: whole on every device, 64 numbers for a token cost nothing to join.
+    # Joined whole on every device, and split over sp afterwards: 64 numbers for a token cost nothing to join.
     tokens = torch.cat((as_tokens(latents), *(image.flatten(1, 2).to(latents.dtype) for image in given)), dim=1)
-    hidden = module.img_in(constrain(tokens.to(dtype), "dp", "sp", None))
+    tokens = constrain(tokens.to(dtype), "dp", None, None)
+    hidden = module.img_in(constrain(tokens, "dp", "sp", None))
 
     share = round_to(round_to(timestep, dtype) / 1000, dtype).expand(batch)
     arguments: dict[str, torch.Tensor] = {}
@@ -271,7 +272,8 @@ def rope_tables(
             )
             return torch.cat(axes, dim=-1).flatten(0, 1)
 
-        images = torch.cat([image(number, *grid) for number, grid in enumerate(grids)])
+        # Whole on every device, as the tokens are before they are split.
+        images = constrain(torch.cat([image(number, *grid) for number, grid in enumerate(grids)]), None, None)
         text = torch.cat([axis(number, behind + np.arange(text_tokens)) for number in range(3)], dim=-1)
         return images[None, :, None], text[None, :, None]
 

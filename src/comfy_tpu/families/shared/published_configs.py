@@ -38,6 +38,17 @@ QWEN3_4B: Config = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "tie_word_embeddings": True,
 }
+QWEN25_VL_TEXT: Config = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
 IMAGE_VAE: Config = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -67,3 +78,17 @@ IMAGE_VAE_SMALL: Config = {
     "norm_num_groups": 4,
 }
 """The values in which the image VAE of a small model differs."""
+
+QWEN25_VL_TEXT_SMALL: Config = {
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
+}
+"""The values in which the language model of a small Qwen2.5-VL differs."""
