@@ -55,6 +55,14 @@ class Settings(TypedDict, total=False):
     reuse: float
     guidance_until: float
     cfg_normalization: float
+    stg_scale: float
+    stg_block: int
+    modality_scale: float
+    guidance_rescale: float
+    audio_guidance_scale: float
+    audio_stg_scale: float
+    audio_modality_scale: float
+    audio_guidance_rescale: float
 
 
 @dataclasses.dataclass(frozen=True)

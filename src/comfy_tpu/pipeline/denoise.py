@@ -17,11 +17,11 @@ from comfy_tpu.parallel.global_arrays import fetch_global
 from comfy_tpu.pipeline.checks import check_finite, check_latents
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.init_image import InitImage
-from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
+from comfy_tpu.pipeline.noise import image_noise, initial_noise, sound_noise
 from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
-from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
+from comfy_tpu.pipeline.step import StepPrograms, count_branches, latent_shape, split_prepared
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def denoise_steps(
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
-    done, size = 0, running.size
+    done, size, frames = 0, running.size, running.family.card.latent_frames(settings)
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
     runs = itertools.groupby(zip(plan, prompts, strict=True), lambda pair: _run_key(*pair))
@@ -54,20 +54,21 @@ def denoise_steps(
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
-                rows = _prompt_rows(running, current, guided, settings)
+                branches = count_branches(running.family, settings, guided=guided)
+                rows = _prompt_rows(running, current, branches, settings)
                 prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
             if done == 0:
                 running.report("denoising", "", 0, len(plan), size=size)
             for step in steps:
                 with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
-                    samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                    samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs), branches)
                     # So that a step that is reported is done, and Ctrl-C is heard between two.
                     samples[0].block_until_ready()
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
-                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma)
+                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, frames=frames)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
@@ -88,29 +89,44 @@ def _first_sample(
 ) -> torch.Tensor:
     shape = latent_shape(running.family, running.files.latent_channels, settings)
     if seeds:
-        return rows_noise(shape, seeds)
+        return torch.cat([_draw_noise(running, settings, (1, *shape[1:]), seed) for seed in seeds])
     if init_image is None:
-        return initial_noise(shape, settings.seed)
+        return _draw_noise(running, settings, shape, settings.seed)
     check_latents(init_image.latents.expand(shape[0], -1, -1, -1, -1), shape, settings)
     sigma = plan.steps[0].sigma
     return sigma * image_noise(shape, settings.seed)[1] + (1 - sigma) * init_image.latents
 
 
+def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The noise that diffusers draws for this seed."""
+    card, sound = running.family.card, running.family.sound
+    if sound is None:
+        return initial_noise(shape, seed)
+    channels, bins = sound.latent_shape(running.files.config(sound.vae))
+    video = (*shape[:2], card.latent_frames(settings), *shape[3:])
+    return sound_noise(video, (shape[0], channels, card.sound_tokens(settings), bins), seed)
+
+
 def _prompt_rows(
-    running: RunningModel, embeddings: PromptEmbeddings, guided: bool, settings: GenerationSettings
+    running: RunningModel, embeddings: PromptEmbeddings, branches: int, settings: GenerationSettings
 ) -> dict[str, torch.Tensor]:
-    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt."""
+    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt and of the branches
+    that the family adds, which read the prompt."""
     denoiser = running.family.denoiser
-    shared = {**embeddings.shared, **denoiser.settings_inputs(settings)}
-    names = [*embeddings.positive, *shared]
-    branches = [
-        {**branch, **shared}
-        for branch in (embeddings.positive, embeddings.negative if guided else None)
-        if branch is not None
+    negative = embeddings.positive if embeddings.negative is None else embeddings.negative
+    prompts = [embeddings.positive, negative, *[embeddings.positive] * (branches - 2)][:branches]
+    inputs = denoiser.settings_inputs(settings)
+    named = [
+        {
+            **prompt,
+            **embeddings.shared,
+            **{name: row[number : number + 1] if len(row) > 1 else row for name, row in inputs.items()},
+        }
+        for number, prompt in enumerate(prompts)
     ]
     rows = {
-        name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in branches])
-        for name in names
+        name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in named])
+        for name in named[0]
     }
     return rows | merge_padding(rows["text"]) if denoiser.merges_padding and running.skips_padding else rows
 
@@ -122,6 +138,7 @@ def _advance(
     weights: dict[str, jax.Array],
     prepared: dict[str, jax.Array],
     state: State,
+    branches: int,
 ) -> State:
     """Runs one step. `weights` are the transformer's and those that were prepared from the prompt."""
     samples, outputs = state
@@ -137,18 +154,19 @@ def _advance(
             timestep=torch.tensor([step.timestep], dtype=torch.float32),
             guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
             prepared=prepared,
-            guided=step.guided,
+            branches=branches,
         )
     return after[0], after[1]
 
 
-def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, row: int = 0) -> torch.Tensor:
-    """The latents of a video without noise, as the velocity predicts them: 19 MB at 1280×720×81."""
+def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, row: int = 0, *, frames: int) -> torch.Tensor:
+    """The latents of a video without noise and without its sound, as the velocity predicts them: 19 MB at
+    1280×720×81."""
     # From this process's own copies: the others may not look, and would not take part in a collective.
     arrays = (fetch_global(array) for array in (sample, velocity))
     # The row is an input of the slice: one program for all rows.
     sample, velocity = (jax.lax.dynamic_slice_in_dim(array, row, 1) for array in arrays)
-    return to_host(sample - sigma * velocity)
+    return to_host(sample - sigma * velocity)[:, :, :frames]
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:

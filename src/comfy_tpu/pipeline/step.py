@@ -20,7 +20,7 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.model_family import Denoiser, ModelFamily, TokenGrid
+from comfy_tpu.families.model_family import Denoiser, GuidanceInputs, ModelFamily, TokenGrid
 from comfy_tpu.parallel.constraints import Axes, even_spec
 from comfy_tpu.pipeline.schedule import HISTORY
 
@@ -49,7 +49,7 @@ class StepPrograms:
         """A step with the transformer."""
         return self.make_program(
             make_step(self.denoiser.predict, self.denoiser.guide, self.denoiser.token_grid),
-            static=("guided",),
+            static=("branches",),
             donate=_STATE,
             input_axes={"prepared": _BRANCHES},
             output_axes=(),
@@ -81,14 +81,14 @@ def make_step(
         timestep: torch.Tensor,
         guidance_scale: torch.Tensor,
         prepared: dict[str, torch.Tensor],
-        guided: bool,
+        branches: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         latents = samples[0]
-        if guided:
-            # Both branches in one batch, which dp divides between two halves of the mesh.
-            both = predict_in_grid(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
-            positive, negative = both.float().chunk(2)
-            velocity = guide(positive, negative, guidance_scale, prepared)
+        if branches > 1:
+            # All branches in one batch, which dp divides between parts of the mesh.
+            every = predict_in_grid(module, torch.cat((latents,) * branches), timestep, guidance_scale, **prepared)
+            given = GuidanceInputs(guidance_scale, latents, timestep, prepared)
+            velocity = guide(every.float().chunk(branches), given)
         else:
             velocity = predict_in_grid(module, latents, timestep, guidance_scale, **prepared).float()
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
@@ -122,16 +122,22 @@ def split_prepared(prepared: Mapping[str, _Array]) -> tuple[dict[str, _Array], d
 
 
 def is_guided(family: ModelFamily, settings: GenerationSettings) -> bool:
-    """Whether the first transformer's steps compute two branches."""
+    """Whether the first transformer's steps compute several branches."""
     return family.card.is_guided(settings.guidance_scale)
+
+
+def count_branches(family: ModelFamily, settings: GenerationSettings, *, guided: bool) -> int:
+    """Branches of a step: the prompt's; and if it is guided, that of the negative prompt and the family's own."""
+    return 2 + family.denoiser.extra_branches(settings) if guided else 1
 
 
 def batch_rows(family: ModelFamily, settings: GenerationSettings) -> int:
     """Rows of a step's batch: videos, times the branches of guidance."""
-    return settings.num_videos * (2 if is_guided(family, settings) else 1)
+    return settings.num_videos * count_branches(family, settings, guided=is_guided(family, settings))
 
 
 def latent_shape(family: ModelFamily, channels: int, settings: GenerationSettings) -> tuple[int, ...]:
+    """With the sound, if the model makes one: families/shared/packed_sound.py."""
     return (settings.num_videos, channels, *family.card.latent_size(settings))
 
 
@@ -207,6 +213,6 @@ def export_step(
         {**weights, **prompt_weights},
         **abstract_state(shape),
         prepared=inputs,
-        guided=is_guided(family, settings),
+        branches=count_branches(family, settings, guided=is_guided(family, settings)),
     )
     return ExportedStep(prepare, compute, prepared, shape)

@@ -28,6 +28,7 @@ from comfy_tpu.pipeline.step import (
     abstract_embeddings,
     abstract_state,
     batch_rows,
+    count_branches,
     is_guided,
     latent_shape,
     split_prepared,
@@ -220,10 +221,10 @@ def _trace(
     weights = component.abstract_weights()
     embeddings = abstract_embeddings(family, config, settings)
     keys, inputs = split_prepared(programs.prepare(embeddings).shapes(weights, **embeddings))
-    guided = is_guided(family, settings)
+    branches = count_branches(family, settings, guided=is_guided(family, settings))
     with _record_calls(component.module, batch_rows(family, settings)) as calls:
         used = programs.compute().used_weights(
-            {**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided
+            {**weights, **keys}, **abstract_state(latents), prepared=inputs, branches=branches
         )
     return calls, used, bool(keys)
 

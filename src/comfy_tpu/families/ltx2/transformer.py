@@ -124,6 +124,10 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return model
 
 
+_TIMES = {"causal_offset": 1, "audio_scale_factor": 4, "audio_sampling_rate": 16000, "audio_hop_length": 160}
+"""What places in time depend on; `guidance.settings_inputs` counts with these."""
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     names = ("patch_size_t", "patch_size", "audio_patch_size_t", "audio_patch_size")
     if any(config.get(name, 1) != 1 for name in names):
@@ -137,6 +141,12 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"the transformer has {one}={config.get(one)} and {other}={config.get(other)}, and every LTX-2 that "
                 "was published has as many of both; use one of those"
+            )
+    for name, value in _TIMES.items():
+        if config.get(name, value) != value:
+            raise UnsupportedError(
+                f"the transformer has {name}={config[name]}, and every LTX-2 that was published {value}; use one of "
+                "those"
             )
     if not config.get("use_prompt_adaln_single", True) or config.get("use_keyframes_abs_pos_embedding"):
         raise UnsupportedError(

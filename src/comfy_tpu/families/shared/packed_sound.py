@@ -10,11 +10,6 @@ import torch
 import torch.nn.functional as F
 
 
-def count_sound_frames(tokens: int, height: int, width: int) -> int:
-    """Latent frames of this size that hold so many tokens of sound."""
-    return -(-tokens // (height * width))
-
-
 def split_sound(latents: torch.Tensor, frames: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[batch, channels, all frames, height, width] -> the video's latents [batch, channels, frames, height, width], and
     the sound's [batch, tokens, channels]."""
@@ -25,6 +20,7 @@ def split_sound(latents: torch.Tensor, frames: int, tokens: int) -> tuple[torch.
 def join_sound(video: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
     """The inverse of `split_sound`."""
     height, width = video.shape[3:]
-    missing = count_sound_frames(sound.shape[1], height, width) * height * width - sound.shape[1]
-    padded = F.pad(sound, (0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, height, width))
+    padded = (
+        F.pad(sound, (0, 0, 0, -sound.shape[1] % (height * width))).transpose(1, 2).unflatten(2, (-1, height, width))
+    )
     return torch.cat((video, padded.to(video.dtype)), dim=2)
