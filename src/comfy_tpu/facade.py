@@ -26,6 +26,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.video import VideoPipeline
 
 LoraLike: TypeAlias = "str | Path | tuple[str | Path, float] | Lora"
@@ -75,13 +76,18 @@ class Video:
     settings: GenerationSettings
     metadata: Mapping[str, str] = dataclasses.field(repr=False)
     """The metadata that `save` writes into files."""
+    sound: np.ndarray | None = None
+    """float32 [channels, samples] in -1..1, as long as the frames; None of a model that makes no sound."""
+    sample_rate: int = 0
+    """Samples of the sound per second."""
 
     def save(self, path: str | Path) -> Path:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
         with _own_names(output="path"):
             (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
         part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
-        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata])
+        sound = None if self.sound is None else Waveform(torch.from_numpy(self.sound).unsqueeze(0), self.sample_rate)
+        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata], sound=sound)
         return target
 
     def numpy(self) -> np.ndarray:
@@ -160,8 +166,9 @@ class Pipeline:
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, strength, on_progress, settings)
-            parts = list(self._parts(request))
-            videos += self._videos(request, torch.cat(parts, dim=1))
+            sounds: list[Waveform] = []
+            parts = list(self._parts(request, sounds))
+            videos += self._videos(request, torch.cat(parts, dim=1), sounds)
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -228,8 +235,9 @@ class Pipeline:
         with _own_names(image="images"):
             return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
-    def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
-        """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded."""
+    def _parts(self, request: _Request, sounds: list[Waveform] | None = None) -> Generator[torch.Tensor, None, None]:
+        """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded. `sounds` gets the sound of the
+        videos, if the model makes one."""
         stages, settings = self.stages, request.settings
         before, stages.on_progress = stages.on_progress, request.on_progress
         try:
@@ -250,11 +258,14 @@ class Pipeline:
                 )
             with _own_names(image="images"):
                 embeddings = stages.encode(request.prompt, settings, images)
-            yield from stages.decode(stages.denoise(embeddings, settings, init_image), settings)
+            latents = stages.denoise(embeddings, settings, init_image)
+            if sounds is not None and (sound := stages.decode_sound(latents, settings)) is not None:
+                sounds.append(sound)
+            yield from stages.decode(latents, settings)
         finally:
             stages.on_progress = before
 
-    def _videos(self, request: _Request, frames: torch.Tensor) -> list[Video]:
+    def _videos(self, request: _Request, frames: torch.Tensor, sounds: Sequence[Waveform]) -> list[Video]:
         described = artifacts.describe(
             request.prompt,
             request.settings,
@@ -265,7 +276,13 @@ class Pipeline:
             quantization=self.stages.quantization,
         )
         return [
-            Video(_as_bytes(each), request.prompt, request.settings, {**described, "video": str(number)})
+            Video(
+                _as_bytes(each),
+                request.prompt,
+                request.settings,
+                {**described, "video": str(number)},
+                *[value for sound in sounds for value in (sound.samples[number].numpy(), sound.rate)],
+            )
             for number, each in enumerate(frames)
         ]
 

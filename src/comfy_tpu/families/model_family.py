@@ -220,6 +220,8 @@ class ImageEncoding:
     """Whether only the first frame is encoded, because the others are gray."""
     fit_reference: Callable[[Image], Image] | None = None
     """Resizes a reference image to a size that the VAE takes, or raises InvalidValueError."""
+    fit_frame: Callable[[Image, GenerationSettings], Image] | None = None
+    """Makes a frame of an RGB image, or raises InvalidValueError. None: it is resized as the card says."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     """(latents after the last step, embeddings) -> latents, on the host."""
 

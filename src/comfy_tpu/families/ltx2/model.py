@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from comfy_tpu.families.ltx2 import card, guidance, text, transformer, vae
+from comfy_tpu.families.ltx2.image import fit_frame
 from comfy_tpu.families.ltx2.lora import lora_names
 from comfy_tpu.families.ltx2.sound import SOUND
 from comfy_tpu.families.model_family import Denoiser, ImageEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
@@ -36,6 +37,7 @@ LTX2 = ModelFamily(
         first_frame.condition,
         optional_embeddings=("condition",),
         first_frame_only=True,
+        fit_frame=fit_frame,
         finish=first_frame.finish,
     ),
     sound=SOUND,
