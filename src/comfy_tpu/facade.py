@@ -275,16 +275,14 @@ class Pipeline:
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
         )
-        return [
-            Video(
-                _as_bytes(each),
-                request.prompt,
-                request.settings,
-                {**described, "video": str(number)},
-                *[value for sound in sounds for value in (sound.samples[number].numpy(), sound.rate)],
-            )
-            for number, each in enumerate(frames)
-        ]
+        videos = []
+        for number, each in enumerate(frames):
+            metadata = {**described, "video": str(number)}
+            video = Video(_as_bytes(each), request.prompt, request.settings, metadata)
+            for sound in sounds:
+                video = dataclasses.replace(video, sound=sound.samples[number].numpy(), sample_rate=sound.rate)
+            videos.append(video)
+        return videos
 
 
 def open(

@@ -248,6 +248,10 @@ class NodeSet:
         return any(model.normalizes_guidance for model in self.models)
 
     @property
+    def makes_sound(self) -> bool:
+        return any(model.sound is not None for model in self.models)
+
+    @property
     def reads_fps(self) -> bool:
         return any(model.reads_fps for model in self.models)
 

@@ -42,7 +42,7 @@ def settings_of_latents(
     counts = range(frames, 0, -1) if card.sound is not None else (frames,)
     try:
         for count in counts:
-            made = {**sizes, "num_frames": (count - 1) * card.temporal_scale + 1}
+            made: dict[str, Any] = {**sizes, "num_frames": (count - 1) * card.temporal_scale + 1}
             found = dataclasses.replace(settings, **made)
             if card.latent_size(found)[0] == frames:
                 check_settings(found, card.limits)

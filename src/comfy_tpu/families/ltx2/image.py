@@ -37,5 +37,5 @@ def _compress(image: Image.Image) -> Image.Image:
         container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")))
         container.mux(stream.encode(None))
     file.seek(0)
-    with av.open(file) as container:
-        return Image.fromarray(next(container.decode(video=0)).to_ndarray(format="rgb24"))
+    with av.open(file, "r") as compressed:
+        return Image.fromarray(next(compressed.decode(video=0)).to_ndarray(format="rgb24"))
