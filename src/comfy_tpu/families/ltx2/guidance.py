@@ -13,8 +13,8 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.ltx2 import card
 from comfy_tpu.families.model_family import GuidanceInputs
+from comfy_tpu.families.shared.all_frames_vae import TEMPORAL_SCALE
 from comfy_tpu.families.shared.first_frame import replace_first_frame
-from comfy_tpu.families.shared.lightricks_vae import TEMPORAL_SCALE
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 
 _SOUND_COLUMNS, _SOUND_COLUMNS_PER_SECOND = 4, 100

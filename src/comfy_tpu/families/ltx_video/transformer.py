@@ -15,9 +15,9 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
+from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
-from comfy_tpu.families.shared.lightricks_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 

@@ -9,8 +9,8 @@ import torch
 
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.shared.all_frames_vae import check_scales
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
-from comfy_tpu.families.shared.lightricks_vae import check_scales
 from comfy_tpu.parallel.rules import replicate
 
 

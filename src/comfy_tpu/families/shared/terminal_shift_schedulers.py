@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
-from comfy_tpu.families.shared.lightricks_vae import SPATIAL_SCALE, TEMPORAL_SCALE
+from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE, token_shift_schedulers
 
 
