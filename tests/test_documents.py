@@ -28,6 +28,7 @@ TWINS = [
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),
     ("docs/design.md", "docs/design.zh-CN.md"),
     ("docs/hosts.md", "docs/hosts.zh-CN.md"),
+    ("docs/long-videos.md", "docs/long-videos.zh-CN.md"),
     ("docs/native.md", "docs/native.zh-CN.md"),
     ("docs/performance.md", "docs/performance.zh-CN.md"),
     ("docs/plan.md", "docs/plan.zh-CN.md"),

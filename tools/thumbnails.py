@@ -33,6 +33,9 @@ THUMBNAILS = {
     ),
     "ltxv_tpu_basic": ("a pink circle moving down on a gray background", "LTX-Video* Sampler* Decoder* Video"),
     "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Image LTX-Video* Decoder* Video"),
+    "z_image_tpu_basic": ("an orange star growing on a black background", "Z-Image* Sampler* Decoder* Image"),
+    "qwen_image_tpu_basic": ("a purple triangle growing on a white background", "Qwen* Sampler* Decoder* Image"),
+    "qwen_image_tpu_edit": ("a cyan circle growing on a gray background", "Image Qwen_Edit* Decoder* Image"),
     "hunyuanvideo15_tpu_basic": ("a yellow circle moving up on a black background", "Hunyuan* Sampler* Decoder* Video"),
 }
 WIDTH, HEIGHT, CELL, MARGIN = 640, 360, 196, 14

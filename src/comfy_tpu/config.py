@@ -215,11 +215,22 @@ class RunOptions:
     """None, here and below: the model's default."""
     guidance_until: float | None = None
     num_videos: int | None = None
+    context: str | None = None
+    context_frames: int | None = None
+    context_overlap: int | None = None
+    context_weights: str | None = None
+    context_stride: int | None = None
+    context_noise: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The chosen values by field of `GenerationSettings`."""
-        return {"reuse": self.reuse, "guidance_until": self.guidance_until, "num_videos": self.num_videos}
+        return {name: value for name, value in vars(self).items() if name != "runtime"}
+
+    @property
+    def context_settings(self) -> dict[str, Any]:
+        """Those of them that say how a long video is made."""
+        return {name: value for name, value in self.settings.items() if name.startswith("context")}
 
 
 LoraNoise = Literal["all", "high", "low"]
@@ -264,6 +275,26 @@ class RemoteServer:
     address: str
     wait_seconds: float
     """How long it is waited for where it does not answer."""
+
+
+ContextSchedule = Literal["static", "uniform", "looped"]
+"""Where the windows of a long video lie. static: the same at every step. uniform: moved from step to step, and spread
+over the video with a stride. looped: uniform, with the end and the beginning of the video as neighbours."""
+Context = Literal["auto", "none", "static", "uniform", "looped", "continue"]
+"""How a video longer than the model's own length is made. auto: whole up to `CONTEXT_WHOLE` times that length; beyond,
+continued where the video begins with an image, else by static windows. none: whole, whatever its length. continue: one
+segment after the other, each from the last frame of the one before."""
+ContextWeights = Literal["pyramid", "flat", "overlap-linear"]
+"""How windows are blended. pyramid: most in the middle of a window. overlap-linear: a ramp over the overlap."""
+ContextNoise = Literal["random", "freenoise"]
+"""freenoise: the noise of the first window, shuffled, is that of the others, too."""
+
+CONTEXT_WHOLE = 1.5
+"""Up to this many times its own length, a video is made whole where context is auto: at 1.25 times, windows would take
+twice as long. 121 frames of Wan 2.1, which has 81, are made whole."""
+
+CONTEXT_OVERLAP = 3 / 8
+"""The part of a window that it shares with its neighbour: 30 of 81 frames, as in ComfyUI's node for Wan."""
 
 
 INIT_IMAGE_STRENGTH = 0.6
@@ -313,6 +344,19 @@ class GenerationSettings:
     audio_stg_scale: float = 0.0
     audio_modality_scale: float = 0.0
     audio_guidance_rescale: float = 0.0
+    context: str = "auto"
+    """One of `Context`."""
+    context_frames: int = 0
+    """The frames of a window, or of a segment. 0: the model's own length, its default number of frames."""
+    context_overlap: int = -1
+    """Frames that neighbouring windows share, in whole latents. -1: `CONTEXT_OVERLAP` of a window."""
+    context_weights: str = "pyramid"
+    """One of `ContextWeights`."""
+    context_stride: int = 1
+    """For the schedules uniform and looped: beside neighbouring frames, windows of every second, fourth, … frame, up to
+    2 ** (this - 1)."""
+    context_noise: str = "random"
+    """One of `ContextNoise`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,6 +64,12 @@ class Settings(TypedDict, total=False):
     audio_stg_scale: float
     audio_modality_scale: float
     audio_guidance_rescale: float
+    context: str
+    context_frames: int
+    context_overlap: int
+    context_weights: str
+    context_stride: int
+    context_noise: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +91,9 @@ class Video:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
         with _own_names(output="path"):
             (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
-        part = torch.from_numpy(self.frames).float().div(255).unsqueeze(0)
+        parts = (torch.from_numpy(frame).float().div(255)[None, None] for frame in self.frames)
         sound = None if self.sound is None else Waveform(torch.from_numpy(self.sound).unsqueeze(0), self.sample_rate)
-        media.write_videos([target], [part], fps=self.settings.fps, metadata=[self.metadata], sound=sound)
+        media.write_videos([target], parts, fps=self.settings.fps, metadata=[self.metadata], sound=sound)
         return target
 
     def numpy(self) -> np.ndarray:
@@ -166,9 +172,10 @@ class Pipeline:
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, strength, on_progress, settings)
+            # Bytes at once: of a long video, float32 parts would take four times as much.
             sounds: list[Waveform] = []
-            parts = list(self._parts(request, sounds))
-            videos += self._videos(request, torch.cat(parts, dim=1), sounds)
+            parts = [_as_bytes(part) for part in self._parts(request, sounds)]
+            videos += self._videos(request, np.concatenate(parts, axis=1), sounds)
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -233,6 +240,7 @@ class Pipeline:
         chosen = self.settings(**settings)
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         with _own_names(image="images"):
+            chosen = self.stages.settle_context(chosen, given)
             return _Request(prompt, chosen, tuple(map(_as_image, given)), _plain(strength), on_progress)
 
     def _parts(self, request: _Request, sounds: list[Waveform] | None = None) -> Generator[torch.Tensor, None, None]:
@@ -265,7 +273,7 @@ class Pipeline:
         finally:
             stages.on_progress = before
 
-    def _videos(self, request: _Request, frames: torch.Tensor, sounds: Sequence[Waveform]) -> list[Video]:
+    def _videos(self, request: _Request, frames: np.ndarray, sounds: Sequence[Waveform]) -> list[Video]:
         described = artifacts.describe(
             request.prompt,
             request.settings,
@@ -277,8 +285,7 @@ class Pipeline:
         )
         videos = []
         for number, each in enumerate(frames):
-            metadata = {**described, "video": str(number)}
-            video = Video(_as_bytes(each), request.prompt, request.settings, metadata)
+            video = Video(each, request.prompt, request.settings, {**described, "video": str(number)})
             for sound in sounds:
                 video = dataclasses.replace(video, sound=sound.samples[number].numpy(), sample_rate=sound.rate)
             videos.append(video)

@@ -44,6 +44,7 @@ BAD = {
     "attention_blocks": "100,100,100",
     "dense_max_tokens": 0,
     "num_videos": 1.5,
+    "context_frames": 17.5,
 }
 FOR_FAMILIES = {
     "quantize": "int8",
@@ -53,6 +54,8 @@ FOR_FAMILIES = {
     "num_videos": 2,
     "attention_window": "video",
     "fast": True,
+    "context": "uniform",
+    "context_overlap": 8,
 }
 
 
@@ -66,7 +69,7 @@ def node_options(**chosen: object) -> RunOptions:
 def run() -> dict[str, object]:
     from comfy_tpu.comfy import compile_nodes, family_nodes, models  # which import ComfyUI
 
-    used = []
+    used, settings_used = [], []
 
     @contextlib.contextmanager
     def pipeline_run(family, model_id, stages, loras=(), runtime=RuntimeConfig()):
@@ -76,6 +79,11 @@ def run() -> dict[str, object]:
         pipeline.denoise = lambda embeddings, settings, *given: torch.zeros(pipeline.latent_shape(settings))
         pipeline.decode = lambda latents, settings: iter(
             [torch.arange(settings.num_videos).view(-1, 1, 1, 1, 1).expand(-1, settings.num_frames, 64, 64, 3) * 1.0]
+        )
+        settings_used.clear()
+        denoise = pipeline.denoise
+        pipeline.denoise = lambda embeddings, settings, *given: (
+            settings_used.append(settings) or denoise(embeddings, settings, *given)
         )
         yield pipeline
 
@@ -93,11 +101,19 @@ def run() -> dict[str, object]:
     sampler.execute(**SAMPLING, **embeds, model_id="demo", options=other)
     sampler.execute(**SAMPLING, **embeds, model_id="demo")
     sampler.execute(**SAMPLING, **embeds, **common)
+    long = SAMPLING | {"num_frames": 161}  # beyond the widget: over a link
+    windows = node_options(context="uniform", context_overlap=8, context_stride=2)
+    sampler.execute(**long, **embeds, model_id="demo", options=windows)
+    (chosen,) = settings_used
     return {
-        "meshes": [str(each.placement.sizes) for each in used],
-        "dtypes": [each.dtype_name for each in used],
+        "context": [
+            chosen.num_frames,
+            *(getattr(chosen, f"context{part}") for part in ("", "_frames", "_overlap", "_weights", "_stride")),
+        ],
+        "meshes": [str(each.placement.sizes) for each in used[:-1]],
+        "dtypes": [each.dtype_name for each in used[:-1]],
         "devices": first.placement.mesh.devices.size,
-        "kept": used[-1] is first and len({id(each) for each in used}) == 3,
+        "kept": used[-2] is first and len({id(each) for each in used[:-1]}) == 3,
         "latents": list(latents["samples"].shape),
         "frames": [list(images.shape) for images in (frames, whole)],
         "firsts": whole[:: SAMPLING["num_frames"], 0, 0, 0].tolist(),
@@ -115,6 +131,7 @@ def run() -> dict[str, object]:
             for name, options in {
                 "reuse": node_options(reuse=7.0),
                 "mesh": node_options(mesh="tp=16"),
+                "context_overlap": node_options(context_overlap=40),
                 "options": "dp=2",
             }.items()
         },

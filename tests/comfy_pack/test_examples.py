@@ -20,6 +20,8 @@ NAMES = [
     "hunyuanvideo15_tpu_image_to_video",
     "ltxv_tpu_basic",
     "ltxv_tpu_image_to_video",
+    "qwen_image_tpu_basic",
+    "qwen_image_tpu_edit",
     "wan21_native_tpu_model",
     "wan21_native_tpu_vae",
     "wan21_tpu_basic",
@@ -31,8 +33,9 @@ NAMES = [
     "wan21_tpu_videohelpersuite",
     "wan22_tpu_basic",
     "wan22_tpu_image_to_video",
+    "z_image_tpu_basic",
 ]
-OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo")
+OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "ZImage", "QwenImage")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 WIDTH_MAX = 1600
@@ -263,6 +266,9 @@ def test_the_demo_runs_without_a_download(schemas):
         ("flux_tpu_basic", "FluxTPUSampler"),
         ("flux2_tpu_basic", "Flux2TPUSampler"),
         ("hunyuanvideo15_tpu_basic", "HunyuanVideo15TPUSampler"),
+        ("z_image_tpu_basic", "ZImageTPUSampler"),
+        ("qwen_image_tpu_basic", "QwenImageTPUSampler"),
+        ("qwen_image_tpu_edit", "QwenImageEditTPUSampler"),
     ],
 )
 def test_the_plain_examples_have_the_nodes_defaults(name, node_type, schemas):

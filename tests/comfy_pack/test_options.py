@@ -51,6 +51,7 @@ def test_several_videos_are_a_batch_of_latents_and_follow_one_another_as_frames(
         ("attention_blocks", "attention_blocks=100,100,100 is not a possible tile"),
         ("dense_max_tokens", "dense_max_tokens=0 is not a whole number from 1"),
         ("num_videos", "num_videos=1.5 is not a whole number"),
+        ("context_frames", "context_frames=17.5 is not a whole number"),
     ],
 )
 def test_a_bad_value_is_refused_by_the_options_node_with_its_input(ran, name, sentence):
@@ -65,12 +66,17 @@ def test_a_bad_value_is_refused_by_the_options_node_with_its_input(ran, name, se
         ("reuse", "reuse=7.0 is not a number from 0 to 1"),
         ("mesh", "mesh dp=1,sp=1,tp=16 needs 16 devices but there are 8"),
         ("options", "options is a str, expected what TPU Options gives"),
+        ("context_overlap", "context_overlap=40 leaves windows of 17 frames"),
     ],
 )
 def test_a_value_that_does_not_suit_the_model_is_refused_by_the_node_that_runs_it(ran, name, sentence):
     field, message = ran["bad at run"][name]
     assert field == name
     assert message.startswith(sentence)
+
+
+def test_a_long_video_over_a_link_has_the_windows_of_the_options(ran):
+    assert ran["context"] == [161, "uniform", 17, 8, "pyramid", 2]
 
 
 def test_fast_decides_what_is_at_its_default(ran):

@@ -17,6 +17,7 @@ AUTO: dict[str, tuple[str, ...]] = {
     "LTX-Video": ("dp=2,sp=2,tp=2",),
     "LTX-2": ("sp=4,tp=2",),
     "Z-Image": ("sp=4,tp=2", "dp=2,sp=2,tp=2"),
+    "Qwen-Image": (),
 }
 """What `auto` takes on eight TPUs for published models at their defaults where it is none of MESHES, by the first words
 of a family's name. README.md names them; test_auto_meshes.py holds the list to the ranking."""

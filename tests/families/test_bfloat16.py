@@ -19,13 +19,17 @@ from comfy_tpu.bridge.scope import TraceContext
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.pipeline.video import VideoPipeline
-from tests.families import small_flux, small_flux2
+from tests.families import small_flux, small_flux2, small_qwen_image, small_z_image
 
 PROMPT = "a red circle moving left"
 CHOSEN: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 8, "guidance_scale": 3.5}
 MODELS = {
     "Flux.1 dev": (small_flux, "dev", {"max_sequence_length": 32}),
     "Flux.2 dev": (small_flux2, "dev", {"max_sequence_length": 64}),
+}
+GUIDED: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "Z-Image": (small_z_image, "base", {"max_sequence_length": 64, "negative_prompt": "blue"}),
+    "Qwen-Image": (small_qwen_image, "image", {"max_sequence_length": 64, "negative_prompt": "blue"}),
 }
 
 
@@ -51,18 +55,21 @@ COMPILER = "diffusers is compared with itself under torch.compile, which needs a
 
 @functools.cache
 def theirs(model: str, dtype: torch.dtype, *, is_compiled: bool = False, seed: int = 7) -> torch.Tensor:
-    home, variant, options = MODELS[model]
+    home, variant, options = (MODELS | GUIDED)[model]
     pipeline = copy.deepcopy(home.reference(variant)).to(dtype)
     pipeline.set_progress_bar_config(disable=True)
     if is_compiled:
         pipeline.transformer = torch.compile(pipeline.transformer)
     generator = torch.Generator().manual_seed(seed)
-    made = pipeline(prompt=PROMPT, **CHOSEN, **options, generator=generator, output_type="pt")
+    chosen: dict[str, Any] = {**CHOSEN, **options}
+    if model == "Qwen-Image":
+        chosen["true_cfg_scale"] = chosen.pop("guidance_scale")
+    made = pipeline(prompt=PROMPT, **chosen, generator=generator, output_type="pt")
     return made.images[0].permute(1, 2, 0).float()
 
 
 def ours(model: str) -> torch.Tensor:
-    home, variant, options = MODELS[model]
+    home, variant, options = (MODELS | GUIDED)[model]
     pipeline = VideoPipeline.open(home.directory(variant), RuntimeConfig(mesh="single", dtype="bfloat16"))
     settings = pipeline.settings(**CHOSEN, **options, seed=7)
     return torch.cat(list(pipeline.generate(PROMPT, settings)), dim=1)[0, 0]
@@ -82,3 +89,15 @@ def test_an_image_is_as_close_to_diffusers_as_diffusers_is_to_itself(model: str)
     compiled = difference(theirs(model, torch.bfloat16, is_compiled=True), expected)
     assert found <= compiled
     assert difference(theirs(model, torch.bfloat16, seed=8), expected) > 10 * found, "another seed would be seen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", GUIDED)
+def test_a_guided_image_is_as_close_as_two_roundings_are(model: str) -> None:
+    """Guidance multiplies the differences of two branches, which torch.compile rounds alike. Two results that are
+    rounded independently differ by √2 of what each differs from float32: 1.40 and 1.28 of it were found."""
+    expected, exact = theirs(model, torch.bfloat16), theirs(model, torch.float32)
+    rounding, made = difference(expected, exact), ours(model)
+    assert difference(made, expected) <= 1.6 * rounding
+    assert difference(made, exact) <= 1.2 * rounding
+    assert difference(theirs(model, torch.bfloat16, seed=8), expected) > 10 * difference(made, expected)

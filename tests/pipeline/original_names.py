@@ -254,6 +254,18 @@ def flux2_vae(tensors: Mapping[str, torch.Tensor], levels: int) -> Tensors:
     return _renamed(ldm_vae(tensors, levels), inside)
 
 
+_Z_IMAGE = (
+    (r"^all_x_embedder\.2-1", "x_embedder"),
+    (r"^all_final_layer\.2-1", "final_layer"),
+    (r"\.attention\.to_out\.0", ".attention.out"),
+    (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."),
+)
+
+
+def z_image_transformer(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return _renamed(_fused(tensors, r"\.attention\.to_(q)\.", ".attention.qkv."), _Z_IMAGE)
+
+
 _HUNYUAN = (
     (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_1", "txt_in.t_embedder.mlp.0"),
     (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_2", "txt_in.t_embedder.mlp.2"),

@@ -1,4 +1,4 @@
-"""Flux.2, HunyuanVideo-1.5 and LTX-Video in single files, against the same models in diffusers' directories.
+"""Flux.2, HunyuanVideo-1.5, LTX-Video, Z-Image and Qwen-Image in single files, against diffusers' directories.
 
 That the files written here have the names of published ones is checked by diffusers' own converters, where it has one,
 and by ComfyUI's own modules in tests/native/test_single_files.py.
@@ -31,7 +31,15 @@ from comfy_tpu.pipeline import single_files
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.video import VideoPipeline
-from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx
+from tests.families import (
+    small_flux,
+    small_flux2,
+    small_hunyuan,
+    small_hunyuan_image,
+    small_ltx,
+    small_qwen_image,
+    small_z_image,
+)
 from tests.parity import small_models
 from tests.pipeline import original_names
 from tests.pipeline.original_names import LTX_VAE_CONFIGS, Tensors, save
@@ -99,6 +107,40 @@ def ltx() -> SingleFiles:
     )
 
 
+@functools.cache
+def z_image() -> SingleFiles:
+    directory, target = small_z_image.directory("turbo"), small_models.temporary_directory()
+    transformer = original_names.z_image_transformer(weights(directory, "transformer"))
+    return SingleFiles(
+        (
+            save(
+                target / "z_image.safetensors",
+                {f"model.diffusion_model.{name}": each for name, each in transformer.items()},
+            ),
+        ),
+        (save(target / "qwen3.safetensors", language_model(weights(directory, "text_encoder"))),),
+        save(target / "ae.safetensors", original_names.ldm_vae(weights(directory, "vae"), 4)),
+        base=str(bare(directory)),
+    )
+
+
+@functools.cache
+def qwen_image(variant: str) -> SingleFiles:
+    """As ComfyUI has them; a later Edit is marked by an empty tensor."""
+    directory, target = small_qwen_image.directory(variant), small_models.temporary_directory()
+    marker = {"__index_timestep_zero__": torch.zeros(0)} if variant == "2511" else {}
+    text = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): each
+        for name, each in weights(directory, "text_encoder").items()
+    }
+    return SingleFiles(
+        (save(target / "qwen_image.safetensors", weights(directory, "transformer") | marker),),
+        (save(target / "qwen_vl.safetensors", text),),
+        save(target / "vae.safetensors", original_names.wan_vae(weights(directory, "vae"), 2)),
+        base=str(bare(directory)),
+    )
+
+
 CASES: dict[str, tuple[Callable[[], SingleFiles], Callable[[], Path]]] = {
     "Flux.2 dev": (lambda: flux2("dev"), lambda: small_flux2.directory("dev")),
     "Flux.2 klein": (lambda: flux2("klein"), lambda: small_flux2.directory("klein")),
@@ -107,6 +149,10 @@ CASES: dict[str, tuple[Callable[[], SingleFiles], Callable[[], Path]]] = {
     "HunyuanVideo-1.5, ComfyUI": (lambda: hunyuan(comfyui=True), small_hunyuan.directory),
     "HunyuanVideo-1.5 image-to-video": (lambda: hunyuan(image=True), small_hunyuan_image.directory),
     "LTX-Video": (ltx, small_ltx.directory),
+    "Z-Image Turbo": (z_image, lambda: small_z_image.directory("turbo")),
+    "Qwen-Image": (lambda: qwen_image("image"), lambda: small_qwen_image.directory("image")),
+    "Qwen-Image-Edit": (lambda: qwen_image("edit"), lambda: small_qwen_image.directory("edit")),
+    "Qwen-Image-Edit Plus": (lambda: qwen_image("2511"), lambda: small_qwen_image.directory("2511")),
 }
 
 
@@ -186,6 +232,11 @@ def test_diffusers_reads_the_same_transformers() -> None:
             load_file(ltx().transformers[0]),
             single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
         ),
+        (
+            weights(small_z_image.directory("turbo"), "transformer"),
+            load_file(z_image().transformers[0]),
+            single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
+        ),
     ):
         converted = convert(written)
         assert set(converted) == set(own)
@@ -211,6 +262,8 @@ ORIGINAL = {
     "Flux.2 klein": original_names.flux2_transformer,
     "HunyuanVideo-1.5": original_names.hunyuan_transformer,
     "LTX-Video": original_names.ltx_transformer,
+    "Z-Image Turbo": original_names.z_image_transformer,
+    "Qwen-Image-Edit": dict,
 }
 
 
@@ -233,6 +286,17 @@ def test_the_shapes_tell_flux2_dev_and_ltx_video() -> None:
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
             r"may be a HunyuanVideo-1.5 or a HunyuanVideo-1.5 image-to-video, .*: .*720p_t2v or .*480p_t2v or .*_i2v",
             marks=pytest.mark.slow,  # builds four modules of 54 blocks
+        ),
+        (
+            "Z-Image Turbo",
+            "Tongyi-MAI/Z-Image-Turbo",
+            r"may be a Z-Image Turbo or a Z-Image, .*: Tongyi-MAI/Z-Image-Turbo or Tongyi-MAI/Z-Image$",
+        ),
+        pytest.param(
+            "Qwen-Image-Edit",
+            "Qwen/Qwen-Image-Edit",
+            r"may be a Qwen-Image or a Qwen-Image-Edit Plus or a Qwen-Image-Edit, .*: Qwen/Qwen-Image or .*-Edit$",
+            marks=pytest.mark.slow,  # builds modules of 60 blocks
         ),
     ],
 )

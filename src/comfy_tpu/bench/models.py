@@ -68,7 +68,8 @@ class BenchModel:
         return self.reference
 
     def settings(self, size: str, **chosen: Any) -> GenerationSettings:
-        return parse_size(size, self.family.card, self.defaults, chosen)
+        # Whole, whatever their length: a forward is measured, not a way to make long videos.
+        return parse_size(size, self.family.card, self.defaults, {"context": "none", **chosen})
 
     def forward_settings(self, size: str, batch: int) -> GenerationSettings:
         """Settings of a step whose batch is so many videos, each without a negative prompt."""

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 from comfy_tpu.cli import card_texts
 from comfy_tpu.config import (
+    CONTEXT_WHOLE,
     FAST,
     INIT_IMAGE_STRENGTH,
     VAE_BACKEND,
     VAE_BACKENDS,
     AttentionConfig,
     AttentionImplementation,
+    Context,
+    ContextNoise,
+    ContextWeights,
     SingleFiles,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
@@ -76,7 +80,22 @@ SETTINGS = (
     Option("audio_stg_scale", ("--audio-stg-scale",), "of the sound; 0: as --stg-scale"),
     Option("audio_modality_scale", ("--audio-modality-scale",), "of the sound; 0: as --modality-scale"),
     Option("audio_guidance_rescale", ("--audio-guidance-rescale",), "of the sound; 0: as --guidance-rescale"),
+    Option(
+        "context",
+        ("--context",),
+        f"how a video beyond the model's own length is made: {', '.join(get_args(Context))}; auto: by static windows, "
+        f"or continued if it begins with an image, from {CONTEXT_WHOLE:g} times that length on",
+    ),
+    Option("context_frames", ("--context-frames",), "frames of a window or segment; 0: the model's own length"),
+    Option("context_overlap", ("--context-overlap",), "frames that windows share; -1: three eighths of a window"),
+    Option(
+        "context_weights", ("--context-weights",), f"blend windows by {', '.join(get_args(ContextWeights))} weights"
+    ),
+    Option("context_stride", ("--context-stride",), "for uniform and looped: N-1 more rounds of ever wider windows"),
+    Option("context_noise", ("--context-noise",), f"{' or '.join(get_args(ContextNoise))}: the noise of windows"),
 )
+
+CONTEXT_SETTINGS = tuple(option.field for option in SETTINGS if option.field.startswith("context"))
 
 TEXT_SETTINGS = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
@@ -202,6 +221,13 @@ def add_settings(
             "and --quantize and --attention as the devices have it, where these are not given; what saves nothing is "
             "left out",
         )
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    """Adds the settings of long videos to a command that takes no others."""
+    for option in SETTINGS:
+        if option.field in CONTEXT_SETTINGS:
+            _add_setting(parser, option, with_default=True)
 
 
 def add_fps(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comfy_tpu.cli.options import path_parser
+from comfy_tpu.cli.options import CONTEXT_SETTINGS, add_context, path_parser
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="SIZE", help="1280x720x81, or 480P, 720P (default: the model's)")
     parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos from one prompt (1)")
     parser.add_argument("--no-guidance", action="store_true", help="one branch: no negative prompt")
+    add_context(parser)
     parser.add_argument("--mesh", help="choose this layout instead of the best: dp=2,sp=4, or seed")
     parser.add_argument(
         "--export", type=path_parser("--export"), metavar="FILE", help="also write the program, to compile it elsewhere"
@@ -107,6 +108,7 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"
     off = {"guidance_scale": model.family.card.guidance_off} if arguments.no_guidance else {}
     chosen = {"num_videos": arguments.num_videos, **off}
+    chosen |= {name: getattr(arguments, name) for name in CONTEXT_SETTINGS}
     plan, program = make_plan(
         model,
         parse_size(size, model, **chosen),

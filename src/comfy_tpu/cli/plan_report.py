@@ -6,7 +6,8 @@ One object. Its keys stay; new ones may be added:
     model, size     as planned
     tpu             name, slices, hosts (of all slices), chips (of one slice), devices, topology, and the figures of one
                     device
-    tokens, batch   of the sequence; videos times branches
+    tokens, batch   of the sequence; videos times branches, and times the windows of a call
+    calls           of the program in a step: more than one for a long video
     fits            the chosen layout, with a tenth of the memory to spare
     chosen          dp, sp, tp
     layouts         best first: mesh, attention, fits, memory (weights, prompt, latents, temporaries, total), flops,
@@ -38,6 +39,7 @@ from comfy_tpu.cli.schedule_report import schedule_document, schedule_lines
 from comfy_tpu.distribution import find_page
 from comfy_tpu.parallel.layouts import fits
 from comfy_tpu.parallel.traffic import crosses_slices, transfer_seconds
+from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.planning.compilation import ProgramCounts, has_tpu_compiler
 from comfy_tpu.planning.plan import LayoutPlan, Plan, refined_seconds
 
@@ -66,6 +68,7 @@ def as_document(plan: Plan) -> dict[str, Any]:
         },
         "tokens": plan.work.tokens,
         "batch": plan.work.batch,
+        "calls": plan.work.calls,
         "fits": plan.fits,
         "chosen": dataclasses.asdict(plan.chosen.sizes),
         "layouts": [_layout_document(layout, plan) for layout in layouts],
@@ -124,7 +127,7 @@ def as_lines(plan: Plan) -> list[str]:
     chips = f"{plan.slice.chips} chips" if plan.slice.chips > 1 else "1 chip"
     per = f", {chip.devices_per_chip} devices each" if chip.devices_per_chip > 1 else ""
     lines = [
-        f"{plan.model}, {plan.size}: {plan.work.tokens:,} tokens × {plan.work.batch}, one step",
+        f"{plan.model}, {plan.size}: {plan.work.tokens:,} tokens × {plan.work.batch}, {_step_text(plan.work)}",
         f"{plan.slice.name}: {chips} as {plan.slice.topology}{per}; a device has "
         f"{_gb(chip.memory_bytes)} GB at {chip.memory_bandwidth / 1e9:,.0f} GB/s, {chip.flops / 1e12:,.0f} TFLOP/s, "
         f"links of {chip.link_bandwidth / 1e9:.0f} GB/s",
@@ -137,6 +140,13 @@ def as_lines(plan: Plan) -> list[str]:
         *_source_lines(plan),
     ]
     return [line.rstrip() for line in lines]
+
+
+def _step_text(work: Workload) -> str:
+    if work.calls == 1:
+        return "one step"
+    parts = "windows of the video" if work.video_latent_bytes else "segments, one after the other"
+    return f"one call of {work.calls} in a step ({parts}); s/step is of all, the rest of one"
 
 
 def _layout_rows(plan: Plan) -> Iterable[Sequence[str]]:

@@ -82,7 +82,8 @@ class Session:
         if (preset := getattr(self.arguments, "fast", None)) is not None:
             known = {name: value for name, value in known.items() if name not in dataclasses.asdict(preset)}
         said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.presets)
-        return self.pipeline.settings(**{**known, **said})
+        settings = self.pipeline.settings(**{**known, **said})
+        return self.pipeline.settle_context(settings, getattr(self.arguments, "image", ()))
 
     def set_images(self, images: Sequence[Image]) -> None:
         """Checks the given images and records their fingerprint."""

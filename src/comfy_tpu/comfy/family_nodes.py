@@ -145,12 +145,13 @@ class ImageEncoder(FamilyNode):
     def execute(
         cls, model_id: str, pipeline: Any = None, options: Any = None, server: Any = None, **chosen: Any
     ) -> io.NodeOutput:
-        given, runtime = _take_images(chosen), inputs.check_options(options).runtime
+        given, run_options = _take_images(chosen), inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=runtime) as pipeline:
-            settings = _make_settings(pipeline, **chosen) if chosen else pipeline.settings()
+        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=run_options.runtime) as pipeline:
+            context = run_options.context_settings
+            settings = _make_settings(pipeline, **chosen, **context) if chosen else pipeline.settings()
             return node_output(pipeline.encode_images(given, settings))
 
 
@@ -239,12 +240,13 @@ class VAEDecoder(FamilyNode):
         options: Any = None,
         server: Any = None,
     ) -> io.NodeOutput:
-        samples, runtime = from_latent("latents", latents), inputs.check_options(options).runtime
+        samples, run_options = from_latent("latents", latents), inputs.check_options(options)
         if fps is not None:
             inputs.check_integers(fps=fps)
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, {"decoding": samples.shape[2]}, server, runtime=runtime) as pipeline:
-            settings = pipeline.latent_settings(samples, fps=fps)
+        stages = {"decoding": samples.shape[2]}
+        with open_run(cls.FAMILY, model, stages, server, runtime=run_options.runtime) as pipeline:
+            settings = pipeline.latent_settings(samples, fps=fps, **run_options.context_settings)
             own = pipeline.from_vae_scale(samples)
             sound = pipeline.decode_sound(own, settings)
             images = to_images(pipeline.decode(own, settings), settings.num_frames)
@@ -299,6 +301,7 @@ class Pipeline(FamilyNode):
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
+            settings = pipeline.settle_context(settings, given)
             init_image = None
             if given and cls.FAMILY.image_role == "initial":
                 init_image = pipeline.encode_init_image(as_frame(given.pop(), settings), settings, strength)

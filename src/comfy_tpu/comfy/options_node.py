@@ -10,10 +10,14 @@ from comfy_tpu.comfy.first_import import import_jax
 from comfy_tpu.comfy.inputs import OPTIONS_TYPE, check_integers
 from comfy_tpu.config import (
     ATTENTION_WINDOWS,
+    CONTEXT_WHOLE,
     FAST,
     VAE_BACKENDS,
     AttentionConfig,
     AttentionImplementation,
+    Context,
+    ContextNoise,
+    ContextWeights,
     GenerationSettings,
     Quantization,
     RunOptions,
@@ -33,7 +37,7 @@ class TPUOptions(io.ComfyNode):
             category="TPU",
             description="How a model runs: chips, precision, attention, and ways to save time. For the options input "
             "of any node of this pack that runs a model.",
-            inputs=[*_runtime_inputs(), *_attention_inputs(), _fast_input()],
+            inputs=[*_runtime_inputs(), *_attention_inputs(), _fast_input(), *_context_inputs()],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
 
@@ -57,17 +61,19 @@ def make_options(
     attention_blocks: str,
     dense_max_tokens: int,
     fast: bool = False,
+    **context: Any,
 ) -> RunOptions:
     """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field.
 
-    With `fast`, an input at its default counts as not chosen: a widget always has a value.
+    With `fast`, an input at its default counts as not chosen: a widget always has a value. So do those of `context`.
     """
     from comfy_tpu.kernels.windows import parse_blocks, parse_window
     from comfy_tpu.parallel.mesh import check_mesh_text
     from comfy_tpu.pipeline.runtime_checks import check_attention
 
     check_mesh_text(mesh)
-    check_integers(num_videos=num_videos, dense_max_tokens=dense_max_tokens)
+    counts = {name: value for name, value in context.items() if isinstance(getattr(_SETTINGS, name), int)}
+    check_integers(num_videos=num_videos, dense_max_tokens=dense_max_tokens, **counts)
     config = AttentionConfig(
         implementation=attention,
         block_sizes=parse_blocks(attention_blocks),
@@ -88,6 +94,7 @@ def make_options(
         reuse=None if fast and reuse == _SETTINGS.reuse else reuse,
         guidance_until=None if fast and guidance_until == _SETTINGS.guidance_until else guidance_until,
         num_videos=num_videos,
+        **{name: None if value == getattr(_SETTINGS, name) else value for name, value in context.items()},
     )
 
 
@@ -159,6 +166,61 @@ def _fast_input() -> io.Input:
         "quantize and attention as the chips have it, each where its input is at its default. What saves nothing is "
         "left out, and the log says why.",
     )
+
+
+def _context_inputs() -> list[io.Input]:
+    """Optional and behind the others, for the same reasons."""
+    return [
+        io.Combo.Input(
+            "context",
+            options=list(get_args(Context)),
+            default=_SETTINGS.context,
+            optional=True,
+            tooltip="How a video longer than the model's own length is made. static, uniform, looped: by overlapping "
+            "windows, blended at every step. continue: segment after segment, from an image. none: whole. auto: static "
+            f"windows, or continued from an image, beyond {CONTEXT_WHOLE:g} times that length.",
+        ),
+        io.Int.Input(
+            "context_frames",
+            default=_SETTINGS.context_frames,
+            min=0,
+            max=1025,
+            optional=True,
+            tooltip="Frames of a window, or of a segment. 0: the model's own length.",
+        ),
+        io.Int.Input(
+            "context_overlap",
+            default=_SETTINGS.context_overlap,
+            min=-1,
+            max=1024,
+            optional=True,
+            tooltip="Frames that neighbouring windows share. More blends better and takes longer. -1: three eighths of "
+            "a window.",
+        ),
+        io.Combo.Input(
+            "context_weights",
+            options=list(get_args(ContextWeights)),
+            default=_SETTINGS.context_weights,
+            optional=True,
+            tooltip="How windows are blended: most in their middle (pyramid), all alike (flat), or by a ramp over the "
+            "overlap.",
+        ),
+        io.Int.Input(
+            "context_stride",
+            default=_SETTINGS.context_stride,
+            min=1,
+            max=16,
+            optional=True,
+            tooltip="For uniform and looped: 2 adds windows of every second frame, 3 of every fourth, and so on.",
+        ),
+        io.Combo.Input(
+            "context_noise",
+            options=list(get_args(ContextNoise)),
+            default=_SETTINGS.context_noise,
+            optional=True,
+            tooltip="freenoise: all windows start from the noise of the first one, shuffled, so that they differ less.",
+        ),
+    ]
 
 
 def _attention_inputs() -> list[io.Input]:

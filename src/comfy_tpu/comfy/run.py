@@ -177,7 +177,8 @@ class NodeReport:
         """The position on the bar: the totals of the stages before, and the progress of this one."""
         names = list(self._stages)
         before = sum(self._stages[name] for name in names[: names.index(progress.stage)])
-        return before + progress.done
+        # In proportion: a video that is continued has more steps than its widget says.
+        return before + round(self._stages[progress.stage] * progress.done / max(progress.total, 1))
 
     def _preview_image(self, progress: Progress) -> object:
         if self._previewer is None or progress.preview is None:

@@ -124,6 +124,9 @@ class Denoiser:
     guide: Callable[[Sequence[torch.Tensor], GuidanceInputs], torch.Tensor] = guide
     """(velocities of the prompt, of the negative prompt and of the extra branches; the rest) -> the guided velocity, in
     float32."""
+    frame_inputs: tuple[str, ...] = ()
+    """Inputs of `predict`, [batch, channels, latent frames, …], which `prepare` passes on as they are. A window of a
+    long video has its own frames of them."""
     token_grid: TokenGrid | None = None
     """The grid of the tokens that `predict` gives to `video_attention`, or to `joint_attention` first. None: attention
     windows are refused."""
@@ -133,12 +136,15 @@ class Denoiser:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of frames that are too large to be decoded at once, in latents."""
+    """Tiles of frames that are too large, or too many, to be decoded at once, in latents."""
 
     side: int = 32
     """256 pixels where a latent has 8, as diffusers tiles the Wan VAE."""
     overlap: int = 8
     """The part that neighbours share, and blend over."""
+    frames: int = 0
+    """The most latent frames at once, for a VAE that reads later frames; 0: all of a video."""
+    frame_overlap: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from comfy_tpu.config import DEMO_IMAGE_MODEL, GenerationSettings
+from comfy_tpu.config import (
+    CONTEXT_OVERLAP,
+    DEMO_IMAGE_MODEL,
+    Context,
+    ContextNoise,
+    ContextSchedule,
+    ContextWeights,
+    GenerationSettings,
+)
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ImageInput, Limits, ModelCard
 
@@ -22,7 +30,20 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
         )
     settings = dataclasses.replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
     check_settings(settings, limits)
+    settings = _with_own_context(settings, defaults.context_frames or defaults.num_frames, limits.frames_multiple)
+    check_settings(settings, limits)
     return settings
+
+
+def _with_own_context(settings: GenerationSettings, own: int, frames_multiple: int) -> GenerationSettings:
+    """The settings with the length and the overlap of windows in numbers, where none are chosen. `own`: the model's
+    length."""
+    frames = settings.context_frames or own
+    if frames <= frames_multiple:  # an image
+        return settings
+    chosen = settings.context_overlap
+    overlap = int(CONTEXT_OVERLAP * frames) if chosen < 0 else chosen
+    return dataclasses.replace(settings, context_frames=frames, context_overlap=overlap)
 
 
 def settings_of_latents(
@@ -45,8 +66,7 @@ def settings_of_latents(
             made: dict[str, Any] = {**sizes, "num_frames": (count - 1) * card.temporal_scale + 1}
             found = dataclasses.replace(settings, **made)
             if card.latent_size(found)[0] == frames:
-                check_settings(found, card.limits)
-                return found
+                return make_settings(settings, made, card.limits)
     except InvalidValueError as error:
         raise InvalidValueError(f"latents have shape {shape}, which cannot be decoded: {error}") from error
     raise InvalidValueError(
@@ -105,6 +125,7 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
             f"{-(-settings.max_sequence_length // limits.tokens_multiple) * limits.tokens_multiple}",
             field="max_sequence_length",
         )
+    _check_context(settings, limits)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")
     if settings.scheduler not in limits.schedulers:
@@ -116,6 +137,76 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
         raise InvalidValueError(
             f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text", field="negative_prompt"
         )
+
+
+def _check_context(settings: GenerationSettings, limits: Limits) -> None:
+    for name, known in (
+        ("context", get_args(Context)),
+        ("context_weights", get_args(ContextWeights)),
+        ("context_noise", get_args(ContextNoise)),
+    ):
+        if getattr(settings, name) not in known:
+            raise InvalidValueError(
+                f"{name}={getattr(settings, name)!r} is unknown; choose from {', '.join(known)}", field=name
+            )
+    if limits.frames_max == 1:
+        _check_no_context(settings)
+        return
+    if settings.context_frames != 0:
+        _check_window(settings, limits.frames_multiple, limits.frames_max)
+    overlap = settings.context_overlap
+    if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < -1:
+        raise InvalidValueError(
+            f"context_overlap={overlap!r} is not a whole number of frames; give 0 or more", field="context_overlap"
+        )
+    _check_count("context_stride", settings.context_stride, _STRIDE_MAX)
+    if settings.context_stride > 1 and settings.context not in ("uniform", "looped"):
+        raise InvalidValueError(
+            f"context_stride={settings.context_stride} is for context=uniform or looped, and context is "
+            f"{settings.context}; choose one of them, or leave it out",
+            field="context_stride",
+        )
+    if settings.context_noise == "freenoise" and settings.context not in ("auto", *get_args(ContextSchedule)):
+        raise InvalidValueError(
+            f"context_noise=freenoise is for windows, and context is {settings.context}; choose "
+            f"{', '.join(get_args(ContextSchedule))}, or leave it out",
+            field="context_noise",
+        )
+
+
+def _check_window(settings: GenerationSettings, step: int, largest: int) -> None:
+    frames, overlap = settings.context_frames, settings.context_overlap
+    if not isinstance(frames, int) or isinstance(frames, bool) or not step < frames <= largest:
+        raise InvalidValueError(
+            f"context_frames={frames!r} is not a whole number from {step + 1} to {largest}", field="context_frames"
+        )
+    if (frames - 1) % step:
+        below = (frames - 1) // step * step + 1
+        near = [str(count) for count in (below, below + step) if step < count <= largest]
+        raise InvalidValueError(
+            f"context_frames={frames} is not {step}n+1; use {' or '.join(near)}", field="context_frames"
+        )
+    if isinstance(overlap, int) and overlap >= frames:
+        raise InvalidValueError(
+            f"context_overlap={overlap} leaves windows of {frames} frames (context_frames) no way on; give "
+            f"{frames - 1} at most",
+            field="context_overlap",
+        )
+
+
+def _check_no_context(settings: GenerationSettings) -> None:
+    """Raises InvalidValueError where context windows are asked of a model that makes images."""
+    for field in dataclasses.fields(GenerationSettings):
+        name, value = field.name, getattr(settings, field.name)
+        allowed = ("auto", "none") if name == "context" else (field.default,)
+        if name.startswith("context") and value not in allowed:
+            raise InvalidValueError(
+                f"{name}={value!r} is for long videos and this model makes images; leave it out", field=name
+            )
+
+
+_STRIDE_MAX = 16
+"""Windows of every 2 ** 15th frame: more than any video has."""
 
 
 def check_prompt(prompt: str) -> None:

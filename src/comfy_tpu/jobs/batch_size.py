@@ -4,7 +4,6 @@ there is memory for."""
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 
 from comfy_tpu.config import GenerationSettings
@@ -13,15 +12,9 @@ from comfy_tpu.jobs.worker_thread import ROWS_MAX
 from comfy_tpu.parallel import hosts
 from comfy_tpu.parallel.chips import find_slice, parse_slice
 from comfy_tpu.parallel.layouts import estimate, usable_bytes
-from comfy_tpu.pipeline.step import batch_rows
+from comfy_tpu.pipeline.step import BUSY_TOKENS, count_tokens, keeps_busy
 from comfy_tpu.pipeline.video import VideoPipeline
-
-BUSY_TOKENS = 8192
-"""Tokens per device with which matrix products are as fast as they get. A second video in the same step then only makes
-the step longer."""
-_BUSY_TOKENS_CPU = 512
-"""On a CPU. Processor seconds a video of the demo model, 160 tokens, on an ARM Neoverse N1: 2.67 alone, 2.52 in rows of
-2, 2.44 of 4, 2.45 of 8."""
+from comfy_tpu.pipeline.windows import windows_per_call
 
 _GPU_SHARE = 0.8
 
@@ -35,9 +28,7 @@ def choose_rows(pipeline: VideoPipeline, settings: GenerationSettings) -> int:
 
 
 def _pays(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
-    tokens = _count_tokens(pipeline, dataclasses.replace(settings, num_videos=rows))
-    busy = _BUSY_TOKENS_CPU if pipeline.placement.platform == "cpu" else BUSY_TOKENS
-    return tokens / pipeline.placement.sizes.device_count < busy
+    return not keeps_busy(pipeline.family, dataclasses.replace(settings, num_videos=rows), pipeline.placement)
 
 
 def runs_beside(pipeline: VideoPipeline, settings: GenerationSettings) -> bool:
@@ -48,7 +39,7 @@ def runs_beside(pipeline: VideoPipeline, settings: GenerationSettings) -> bool:
     """
     placement = pipeline.choose_placement(settings)
     is_one = placement.platform == "cpu" and placement.sizes.device_count == 1 and not hosts.host_names()
-    return is_one and (os.cpu_count() or 1) > 1 and _count_tokens(pipeline, settings) < BUSY_TOKENS
+    return is_one and (os.cpu_count() or 1) > 1 and count_tokens(pipeline.family, settings) < BUSY_TOKENS
 
 
 def _has_room(pipeline: VideoPipeline, settings: GenerationSettings, rows: int) -> bool:
@@ -78,7 +69,8 @@ def estimate_memory(pipeline: VideoPipeline, settings: GenerationSettings) -> St
     placement = pipeline.choose_placement(settings)
     if placement.platform == "cpu":
         return None
-    work = pipeline.files.workload(settings)
+    windows = windows_per_call(pipeline.family, settings, placement)
+    work = pipeline.files.workload(settings, windows=windows)
     slice_ = find_slice(placement.chip, placement.sizes.device_count)
     if slice_ is not None:
         needed = estimate(work, placement.sizes, slice_).memory.total
@@ -86,8 +78,3 @@ def estimate_memory(pipeline: VideoPipeline, settings: GenerationSettings) -> St
     needed = estimate(work, placement.sizes, parse_slice("v6e-1")).memory.total
     device = placement.mesh.devices.flat[0]
     return StepMemory(needed, int(_GPU_SHARE * (device.memory_stats() or {}).get("bytes_limit", 0)))
-
-
-def _count_tokens(pipeline: VideoPipeline, settings: GenerationSettings) -> float:
-    """Those of a step: about as many as there are patches of 2×2 latents, which most models have."""
-    return batch_rows(pipeline.family, settings) * math.prod(pipeline.family.card.latent_size(settings)) / 4

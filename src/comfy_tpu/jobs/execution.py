@@ -257,6 +257,7 @@ class Executor:
     def _check(self, pipeline: VideoPipeline, job: Job) -> tuple[GenerationSettings, tuple[str, ...]]:
         """The settings of a job, and the names of its videos, which the first host knows."""
         settings = pipeline.settings(**opening.choose_settings(job.request.values, pipeline.family.card.presets))
+        settings = pipeline.settle_context(settings, job.request.values.get("image") or ())
         if not hosts.is_first_host():
             return settings, ()
         with self._folder.writing() as directory:

@@ -13,7 +13,7 @@ from typing import Any
 
 from comfy_tpu.config import Lora
 
-RESULT_VERSION = 2
+RESULT_VERSION = 3
 """Part of every identity. To be increased when the same request gives another video, so that finished jobs are done
 again; the versions of torch and jax move the last bits only, and are not part of it."""
 

@@ -92,6 +92,10 @@ def attention(
     shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
     sharded = strategy if shares_sequence else None
     implementation = choose_implementation(call, platform, chip, config, sharded=sharded)
+    on_every_device = placement is not None and placement.sizes.device_count > sizes.device_count
+    if on_every_device and implementation in ("splash", "hopper"):
+        # The partitioner takes no kernel of ours. Qwen2.5-VL sees 6,400 patches of an image at once, a million pixels.
+        implementation = "chunked"
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
 

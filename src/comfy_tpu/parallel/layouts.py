@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from comfy_tpu.config import MeshSizes
@@ -60,7 +61,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The cost of one step on one device."""
+    """The cost of one call of a step's program on one device. A step is one call, unless it computes windows."""
 
     sizes: MeshSizes
     attention: Literal["ulysses", "ring", "whole"]
@@ -79,6 +80,9 @@ class Estimate:
     """Seconds of the collectives that go from one slice to another."""
     crossing_axes: tuple[str, ...] = ()
     """The mesh axes of those collectives."""
+    batch: int = 1
+    calls: int = 1
+    """Calls in a step."""
 
     @property
     def stays_in_slices(self) -> bool:
@@ -95,6 +99,15 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
+        return self.calls * self.call_seconds
+
+    @property
+    def row_seconds(self) -> float:
+        """Seconds for a row of the batch."""
+        return self.call_seconds / self.batch
+
+    @property
+    def call_seconds(self) -> float:
         # Memory is read beside the products. Collectives are counted in full, though compilers put most of them beside
         # products where there are long ones (compiler_options.py): only Wan's schedules were looked at.
         return max(self.compute_seconds, self.memory_seconds) + self.interconnect_seconds + self.network_seconds
@@ -128,6 +141,15 @@ def rank_layouts(work: Workload, slice_: Slice, device_count: int | None = None)
     )
 
 
+def best_layout(works: Iterable[Workload], slice_: Slice, device_count: int | None = None) -> tuple[Workload, Estimate]:
+    """The workload and layout of the least time for a row; first those that fit. `works`: a step with different numbers
+    of rows in a call."""
+    ranked = [(work, rank_layouts(work, slice_, device_count)[0]) for work in works]
+    return min(
+        ranked, key=lambda pair: (not pair[1].fits, pair[1].row_seconds if pair[1].fits else pair[1].memory.total)
+    )
+
+
 def valid_layouts(work: Workload, device_count: int) -> list[MeshSizes]:
     """Meshes that use all devices, with dp no larger than the batch and heads and columns divided evenly."""
     split = [matrix for stack in work.stacks for matrix in stack.matrices if matrix.kind != "gather"]
@@ -145,7 +167,7 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
     memory = Memory(
         weights=_weight_bytes(work, sizes),
         prompt=_prompt_bytes(share),
-        latents=2 * work.history * work.latent_bytes,
+        latents=2 * work.history * (work.video_latent_bytes or work.latent_bytes),
         temporaries=round(chip.temporaries * _temporaries(share, chip)),
     )
     matmul = 2.0 * sum(
@@ -177,6 +199,8 @@ def estimate(work: Workload, sizes: MeshSizes, slice_: Slice) -> Estimate:
             transfer_seconds(item, slice_, sizes) for item in traffic if crosses_slices(item, slice_, sizes)
         ),
         crossing_axes=slice_.crossing_axes(sizes),
+        batch=work.batch,
+        calls=work.calls,
     )
 
 

@@ -21,7 +21,7 @@ from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
 from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel.chips import find_slice
 from comfy_tpu.parallel.host_meshes import arrange_over_networks, check_hosts, group_by_network
-from comfy_tpu.parallel.layouts import rank_layouts
+from comfy_tpu.parallel.layouts import best_layout
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
 from comfy_tpu.parallel.tpu_holders import ROOT, describe_use, find_tpu
@@ -155,15 +155,15 @@ def parse_mesh(
     device_count: int,
     *,
     chip: str = "",
-    workload: Callable[[], Workload] | None = None,
+    workload: Callable[[], Workload | Sequence[Workload]] | None = None,
     rows: int = 2,
     slices: int = 1,
 ) -> MeshSizes:
     """Sizes from "auto", "single" ("1"), "seed", or axes such as "dp=2,sp=4"; an axis that is not named has size 1.
 
     "auto" is the best layout by estimate where the workload is given and the chip is a known TPU; it is asked for then
-    only. Elsewhere `rows` decides: the rows of a step's batch, two with guidance. `slices`: the number of TPU slices
-    that the devices are in.
+    only. Several workloads are a step with different numbers of rows in a call. Elsewhere `rows` decides: the rows of a
+    step's batch, two with guidance. `slices`: the number of TPU slices that the devices are in.
     """
     if isinstance(mesh, MeshSizes):
         sizes = mesh
@@ -192,11 +192,12 @@ def check_mesh_text(text: str) -> None:
 
 
 def _auto_sizes(
-    device_count: int, chip: str, workload: Callable[[], Workload] | None, rows: int, slices: int
+    device_count: int, chip: str, workload: Callable[[], Workload | Sequence[Workload]] | None, rows: int, slices: int
 ) -> MeshSizes:
     slice_ = find_slice(chip, device_count, slices)
     if workload is not None and slice_ is not None and device_count > 1:
-        best = rank_layouts(workload(), slice_, device_count)[0]
+        given = workload()
+        _, best = best_layout((given,) if isinstance(given, Workload) else given, slice_, device_count)
         logger.info("mesh auto: %s, about %.2f s a step", best.sizes, best.step_seconds)
         return best.sizes
     # A fixed preference that suits video: the two CFG branches, or two videos, never talk to each other, and the
@@ -258,7 +259,7 @@ def make_placement(
     *,
     platform: str = "auto",
     devices: Sequence[jax.Device] | None = None,
-    workload: Callable[[], Workload] | None = None,
+    workload: Callable[[], Workload | Sequence[Workload]] | None = None,
     rows: int = 2,
 ) -> Placement:
     """A mesh over the given devices, or over those of a platform; "auto" ranks layouts for the workload, or goes by the

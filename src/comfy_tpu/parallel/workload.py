@@ -69,6 +69,10 @@ class Workload:
     """Bytes per value of activations."""
     history: int = 3
     """The number of samples, and of outputs, that the solver keeps."""
+    video_latent_bytes: int = 0
+    """Bytes of the latents of whole videos, where a step computes them by windows; 0: it computes all of them."""
+    calls: int = 1
+    """Calls of the program in a step: with windows, each computes some of them."""
     models: int = 1
     """Transformers of this size that stay on the devices; a step runs one of them."""
     dense_max_tokens: int = AttentionConfig.dense_max_tokens

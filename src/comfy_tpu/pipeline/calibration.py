@@ -43,7 +43,7 @@ def measure_curve(
             f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50",
             field="num_inference_steps",
         )
-    settings = dataclasses.replace(settings, reuse=0.0, guidance_until=1.0)
+    settings = dataclasses.replace(settings, reuse=0.0, guidance_until=1.0, context="none")
     measured = []
     for number, prompt in enumerate(prompts):
         own = dataclasses.replace(settings, seed=settings.seed + number)

@@ -9,6 +9,7 @@ import torch
 
 from comfy_tpu.config import AttentionConfig, GenerationSettings, TileWindow
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
+from comfy_tpu.families.context import begins_with_image, choose_method, window_settings
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
@@ -35,6 +36,10 @@ SOUND_GUIDANCE = (
 def check_embeddings(
     files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
 ) -> None:
+    card = files.family.card
+    with_image = begins_with_image(card, embeddings.shared)
+    if choose_method(card, settings, begins_with_image=with_image) == "continue":
+        settings = window_settings(settings)  # the image is that of a segment
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
         every = {**branch, **embeddings.shared}
         shapes = files.embedding_shapes(settings)
@@ -121,6 +126,14 @@ def check_boundary(family: ModelFamily, model_name: str, settings: GenerationSet
         raise InvalidValueError(
             f"boundary={settings.boundary} is for models with two transformers, and {model_name} has one; leave it out",
             field="boundary",
+        )
+
+
+def check_context(family: ModelFamily, model_name: str, settings: GenerationSettings) -> None:
+    if family.card.sound is not None and settings.context not in ("auto", "none"):
+        raise InvalidValueError(
+            f"context={settings.context} is for silent videos, and {model_name} makes sound with them; choose none",
+            field="context",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,11 @@ def _no_cache(frames: int) -> object:
     return None
 
 
+def count_parts(frames: int, *, all_frames: bool, tiles: Tiles) -> int:
+    """The number of parts in which latents of this many frames are decoded."""
+    return len(_frame_starts(frames, tiles)) if all_frames else frames
+
+
 def decode_frames(
     decode_frame: DecodeFrame,
     latents: torch.Tensor,
@@ -32,11 +38,14 @@ def decode_frames(
     tiles: Tiles,
 ) -> Iterator[torch.Tensor]:
     """Yields [batch, t, height, width, 3] in 0..1 for each latent frame of [batch, channels, frames, height, width], or
-    for all of them at once if `all_frames`.
+    for all of them at once if `all_frames`; of a long video, for `tiles.frames` at a time.
 
     If the first two latent frames do not fit in device memory, every frame is decoded in tiles instead: the cache has
     its full size after two.
     """
+    if all_frames and len(_frame_starts(latents.shape[2], tiles)) > 1:
+        yield from _decode_frame_tiles(decode_frame, latents, tiles)
+        return
     ahead: list[torch.Tensor] = []
     begun = False
     try:
@@ -56,6 +65,34 @@ def decode_frames(
         logger.warning("decoding whole frames did not fit in device memory; decoding in tiles instead (%s)", error)
         del cache
         yield from decode_tiles(decode_frame, latents, first_cache, all_frames=all_frames, tiles=tiles)
+
+
+def _decode_frame_tiles(decode_frame: DecodeFrame, latents: torch.Tensor, tiles: Tiles) -> Iterator[torch.Tensor]:
+    """Decodes overlapping tiles of one length, and so by one program; neighbours are blended over their common frames.
+
+    As diffusers does for this VAE, but for the first frame of a later tile: a decoder makes one frame of the first
+    latent of whatever it gets. That frame is left out here. diffusers 0.42 leaves out the last one instead, and so
+    shows every later tile one frame late (in its HunyuanVideo VAE it leaves out the first).
+    """
+    starts = _frame_starts(latents.shape[2], tiles)
+    kept = torch.empty(0)
+    for start, following in zip(starts, (*starts[1:], None), strict=True):
+        part = latents[:, :, start : start + tiles.frames]
+        (frames,) = decode_frames(decode_frame, part, all_frames=True, tiles=dataclasses.replace(tiles, frames=0))
+        scale = (frames.shape[1] - 1) // (part.shape[2] - 1)
+        if start:
+            frames = frames[:, 1:]
+            share = (torch.arange(kept.shape[1]) / kept.shape[1]).view(1, -1, 1, 1, 1)
+            frames[:, : kept.shape[1]] = kept * (1 - share) + frames[:, : kept.shape[1]] * share
+        shown = frames.shape[1] if following is None else (following - start) * scale + (0 if start else 1)
+        kept = frames[:, shown:].clone()
+        yield frames[:, :shown]
+
+
+def _frame_starts(frames: int, tiles: Tiles) -> list[int]:
+    if not tiles.frames or frames <= tiles.frames:
+        return [0]
+    return tile_starts(frames, Tiles(side=tiles.frames, overlap=tiles.frame_overlap + 1))
 
 
 def decode_tiles(

@@ -23,6 +23,7 @@ from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, count_branches, latent_shape, split_prepared
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
+from comfy_tpu.pipeline.windows import WindowedVideo, find_context
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,19 @@ def denoise_steps(
 ) -> Generator[State, None, None]:
     """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
     has its own."""
-    _warn_of_idle_devices(running, plan, settings)
-    first = _first_sample(running, plan, settings, init_image, seeds)
+    video = _windowed_video(running, embeddings, settings)
+    if video is None:
+        _warn_of_idle_devices(running, plan, settings)
+    first = _first_sample(running, plan, settings, init_image, seeds, video)
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
     done, size, frames = 0, running.size, running.family.card.latent_frames(settings)
+
+    def report_again() -> None:
+        """Reports the steps that are done, so that a run may also be cancelled within one."""
+        running.report("denoising", "", done, len(plan), size=size)
+
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
     runs = itertools.groupby(zip(plan, prompts, strict=True), lambda pair: _run_key(*pair))
@@ -55,14 +63,23 @@ def denoise_steps(
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
                 branches = count_branches(running.family, settings, guided=guided)
-                rows = _prompt_rows(running, current, branches, settings)
+                rows = _prompt_rows(running, current, branches, settings, video)
                 prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
             if done == 0:
                 running.report("denoising", "", 0, len(plan), size=size)
             for step in steps:
                 with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
-                    samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs), branches)
+                    if video is None or step.reused:
+                        state = (samples, outputs)
+                        samples, outputs = _advance(programs, step, loaded, weights, prepared, state, branches)
+                    else:
+                        velocity = video.compute_velocity(
+                            programs, step, done, (loaded, weights), prepared, samples[0], outputs.pop(), report_again
+                        )
+                        coefficients = torch.from_numpy(step.coefficients)
+                        given = {"samples": samples, "outputs": outputs, "coefficients": coefficients}
+                        samples, outputs = programs.advance()(loaded, **given, velocity=velocity)
                     # So that a step that is reported is done, and Ctrl-C is heard between two.
                     samples[0].block_until_ready()
                 done += 1
@@ -86,12 +103,13 @@ def _first_sample(
     settings: GenerationSettings,
     init_image: InitImage | None,
     seeds: Sequence[int],
+    video: WindowedVideo | None,
 ) -> torch.Tensor:
     shape = latent_shape(running.family, running.files.latent_channels, settings)
-    if seeds:
-        return torch.cat([_draw_noise(running, settings, (1, *shape[1:]), seed) for seed in seeds])
     if init_image is None:
-        return _draw_noise(running, settings, shape, settings.seed)
+        rows = [(shape, settings.seed)] if not seeds else [((1, *shape[1:]), seed) for seed in seeds]
+        noise = torch.cat([_draw_noise(running, settings, each, seed) for each, seed in rows])
+        return noise if video is None else video.shuffle_noise(noise, seeds or (settings.seed,))
     check_latents(init_image.latents.expand(shape[0], -1, -1, -1, -1), shape, settings)
     sigma = plan.steps[0].sigma
     return sigma * image_noise(shape, settings.seed)[1] + (1 - sigma) * init_image.latents
@@ -107,27 +125,44 @@ def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tupl
     return sound_noise(video, (shape[0], channels, card.sound_tokens(settings), bins), seed)
 
 
+def _windowed_video(
+    running: RunningModel, embeddings: PromptEmbeddings, settings: GenerationSettings
+) -> WindowedVideo | None:
+    context = find_context(running.family, settings, embeddings.shared)
+    if context is None:
+        return None
+    return WindowedVideo(running.family, context, settings, running.step_placement, embeddings.shared)
+
+
 def _prompt_rows(
-    running: RunningModel, embeddings: PromptEmbeddings, branches: int, settings: GenerationSettings
+    running: RunningModel,
+    embeddings: PromptEmbeddings,
+    branches: int,
+    settings: GenerationSettings,
+    video: WindowedVideo | None,
 ) -> dict[str, torch.Tensor]:
     """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt and of the branches
-    that the family adds, which read the prompt."""
+    that the family adds, which read the prompt. With windows, a row for each of a call."""
     denoiser = running.family.denoiser
+    inputs = denoiser.settings_inputs(settings if video is None else video.window_settings)
+    shared = embeddings.shared if video is None else video.first_window(embeddings.shared)
+    copies = 1 if video is None else video.windows_per_call(branches > 1)
     negative = embeddings.positive if embeddings.negative is None else embeddings.negative
     prompts = [embeddings.positive, negative, *[embeddings.positive] * (branches - 2)][:branches]
-    inputs = denoiser.settings_inputs(settings)
     named = [
         {
             **prompt,
-            **embeddings.shared,
+            **shared,
             **{name: row[number : number + 1] if len(row) > 1 else row for name, row in inputs.items()},
         }
         for number, prompt in enumerate(prompts)
     ]
-    rows = {
-        name: torch.cat([branch[name].expand(settings.num_videos, *branch[name].shape[1:]) for branch in named])
-        for name in named[0]
-    }
+
+    def expand(row: torch.Tensor) -> torch.Tensor:
+        videos = row.expand(settings.num_videos, *row.shape[1:])
+        return videos if copies == 1 else videos.repeat(copies, *(1,) * (row.ndim - 1))
+
+    rows = {name: torch.cat([expand(branch[name]) for branch in named]) for name in named[0]}
     return rows | merge_padding(rows["text"]) if denoiser.merges_padding and running.skips_padding else rows
 
 

@@ -56,6 +56,14 @@ def encode_images(
     return embedded | encoding.condition(latents, len(images), settings)
 
 
+def encode_first_frame(running: RunningModel, image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+    """The transformer's latents of a video of one frame, [1, channels, 1, height, width]."""
+    first = next(video_parts([as_rgb(image)], settings, running.family.card.temporal_scale))
+    (latents,) = _encode_latents(running, [first])
+    check_finite("the VAE's encoder", {"first frame": latents}, running.dtype_name)
+    return latents
+
+
 def _encode_latents(running: RunningModel, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     vae, spec = running.vae, running.family.vae.component
     assert vae.encode_frames is not None

@@ -99,6 +99,11 @@ def as_frame(image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
     return torch.from_numpy(np.array(fitted, dtype=np.float32) / 255.0).unsqueeze(0)
 
 
+def as_image(frame: torch.Tensor) -> Image.Image:
+    """An image of a decoded frame, [height, width, 3] in 0..1."""
+    return Image.fromarray(frame.clamp(0, 1).mul(255).round().byte().numpy())
+
+
 def as_pixels(image: Image.Image) -> torch.Tensor:
     """[1, 3, 1, height, width] in -1..1, in the image's own size."""
     values = torch.from_numpy(np.array(image, dtype=np.float32) / 255.0)

@@ -171,9 +171,9 @@ def write_videos(
     sheet: Path | None = None,
     sound: Waveform | None = None,
 ) -> None:
-    """Writes the frames of all videos as they are decoded; `sheet`: an image of every second frame of the first
-    video."""
-    contact = ContactSheet(every=2)
+    """Writes the frames of all videos as they are decoded; `sheet`: an image of every second frame of the first video,
+    or of every fourth, eighth, … of a long one."""
+    contact = ContactSheet(every=2, most=_CELLS_MAX)
     with open_writers(paths, fps=fps, metadata=metadata, sound=sound) as writers:
         for chunk in chunks:
             for writer, frames in zip(writers, chunk, strict=True):
@@ -185,12 +185,18 @@ def write_videos(
                 write_png(file, contact.image(), metadata[0])
 
 
+_CELLS_MAX = 129
+"""The most frames on a contact sheet: 257 frames, every second one. They are kept until the video ends."""
+
+
 class ContactSheet:
     """An image of frames in rows. Frames are kept at a width of at most 256."""
 
-    def __init__(self, columns: int = 5, every: int = 1) -> None:
+    def __init__(self, columns: int = 5, every: int = 1, most: int | None = None) -> None:
+        """`most`: beyond it, every second frame is dropped, of those that are kept and of those that come."""
         self._columns = columns
         self._every = every
+        self._most = most
         self._seen = 0
         self._cells: list[Image.Image] = []
 
@@ -199,6 +205,9 @@ class ContactSheet:
             if self._seen % self._every == 0:
                 self._cells.append(_resize_cell(Image.fromarray(frame)))
             self._seen += 1
+            if self._most is not None and len(self._cells) > self._most:
+                self._cells = self._cells[::2]
+                self._every *= 2
 
     def image(self) -> Image.Image:
         if not self._cells:

@@ -23,6 +23,7 @@ from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
+from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
 from comfy_tpu.families.settings import check_settings
@@ -213,11 +214,19 @@ class ModelFiles:
     def scheduler_errors(self) -> AbstractContextManager[None]:
         return config_errors(f"{self.path(SCHEDULER_FILE)}")
 
-    def workload(self, settings: GenerationSettings, store: ProgramStore | None = None) -> Workload:
-        """The cost of one step; `store` may know it from an earlier process."""
+    def workload(
+        self, settings: GenerationSettings, store: ProgramStore | None = None, *, windows: int = 1
+    ) -> Workload:
+        """The cost of one step; `store` may know it from an earlier process. `windows`: those in a call, for a long
+        video."""
         config = self.config(self.family.transformer)
         with config_errors(str(self._config_path(self.family.transformer))):
-            return count_step(self.family, config, settings, self.latent_channels, store)
+            return count_step(self.family, config, settings, self.latent_channels, store, windows=windows)
+
+    def workloads(self, settings: GenerationSettings, store: ProgramStore | None = None) -> list[Workload]:
+        """The cost of one step with each number of windows in a call; of a video without windows, one."""
+        counts = window_counts(self.family.card, settings)
+        return [self.workload(settings, store, windows=windows) for windows in counts]
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings of one prompt, by name, without the batch dimension."""

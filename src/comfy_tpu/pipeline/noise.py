@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from comfy_tpu.families.context import ContextWindows
 from comfy_tpu.families.shared.packed_sound import join_sound
 
 
@@ -25,3 +26,15 @@ def image_noise(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.
     denoising."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, *shape[1:]), generator=generator), torch.randn(shape, generator=generator)
+
+
+def shuffle_noise(noise: torch.Tensor, context: ContextWindows, seed: int) -> torch.Tensor:
+    """FreeNoise: frames behind the first window repeat the noise of earlier ones, shuffled as ComfyUI does for this
+    seed."""
+    noise, generator = noise.clone(), torch.Generator().manual_seed(seed)
+    step = context.length - context.overlap
+    for start in range(0, context.frames - context.length, step):
+        place = start + context.length
+        order = torch.randperm(min(step, context.frames - place), generator=generator) + start
+        noise[:, :, place : place + len(order)] = noise[:, :, order]
+    return noise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -20,8 +21,10 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
+from comfy_tpu.families.context import call_settings
 from comfy_tpu.families.model_family import Denoiser, GuidanceInputs, ModelFamily, TokenGrid
 from comfy_tpu.parallel.constraints import Axes, even_spec
+from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.schedule import HISTORY
 
 MakeProgram = Callable[..., DeviceProgram]
@@ -59,19 +62,34 @@ class StepPrograms:
         """A step without the transformer."""
         return self.make_program(reuse_step, donate=_STATE, output_axes=())
 
+    def gather_windows(self) -> DeviceProgram:
+        """Windows of a long video's latents, or of other frames, as rows of a batch."""
+        return self.make_program(gather_windows, output_axes=())
+
+    def predict_windows(self) -> DeviceProgram:
+        """The transformer on windows. Its inputs have the same shapes whatever the length of the video."""
+        return self.make_program(
+            make_window_step(self.denoiser.predict, self.denoiser.guide, self.denoiser.token_grid),
+            static=("guided",),
+            input_axes={"prepared": _BRANCHES},
+            output_axes=(),
+        )
+
+    def add_windows(self) -> DeviceProgram:
+        """Adds the velocities of windows to that of the video."""
+        return self.make_program(add_windows, donate=("velocity",), output_axes=())
+
+    def advance(self) -> DeviceProgram:
+        """A step with a velocity that was computed before."""
+        return self.make_program(advance_step, donate=(*_STATE, "velocity"), output_axes=())
+
 
 @functools.lru_cache(maxsize=64)
 def make_step(
     predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
 ) -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """A step as a function on torch tensors: the model's velocity, guidance, and the scheduler's weighted sum."""
-
-    def predict_in_grid(module: Any, latents: torch.Tensor, *inputs: Any, **prepared: torch.Tensor) -> torch.Tensor:
-        if token_grid is None:
-            return predict(module, latents, *inputs, **prepared)
-        frames, height, width = latents.shape[2:]
-        with token_grid_scope(token_grid(module.config, (frames, height, width))):
-            return predict(module, latents, *inputs, **prepared)
+    predict_guided = _make_guided(predict, guide, token_grid)
 
     def denoise_step(
         module: Any,
@@ -83,17 +101,96 @@ def make_step(
         prepared: dict[str, torch.Tensor],
         branches: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        latents = samples[0]
-        if branches > 1:
-            # All branches in one batch, which dp divides between parts of the mesh.
-            every = predict_in_grid(module, torch.cat((latents,) * branches), timestep, guidance_scale, **prepared)
-            given = GuidanceInputs(guidance_scale, latents, timestep, prepared)
-            velocity = guide(every.float().chunk(branches), given)
-        else:
-            velocity = predict_in_grid(module, latents, timestep, guidance_scale, **prepared).float()
+        velocity = predict_guided(module, samples[0], timestep, guidance_scale, prepared, branches)
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
 
     return denoise_step
+
+
+@functools.lru_cache(maxsize=64)
+def make_window_step(
+    predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+) -> Callable[..., torch.Tensor]:
+    """The guided velocity of windows, each of which is a video of its own for the model."""
+    predict_guided = _make_guided(predict, guide, token_grid)
+
+    def predict_windows(
+        module: Any,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        guidance_scale: torch.Tensor,
+        prepared: dict[str, torch.Tensor],
+        frame_inputs: dict[str, torch.Tensor],
+        guided: bool,
+    ) -> torch.Tensor:
+        """`frame_inputs`: inputs of `predict` that were gathered like the latents, the same for both branches."""
+        rows = {name: torch.cat((rows, rows)) if guided else rows for name, rows in frame_inputs.items()}
+        return predict_guided(module, latents, timestep, guidance_scale, {**prepared, **rows}, 2 if guided else 1)
+
+    return predict_windows
+
+
+def _make_guided(
+    predict: Callable[..., torch.Tensor], guide: Callable[..., torch.Tensor], token_grid: TokenGrid | None
+) -> Callable[..., torch.Tensor]:
+    def predict_in_grid(module: Any, latents: torch.Tensor, *inputs: Any, **prepared: torch.Tensor) -> torch.Tensor:
+        if token_grid is None:
+            return predict(module, latents, *inputs, **prepared)
+        frames, height, width = latents.shape[2:]
+        with token_grid_scope(token_grid(module.config, (frames, height, width))):
+            return predict(module, latents, *inputs, **prepared)
+
+    def predict_guided(
+        module: Any,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        guidance_scale: torch.Tensor,
+        prepared: Mapping[str, torch.Tensor],
+        branches: int,
+    ) -> torch.Tensor:
+        if branches == 1:
+            return predict_in_grid(module, latents, timestep, guidance_scale, **prepared).float()
+        # All branches in one batch, which dp divides between parts of the mesh.
+        every = predict_in_grid(module, torch.cat((latents,) * branches), timestep, guidance_scale, **prepared)
+        return guide(every.float().chunk(branches), GuidanceInputs(guidance_scale, latents, timestep, prepared))
+
+    return predict_guided
+
+
+def gather_windows(module: Any, video: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+    """[videos, channels, all frames, …] and the frames of each window, [windows, n] -> [windows · videos, channels, n,
+    …]."""
+    parts = video.index_select(2, frames.flatten()).unflatten(2, tuple(frames.shape))
+    return parts.permute(2, 0, 1, *range(3, parts.ndim)).flatten(0, 1)
+
+
+def add_windows(
+    module: Any,
+    velocity: torch.Tensor,
+    kept: torch.Tensor,
+    windows: torch.Tensor,
+    frames: torch.Tensor,
+    shares: torch.Tensor,
+) -> torch.Tensor:
+    """`kept` times the video's velocity (0: it is that of an earlier step), with those of windows added.
+
+    `windows` as in `gather_windows`; `shares`: their weights, [windows, n].
+    """
+    count, length = frames.shape
+    parts = windows.unflatten(0, (count, -1)) * shares.view(count, 1, 1, length, 1, 1)
+    parts = parts.permute(1, 2, 0, *range(3, parts.ndim)).flatten(2, 3)  # [videos, channels, windows · n, …]
+    return (kept * velocity).index_add(2, frames.flatten(), parts)
+
+
+def advance_step(
+    module: Any,
+    samples: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    coefficients: torch.Tensor,
+    velocity: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A step with a velocity that was computed before. `outputs`: those that are still needed beside it."""
+    return _advance(samples, [velocity, *outputs], coefficients)
 
 
 def reuse_step(
@@ -134,6 +231,25 @@ def count_branches(family: ModelFamily, settings: GenerationSettings, *, guided:
 def batch_rows(family: ModelFamily, settings: GenerationSettings) -> int:
     """Rows of a step's batch: videos, times the branches of guidance."""
     return settings.num_videos * count_branches(family, settings, guided=is_guided(family, settings))
+
+
+BUSY_TOKENS = 8192
+"""Tokens per device with which matrix products are as fast as they get. A further row in the same step then only makes
+the step longer."""
+_BUSY_TOKENS_CPU = 512
+"""On a CPU. Processor seconds a video of the demo model, 160 tokens, on an ARM Neoverse N1: 2.67 alone, 2.52 in rows of
+2, 2.44 of 4, 2.45 of 8."""
+
+
+def keeps_busy(family: ModelFamily, settings: GenerationSettings, placement: Placement) -> bool:
+    """Whether a step of these settings has tokens enough for its devices."""
+    busy = _BUSY_TOKENS_CPU if placement.platform == "cpu" else BUSY_TOKENS
+    return count_tokens(family, settings) / placement.sizes.device_count >= busy
+
+
+def count_tokens(family: ModelFamily, settings: GenerationSettings) -> float:
+    """Those of a step: about as many as there are patches of 2×2 latents, which most models have."""
+    return batch_rows(family, settings) * math.prod(family.card.latent_size(settings)) / 4
 
 
 def latent_shape(family: ModelFamily, channels: int, settings: GenerationSettings) -> tuple[int, ...]:
@@ -200,19 +316,34 @@ def export_step(
     latent_channels: int,
     *,
     platform: str = "tpu",
+    windows: int | None = None,
 ) -> ExportedStep:
-    """Lowers the programs of a step. `embeddings`: those of `abstract_embeddings`, and of given images."""
+    """Lowers the programs of a step. `embeddings`: those of `abstract_embeddings`, and of given images.
+
+    `windows`: the number in a call, for a long video; `embeddings` are then those of such a call.
+    """
     programs = StepPrograms(family.denoiser, component.program)
     weights: dict[str, jax.ShapeDtypeStruct] = component.abstract_weights()
     prepare = programs.prepare(embeddings).export(platform, weights, **embeddings)
     prepared = place_prepared(component, family.denoiser, jax.tree.unflatten(prepare.out_tree, prepare.out_avals))
     prompt_weights, inputs = split_prepared(prepared)
-    shape = latent_shape(family, latent_channels, settings)
-    compute = programs.compute().export(
+    shape, guided = latent_shape(family, latent_channels, settings), is_guided(family, settings)
+    every = {**weights, **prompt_weights}
+    if windows is None:
+        branches = count_branches(family, settings, guided=guided)
+        compute = programs.compute().export(
+            platform, every, **abstract_state(shape), prepared=inputs, branches=branches
+        )
+        return ExportedStep(prepare, compute, prepared, shape)
+    call = abstract_state(latent_shape(family, latent_channels, call_settings(settings, windows)))
+    compute = programs.predict_windows().export(
         platform,
-        {**weights, **prompt_weights},
-        **abstract_state(shape),
+        every,
+        latents=call["samples"][0],
+        timestep=call["timestep"],
+        guidance_scale=call["guidance_scale"],
         prepared=inputs,
-        branches=count_branches(family, settings, guided=is_guided(family, settings)),
+        frame_inputs={},
+        guided=guided,
     )
     return ExportedStep(prepare, compute, prepared, shape)

@@ -19,6 +19,14 @@ from comfy_tpu.compiler.stacking import INDEX
 from comfy_tpu.compiler.stored import ProgramStore
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.families.card import Config
+from comfy_tpu.families.context import (
+    call_settings,
+    choose_method,
+    find_windows,
+    needs_first_frame,
+    segment_count,
+    window_settings,
+)
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.rules import RuleKind
@@ -123,9 +131,23 @@ def count_step(
     settings: GenerationSettings,
     latent_channels: int,
     store: ProgramStore | None = None,
+    *,
+    windows: int = 1,
 ) -> Workload:
     """The workload of one step of the family's transformer with this configuration. Traces each model once, and with a
-    `store` once for all processes."""
+    `store` once for all processes. `windows`: those in a call, where the video is longer than the model's own length.
+    """
+    card = family.card
+    method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+    context = find_windows(card, settings, method)
+    if context is not None:
+        work = count_step(family, config, call_settings(settings, windows), latent_channels, store)
+        whole = math.prod(latent_shape(family, latent_channels, settings)) * 4
+        calls = -(-len(context.at(0)) // windows)
+        return dataclasses.replace(work, video_latent_bytes=whole, calls=calls)
+    if method == "continue":
+        work = count_step(family, config, window_settings(settings), latent_channels, store)
+        return dataclasses.replace(work, calls=segment_count(settings))
     text = json.dumps(dict(config), sort_keys=True, default=str)
     found = _find_structure(_Model(family.name, family.denoiser.predict, text, latent_channels, family), store)
     latents = latent_shape(family, latent_channels, settings)

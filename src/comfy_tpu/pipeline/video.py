@@ -16,7 +16,17 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
+from comfy_tpu.families.context import (
+    Method,
+    begins_with_image,
+    choose_method,
+    needs_first_frame,
+    settle_context,
+    window_counts,
+    window_settings,
+)
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.settings import (
     check_images,
@@ -30,6 +40,7 @@ from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.checks import (
     check_boundary,
+    check_context,
     check_embeddings,
     check_finite,
     check_latents,
@@ -38,12 +49,13 @@ from comfy_tpu.pipeline.checks import (
     warn_of_cut,
     warn_of_ignored,
 )
-from comfy_tpu.pipeline.decode import decode_frames
+from comfy_tpu.pipeline.continuation import decode_segments, denoise_segments
+from comfy_tpu.pipeline.decode import count_parts, decode_frames
 from comfy_tpu.pipeline.denoise import denoise_steps
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
-from comfy_tpu.pipeline.image_encoding import encode_images, encode_init_image, fit_images
+from comfy_tpu.pipeline.image_encoding import encode_first_frame, encode_images, encode_init_image, fit_images
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage, check_init_image, first_step
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
@@ -111,8 +123,9 @@ class VideoPipeline:
             return make_placement(
                 runtime.mesh,
                 platform=runtime.platform,
-                workload=lambda: files.workload(settings, open_store(runtime.cache)),
-                rows=batch_rows(files.family, settings),
+                workload=lambda: files.workloads(settings, open_store(runtime.cache)),
+                # Windows are as many rows as there are branches, or twice as many.
+                rows=max(window_counts(files.family.card, settings)[:2]) * batch_rows(files.family, settings),
             )
 
         placement = place(files.defaults)
@@ -160,7 +173,8 @@ class VideoPipeline:
 
     def choose_placement(self, settings: GenerationSettings) -> Placement:
         """The placement of a request's steps: that of the chosen mesh, or the best one for the request with "auto"."""
-        asked = (batch_rows(self.family, settings), self.family.card.latent_size(settings))
+        counts = window_counts(self.family.card, settings)
+        asked = (batch_rows(self.family, settings), self.family.card.latent_size(self._step_settings(settings)), counts)
         if asked not in self._placements:
             self._placements[asked] = self._place(settings)
         return self._placements[asked]
@@ -220,6 +234,10 @@ class VideoPipeline:
         values = {name: getattr(preset, name) for name in open_choices if name not in unusable}
         return make_settings(settings, values, self.limits)
 
+    def settle_context(self, settings: GenerationSettings, images: Collection[Any]) -> GenerationSettings:
+        """The settings of a video from these images, for stages that are not given the images."""
+        return settle_context(self.family.card, settings, images)
+
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the embeddings that `encode` returns for a prompt, by name, without the batch dimension."""
         return self.files.embedding_shapes(settings)
@@ -231,6 +249,7 @@ class VideoPipeline:
         """Embeddings of a prompt and of images: the first frame and optionally the last, or reference images."""
         check_images(self.model_name, self.family.card.image, len(images), settings)
         fit_images(self.family, images, settings)  # now: one of no use must not be found after the encoder is loaded
+        self._check_last_image(settings, images)
         text = self.encode_text(prompt, settings, images)
         if not images:
             return text
@@ -247,7 +266,8 @@ class VideoPipeline:
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_context(self.family, self.model_name, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
         # The first request: later ones may be encoded while another one's steps are computed.
@@ -290,9 +310,16 @@ class VideoPipeline:
         """Embeddings of the images by name, the same for every branch of guidance."""
         check_settings(settings, self.limits)
         check_images(self.model_name, self.family.card.image, len(images), settings)
+        self._check_last_image(settings, images)
+        if self._context_method(settings, images) == "continue":
+            settings = window_settings(settings)
         self.running.size = size_text(settings)
         with jax.profiler.TraceAnnotation("encode images"):
             return encode_images(self.running, images, settings)
+
+    def encode_first_frame(self, image: Image.Image, settings: GenerationSettings) -> torch.Tensor:
+        """Latents of an image as the first frame of a video, [1, channels, 1, height, width]."""
+        return encode_first_frame(self.running, image, settings)
 
     def encode_init_image(self, image: torch.Tensor, settings: GenerationSettings, strength: float) -> InitImage:
         """Encodes the image that denoising starts from, [1, height, width, 3] in 0..1. `strength`: the share of the
@@ -317,6 +344,8 @@ class VideoPipeline:
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
         """
+        if self._context_method(settings, embeddings.shared) == "continue":
+            return denoise_segments(self, self.family.card, embeddings, settings, seeds)
         for samples, _ in self._steps(embeddings, settings, init_image, seeds):
             latents = samples[0]
         made = to_host(latents, consume=True)
@@ -332,7 +361,8 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        schedule = self._schedule(settings, first_step(settings.num_inference_steps, strength))
+        check_context(self.family, self.model_name, settings)
+        schedule = self._schedule(self._step_settings(settings), first_step(settings.num_inference_steps, strength))
         return make_plan(
             schedule,
             settings,
@@ -360,7 +390,10 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
         self.running.check_components(self.family.vae.component)
-        return self._decode(latents[:, :, : self.family.card.latent_frames(settings)], settings)
+        card = self.family.card
+        if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
+            return decode_segments(self, card, latents, settings)
+        return self._decode(latents[:, :, : card.latent_frames(settings)], settings)
 
     def decode_sound(self, latents: torch.Tensor, settings: GenerationSettings) -> Waveform | None:
         """The sounds of the videos, as long as their frames; None of a model that makes none."""
@@ -382,15 +415,29 @@ class VideoPipeline:
         rate = sound.sample_rate(self.files.config(sound.vocoder))
         return Waveform(samples, rate).fitted(settings.num_frames / settings.fps)
 
+    def part_count(self, latent_frames: int) -> int:
+        """The parts in which latents of this many frames are decoded, as progress counts them."""
+        vae = self.family.vae
+        return count_parts(latent_frames, all_frames=vae.decodes_all_frames, tiles=vae.tiles)
+
+    def decode_segment(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
+    ) -> Iterator[torch.Tensor]:
+        """`decode` of a part of a longer video, after `before` of `total` parts."""
+        return self._decode(latents, settings, before, total)
+
     @close_at_exit
-    def _decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Generator[torch.Tensor, None, None]:
+    def _decode(
+        self, latents: torch.Tensor, settings: GenerationSettings, before: int = 0, total: int = 0
+    ) -> Generator[torch.Tensor, None, None]:
+        """`before`: parts of the video that are decoded already, of `total`; 0: these latents are the whole video."""
         running, functions, vae = self.running, self.running.vae, self.family.vae
         size = running.size = size_text(settings)
         axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
         program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
         with running.weights(vae.component) as weights:
-            total = 1 if vae.decodes_all_frames else latents.shape[2]
-            running.report("decoding", "", 0, total, size=size)
+            total = total or self.part_count(latents.shape[2])
+            running.report("decoding", "", before, total, size=size)
             frames = decode_frames(
                 lambda latent, cache: program(weights, latent=latent, cache=cache),
                 latents,
@@ -400,7 +447,7 @@ class VideoPipeline:
             )
             for index, part in enumerate(frames):
                 check_finite("the VAE's decoder", {"frames": part}, self.dtype_name)
-                running.report("decoding", "", index + 1, total, size=size)
+                running.report("decoding", "", before + index + 1, total, size=size)
                 yield part
 
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
@@ -421,6 +468,7 @@ class VideoPipeline:
         self, prompt: str, settings: GenerationSettings, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
         """Runs all three stages; yields frames as `decode` does."""
+        settings = self.settle_context(settings, images)
         return self.decode(self.denoise(self.encode(prompt, settings, images), settings), settings)
 
     @close_at_exit
@@ -434,11 +482,44 @@ class VideoPipeline:
         plan = self.plan(settings, 1.0 if init_image is None else init_image.strength)
         self.running.place_steps(self.choose_placement(settings))
         self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
-        check_window(self.running.runtime.attention, self.files, settings)
+        check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
+
+    def _step_settings(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings of the videos that the transformer sees: windows or segments of a long one."""
+        card = self.family.card
+        method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+        return settings if method == "none" else window_settings(settings)
+
+    def _context_method(self, settings: GenerationSettings, images: Collection[Any]) -> Method:
+        """How a video is made. `images`: those that are given, or their embeddings. Raises InvalidValueError where it
+        cannot be made so from them."""
+        card, with_image = self.family.card, begins_with_image(self.family.card, images)
+        method = choose_method(card, settings, begins_with_image=with_image)
+        if method == "continue" and not with_image:
+            raise InvalidValueError(
+                f"context=continue goes on from an image, and {self.model_name} "
+                + ("was given none; give one, or choose static" if card.image else "takes none; choose static"),
+                field="context",
+            )
+        if with_image and method not in ("none", "continue") and not self.family.denoiser.frame_inputs:
+            raise InvalidValueError(
+                f"context={settings.context} is windows, and {self.model_name} keeps a first frame in all of them; "
+                "choose continue, or leave the image out",
+                field="context",
+            )
+        return method
+
+    def _check_last_image(self, settings: GenerationSettings, images: Sequence[Image.Image]) -> None:
+        if self._context_method(settings, images) == "continue" and len(images) > 1:
+            raise InvalidValueError(
+                f"last_image cannot be reached by a video of {settings.num_frames} frames that is continued every "
+                f"{settings.context_frames}; choose context=static or none, or leave it out",
+                field="last_image",
+            )
 
     def _is_guided(self, settings: GenerationSettings) -> bool:
         return self.family.card.is_guided(max(guidance_scales(settings)))

@@ -12,6 +12,7 @@ import jax
 
 from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError, config_errors
+from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.registry import find_published, load_family, model_cards
 from comfy_tpu.parallel.workload import Workload
@@ -35,9 +36,15 @@ class PlannedModel:
         with config_errors(f"the config.json of the VAE of model={self.name}"):
             return self.family.vae.latent_channels(self.vae)
 
-    def workload(self, settings: GenerationSettings) -> Workload:
+    def workload(self, settings: GenerationSettings, *, windows: int = 1) -> Workload:
+        """`windows`: those in a call, for a long video."""
         with self._transformer_errors():
-            return count_step(self.family, self.config, settings, self.latent_channels)
+            return count_step(self.family, self.config, settings, self.latent_channels, windows=windows)
+
+    def workloads(self, settings: GenerationSettings) -> list[Workload]:
+        """The cost of one step with each number of windows in a call; of a video without windows, one."""
+        counts = window_counts(self.family.card, settings)
+        return [self.workload(settings, windows=windows) for windows in counts]
 
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         with self._transformer_errors():

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import MeshError
 from comfy_tpu.families import settings
 from comfy_tpu.parallel.chips import Slice
-from comfy_tpu.parallel.layouts import Estimate, Memory, compute_seconds, estimate, fits, rank_layouts, valid_layouts
+from comfy_tpu.parallel.layouts import (
+    Estimate,
+    Memory,
+    best_layout,
+    compute_seconds,
+    estimate,
+    fits,
+    rank_layouts,
+    valid_layouts,
+)
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.traffic import transfer_seconds
 from comfy_tpu.parallel.workload import Workload
@@ -108,9 +117,9 @@ def make_plan(
     on_progress: MessageCallback = lambda text: None,
 ) -> tuple[Plan, StepProgram]:
     """The plan, and the program of the chosen layout."""
-    work = model.workload(settings)
+    works = model.workloads(settings)
+    work, chosen = best_layout(works, slice_) if mesh.strip() == "auto" else _requested_layout(mesh, works, slice_)
     ranking = rank_layouts(work, slice_)
-    chosen = ranking[0] if mesh.strip() == "auto" else _requested_layout(mesh, work, slice_)
     seed = next((e for e in ranking if e.sizes == _seed_layout(slice_.device_count)), None)
     wanted = [chosen.sizes, *(e.sizes for e in ranking[: COUNTED_LAYOUTS if mesh.strip() == "auto" else 0])]
     wanted += [seed.sizes] if seed else []
@@ -165,15 +174,14 @@ def refined_seconds(layout: LayoutPlan, slice_: Slice) -> float:
     """Seconds of a step from the schedules of its program, else from its counts, else from the formulas."""
     counted, guess = layout.counts, layout.estimate
     if layout.schedule is not None:
-        return layout.schedule.seconds
+        return guess.calls * layout.schedule.seconds
     if counted is None:
         return guess.step_seconds
     products = layout.partitioned.product_flops if layout.partitioned else None
     matmul = guess.matmul_flops if products is None else products
     compute = compute_seconds(matmul, counted.kernel_flops or guess.attention_flops, slice_.chip)
-    return max(compute, guess.memory_seconds) + sum(
-        transfer_seconds(item, slice_, layout.sizes) for item in counted.traffic
-    )
+    transfers = sum(transfer_seconds(item, slice_, layout.sizes) for item in counted.traffic)
+    return guess.calls * (max(compute, guess.memory_seconds) + transfers)
 
 
 def _compile_layout(
@@ -191,15 +199,17 @@ def _compile_layout(
         return layout, str(error)
 
 
-def _requested_layout(mesh: str, work: Workload, slice_: Slice) -> Estimate:
+def _requested_layout(mesh: str, works: Sequence[Workload], slice_: Slice) -> tuple[Workload, Estimate]:
+    """The first of these workloads that the mesh divides, and its cost."""
     sizes = parse_mesh(mesh, slice_.device_count)
-    possible = valid_layouts(work, slice_.device_count)
-    if sizes not in possible:
-        raise MeshError(
-            f"mesh {sizes} does not suit {slice_.name} and this model; choose from {'; '.join(map(str, possible))}",
-            field="mesh",
-        )
-    return estimate(work, sizes, slice_)
+    for work in works:
+        possible = valid_layouts(work, slice_.device_count)
+        if sizes in possible:
+            return work, estimate(work, sizes, slice_)
+    raise MeshError(
+        f"mesh {sizes} does not suit {slice_.name} and this model; choose from {'; '.join(map(str, possible))}",
+        field="mesh",
+    )
 
 
 def _seed_layout(device_count: int) -> MeshSizes:

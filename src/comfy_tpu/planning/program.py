@@ -15,13 +15,20 @@ import torch
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.context import (
+    call_settings,
+    choose_method,
+    find_windows,
+    needs_first_frame,
+    window_settings,
+)
 from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.report import ShardingReport
 from comfy_tpu.parallel.runtime_flags import check_runtime_flags
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.schedule import HISTORY
-from comfy_tpu.pipeline.step import export_step
+from comfy_tpu.pipeline.step import batch_rows, export_step
 from comfy_tpu.planning.hlo import stablehlo_shapes
 from comfy_tpu.planning.models import PlannedModel
 
@@ -89,11 +96,18 @@ def lower_step(
 def _lower_step(
     model: PlannedModel, settings: GenerationSettings, work: Workload, slice_: Slice, sizes: MeshSizes
 ) -> StepProgram:
-    family = model.family
+    family, size = model.family, f"{settings.width}x{settings.height}x{settings.num_frames}"
     placement = abstract_placement(sizes, platform="tpu", chip=slice_.chip.name)
     component = Component(family.transformer, model.config, placement, dtype=torch.bfloat16)
-    embeddings = model.abstract_embeddings(settings)
-    exported = export_step(component, family, settings, embeddings, model.latent_channels)
+    card = family.card
+    method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+    windows = None
+    if find_windows(card, settings, method) is not None:
+        windows = work.batch // batch_rows(family, call_settings(settings, 1))
+    elif method == "continue":
+        settings = window_settings(settings)
+    embeddings = model.abstract_embeddings(settings if windows is None else call_settings(settings, windows))
+    exported = export_step(component, family, settings, embeddings, model.latent_channels, windows=windows)
     resident = work.models * sum(slot.bytes_per_device for slot in component.slots)
     resident += 2 * HISTORY * math.prod(exported.latents) * 4
     for array in exported.prepared.values():
@@ -102,7 +116,7 @@ def _lower_step(
     text = exported.compute.mlir_module()
     facts = ProgramFacts(
         model=model.name,
-        size=f"{settings.width}x{settings.height}x{settings.num_frames}",
+        size=size,
         slice_name=slice_.name,
         sizes=sizes,
         work=work,

@@ -18,6 +18,7 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.card import Limits, ModelCard
+from comfy_tpu.families.context import settle_context
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings, settings_of_latents
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
@@ -158,6 +159,9 @@ class RemotePipeline:
 
     def settings(self, **chosen: Any) -> GenerationSettings:
         return make_settings(self.defaults, chosen, self.limits)
+
+    def settle_context(self, settings: GenerationSettings, images: Sequence[Any]) -> GenerationSettings:
+        return settle_context(self.model.card, settings, images)
 
     def warn_of_ignored(self, settings: GenerationSettings) -> None:
         """Nothing: the server warns."""

@@ -32,7 +32,7 @@ _LIMITED = {**HINTS, **FIXED}
 _SETTINGS = {field.name: field.type for field in dataclasses.fields(GenerationSettings)}
 SAME_FIELDS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames", "n": "num_videos"}
 """Other names of settings."""
-_TEXTS = frozenset(("negative_prompt", "scheduler"))
+_TEXTS = frozenset(name for name, kind in _SETTINGS.items() if kind == "str")
 _SIZE = re.compile(r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$")
 _LORA_NAME = re.compile(r"[\w][\w .+-]*")
 _LORA = re.compile(r"[^:]*(:(?P<strength>(?!(high|low)$)[^:]+))?(:(?P<noise>high|low))?")

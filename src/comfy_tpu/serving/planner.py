@@ -58,7 +58,8 @@ class _Counter:
         size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
         # Models compute one branch up to 0 or up to 1: three kinds of scales, whatever their number.
         branches = max(0, min(2, math.ceil(settings.guidance_scale)))
-        key = (model, *size, branches, settings.max_sequence_length)
+        context = (settings.context, settings.context_frames, settings.context_overlap, settings.context_stride)
+        key = (model, *size, branches, settings.max_sequence_length, context)
         with contextlib.suppress(KeyError):
             return self._known[key]
         with self._locks.setdefault(key, threading.Lock()):
@@ -95,10 +96,11 @@ class DevicePlanner(_Counter):
     def _count_here(self, model: str, settings: GenerationSettings) -> StepCost:
         from comfy_tpu.jobs.batch_size import estimate_memory
         from comfy_tpu.parallel.chips import find_slice
+        from comfy_tpu.pipeline.windows import windows_per_call
 
         pipeline = self._open(model)
-        work = pipeline.files.workload(settings)
         placement = pipeline.choose_placement(settings)
+        work = pipeline.files.workload(settings, windows=windows_per_call(pipeline.family, settings, placement))
         slice_ = find_slice(placement.chip, placement.sizes.device_count)
         memory = estimate_memory(pipeline, settings)
         return StepCost(
@@ -118,10 +120,9 @@ class SlicePlanner(_Counter):
         super().__init__(self._count_slice)
 
     def _count_slice(self, model: str, settings: GenerationSettings) -> StepCost:
-        from comfy_tpu.parallel.layouts import rank_layouts, usable_bytes
+        from comfy_tpu.parallel.layouts import best_layout, usable_bytes
 
-        work = self._open_files(model).workload(settings)
-        best = rank_layouts(work, self._slice)[0]
+        work, best = best_layout(self._open_files(model).workloads(settings), self._slice)
         return StepCost(_count_flops(work), best.memory.total, usable_bytes(self._slice.chip), best.step_seconds)
 
 
@@ -129,7 +130,7 @@ def _count_flops(work: Workload) -> float:
     from comfy_tpu.parallel.chips import parse_slice
     from comfy_tpu.parallel.layouts import estimate
 
-    return estimate(work, MeshSizes(), parse_slice("v6e-1")).flops
+    return work.calls * estimate(work, MeshSizes(), parse_slice("v6e-1")).flops
 
 
 def _plan_seconds(work: Workload, slice_: Slice) -> float:

@@ -52,6 +52,7 @@ HUNYUAN15_IMAGE = dataclasses.replace(
     HUNYUAN15,
     card=card.HUNYUAN15_IMAGE,
     text=TextEncoding(text.TEXT_ENCODERS, image.embedding_shapes),
+    denoiser=dataclasses.replace(HUNYUAN15.denoiser, frame_inputs=("condition",)),
     vae=dataclasses.replace(HUNYUAN15.vae, component=image.IMAGE_VAE),
     image=image.FIRST_FRAME,
 )

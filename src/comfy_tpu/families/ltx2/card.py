@@ -91,7 +91,7 @@ CARD = FamilyCard(
                 text_encoder="LTX-2's Gemma 3 encoder",
                 schedulers="euler is LTX-2's own; unipc and dpm++ are multistep ones",
                 sizes="768×512 is the model's own size.",
-                guidance="How closely to follow the prompt. At 1 or less a step computes the prompt's branch alone, and "
+                guidance="How closely to follow the prompt. At 1 or less a step computes the prompt's branch alone: "
                 "neither the negative prompt nor the scales below count.",
                 frames="121 frames at 24 frames a second are 5 seconds, with their sound.",
                 flow_shift="a factor on the model's own, which grows with size and length",

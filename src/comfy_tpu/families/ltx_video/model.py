@@ -27,7 +27,7 @@ LTX_VIDEO = ModelFamily(
         latent_channels=all_frames_vae.latent_channels,
         latent_statistics=all_frames_vae.latent_statistics,
         decodes_all_frames=True,
-        tiles=Tiles(side=16, overlap=4),  # 512 pixels
+        tiles=Tiles(side=16, overlap=4, frames=33, frame_overlap=4),  # 512 pixels, 257 frames
     ),
     Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
     ImageEncoding(

@@ -35,6 +35,7 @@ _IMAGE_DENOISER = dataclasses.replace(
     prepare=image.prompt_cache,
     prepared_axes=image.PROMPT_AXES,
     predict=image.predict,
+    frame_inputs=("condition",),
 )
 
 _VAE = Vae(

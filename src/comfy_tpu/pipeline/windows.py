@@ -1,0 +1,152 @@
+"""The steps of a long video: the transformer runs on windows of the model's own length, several as rows of one batch,
+and their velocities are blended on the devices to that of the whole video.
+
+One program computes every window, whatever the length of the video: which frames it gets is an input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from comfy_tpu.bridge import to_device
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.context import (
+    ContextWindows,
+    begins_with_image,
+    call_settings,
+    choose_method,
+    find_windows,
+    window_counts,
+    window_settings,
+)
+from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.pipeline.embeddings import Embeddings
+from comfy_tpu.pipeline.noise import shuffle_noise
+from comfy_tpu.pipeline.step import StepPrograms, batch_rows, keeps_busy
+from comfy_tpu.pipeline.step_plan import PlannedStep
+
+
+def find_context(family: ModelFamily, settings: GenerationSettings, shared: Embeddings) -> ContextWindows | None:
+    """The windows that the video is made by; None: whole, or in segments. `shared`: embeddings of given images."""
+    with_image = begins_with_image(family.card, shared)
+    return find_windows(family.card, settings, choose_method(family.card, settings, begins_with_image=with_image))
+
+
+def windows_per_call(
+    family: ModelFamily, settings: GenerationSettings, placement: Placement, guided: bool | None = None
+) -> int:
+    """Windows in a call: as many as dp divides, and more where they are too small to keep the devices busy; 1 for a
+    video without windows. `guided` None: as the first steps are."""
+    counts = window_counts(family.card, settings)
+    if counts == (1,):
+        return 1
+    if guided is not None:
+        settings = dataclasses.replace(settings, guidance_scale=2.0 if guided else 1.0)
+    dp = placement.sizes.dp
+    windows = dp // math.gcd(batch_rows(family, call_settings(settings, 1)), dp)
+    while 2 * windows <= counts[-1] and not keeps_busy(family, call_settings(settings, windows), placement):
+        windows *= 2
+    return windows
+
+
+class WindowedVideo:
+    """A long video whose velocity is computed window by window."""
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        context: ContextWindows,
+        settings: GenerationSettings,
+        placement: Placement,
+        shared: Embeddings,
+    ) -> None:
+        self._family = family
+        self._context = context
+        self._settings = settings
+        self._placement = placement
+        self._frame_inputs = {name: rows for name, rows in shared.items() if name in family.denoiser.frame_inputs}
+        self._on_devices: dict[str, jax.Array] = {
+            name: to_device(rows.expand(settings.num_videos, *rows.shape[1:]))
+            for name, rows in self._frame_inputs.items()
+        }
+
+    @property
+    def window_settings(self) -> GenerationSettings:
+        return window_settings(self._settings)
+
+    def windows_per_call(self, guided: bool) -> int:
+        return windows_per_call(self._family, self._settings, self._placement, guided)
+
+    def first_window(self, embeddings: Embeddings) -> dict[str, torch.Tensor]:
+        """Embeddings for `prepare`, in the shapes of a window."""
+        length = self._context.length
+        return {name: rows[:, :, :length] if name in self._frame_inputs else rows for name, rows in embeddings.items()}
+
+    def shuffle_noise(self, noise: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+        """The noise that the video starts from. `seeds`: of each video, or of all."""
+        if self._settings.context_noise != "freenoise":
+            return noise
+        rows = noise.split(noise.shape[0] // len(seeds))
+        return torch.cat([shuffle_noise(own, self._context, seed) for own, seed in zip(rows, seeds, strict=True)])
+
+    def compute_velocity(
+        self,
+        programs: StepPrograms,
+        step: PlannedStep,
+        number: int,
+        weights: tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]],
+        prepared: Mapping[str, jax.Array],
+        latents: jax.Array,
+        velocity: jax.Array,
+        on_call: Callable[[], None],
+    ) -> jax.Array:
+        """The velocity of the video at the step of this number, from 0.
+
+        `weights`: those of the transformer alone, and with those prepared from the prompt. `velocity`: an earlier one,
+        whose memory is taken over. `on_call` is called between two calls; an exception from it ends the step.
+        """
+        loaded, all_weights = weights
+        prepared = {name: array for name, array in prepared.items() if name not in self._frame_inputs}
+        for index, (frames, shares) in enumerate(self._calls(number, step.guided)):
+            if index:
+                on_call()
+            gather = programs.gather_windows()
+            computed: Any = programs.predict_windows()(
+                all_weights,
+                latents=gather(loaded, video=latents, frames=frames),
+                timestep=torch.tensor([step.timestep], dtype=torch.float32),
+                guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
+                prepared=prepared,
+                frame_inputs={
+                    name: gather(loaded, video=video, frames=frames) for name, video in self._on_devices.items()
+                },
+                guided=step.guided,
+            )
+            velocity = programs.add_windows()(
+                loaded,
+                velocity=velocity,
+                kept=torch.tensor(float(index > 0)),
+                windows=computed,
+                frames=frames,
+                shares=shares,
+            )
+            velocity.block_until_ready()  # so that it can be ended between two calls
+        return velocity
+
+    def _calls(self, number: int, guided: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Frames and weights of the windows of each call, [windows, n]. The last call is padded with windows that count
+        nothing."""
+        windows = self._context.at(number)
+        shares = self._context.shares(windows)
+        count = self.windows_per_call(guided)
+        padding = -len(windows) % count
+        frames = torch.tensor([*windows, *[windows[-1]] * padding], dtype=torch.int32)
+        weights = torch.tensor([*shares, *[(0.0,) * len(shares[-1])] * padding], dtype=torch.float32)
+        return list(zip(frames.split(count), weights.split(count), strict=True))

@@ -1,0 +1,60 @@
+"""ComfyUI's own module of context windows, without the rest of ComfyUI."""
+
+import functools
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from tests.comfyui.checkout import ROOT, NoComfyUIError, find_path
+
+
+@functools.cache
+def load() -> Any:
+    """The module `comfy.context_windows`; skips the test where there is no ComfyUI.
+
+    Of what it imports, it uses two functions: one looks for a cancelled run, the other for callbacks of other nodes.
+    """
+    beside = ROOT.parent / "shared" / "ComfyUI"  # where .ci/comfyui looks, too
+    try:
+        path = (beside if beside.is_dir() else find_path()) / "comfy" / "context_windows.py"
+    except NoComfyUIError as error:
+        pytest.skip(str(error))
+    if not path.is_file():
+        pytest.skip(f"{path} is missing: this ComfyUI is older than context windows")
+    package, management, patching = (
+        types.ModuleType(name) for name in ("comfy", "comfy.model_management", "comfy.patcher_extension")
+    )
+    package.__dict__.update(model_management=management, patcher_extension=patching)
+    management.__dict__["throw_exception_if_processing_interrupted"] = lambda: None
+    patching.__dict__["get_all_callbacks"] = lambda *_: []
+    name = "comfyui_context_windows"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    stubs = {each.__name__: each for each in (package, management, patching)}
+    with pytest.MonkeyPatch.context() as patch:
+        for each, stub in {**stubs, name: module}.items():  # its dataclasses look their module up
+            patch.setitem(sys.modules, each, stub)
+        spec.loader.exec_module(module)
+    return module
+
+
+def handler(schedule: str, weights: str, length: int, overlap: int, stride: int = 1, step: int = 0) -> Any:
+    """ComfyUI's handler of windows along dimension 2, by the names of our settings."""
+    module = load()
+    schedules = {"static": "standard_static", "uniform": "standard_uniform", "looped": "looped_uniform"}
+    made = module.IndexListContextHandler(
+        module.get_matching_context_schedule(schedules[schedule]),
+        module.get_matching_fuse_method(weights),
+        context_length=length,
+        context_overlap=overlap,
+        context_stride=stride,
+        closed_loop=True,
+        dim=2,
+    )
+    made._step = step
+    return made
