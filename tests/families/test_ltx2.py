@@ -1,14 +1,25 @@
 """LTX-2 against diffusers' own pipelines: whole videos with their sound, guidance, first frames, files."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from comfy_tpu.cli import main as cli
+from comfy_tpu.compiler.cache import count_compilations
+from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import RuntimeConfig
+from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.families.ltx2 import text as ltx2_text
+from comfy_tpu.families.ltx2 import vae as ltx2_vae
+from comfy_tpu.families.ltx2.sound import SOUND
+from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.families import small_ltx2
@@ -114,9 +125,115 @@ def picture() -> Image.Image:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "size"), [("dp=2,tp=4", "64x64x9"), pytest.param("single", "96x64x17", marks=pytest.mark.slow)]
+    ("mesh", "size"),
+    [
+        ("dp=2,sp=4", "64x64x9"),
+        pytest.param("dp=2,tp=4", "64x64x9", marks=pytest.mark.slow),
+        pytest.param("single", "96x64x17", marks=pytest.mark.slow),
+    ],
 )
 def test_a_video_from_a_first_frame_is_that_of_diffusers(mesh: str, size: str) -> None:
     wanted = by_diffusers(size, small_ltx2.image_reference(), image=picture())
     assert min(closeness(made(opened(mesh), size, [picture()]), wanted)) >= SAME
     assert max(closeness(wanted, expected(size))) < 60, "the image has an effect, also on the sound"
+
+
+def test_one_compilation_for_every_prompt_and_scale_of_a_size() -> None:
+    pipeline, size = opened("dp=2,sp=4"), "64x64x9"
+    made(pipeline, size)
+    with count_compilations() as count:
+        other = made(pipeline, size, seed=8, negative_prompt="", stg_block=2, audio_guidance_scale=4.0, flow_shift=2.0)
+    assert count.requested == 0
+    assert max(closeness(other, expected(size))) < 60
+
+
+def test_stages_write_one_file_with_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """encode, denoise and decode, each from the file before it, as the command line runs them."""
+    prompt, width, height, frames = SIZES["64x64x9"]
+    text, latents, video = (str(tmp_path / name) for name in ("text.safetensors", "latents.safetensors", "video.mp4"))
+    options = ["--model", str(small_ltx2.directory()), "--platform", "cpu", "--mesh", "dp=2,sp=4"]
+    sizes = ["--width", str(width), "--height", str(height), "--num-frames", str(frames), "--steps", "2", "--seed", "7"]
+    sizes += ["--stg-scale", "1", "--stg-block", str(BLOCK)]
+    tokens = {"max_sequence_length": small_ltx2.TEXT_TOKENS}
+    (small_ltx2.directory() / "generation.json").write_text(json.dumps(tokens))
+    try:
+        for argv in (
+            ["encode", prompt, "-o", text, "--negative-prompt", NEGATIVE, *sizes, *options],
+            ["denoise", text, "-o", latents, *options],
+            ["decode", latents, "-o", video, *options],
+        ):
+            assert cli.main(argv) == 0, capsys.readouterr().err
+    finally:
+        (small_ltx2.directory() / "generation.json").unlink()
+    with av.open(video) as container:
+        sounds = list(container.decode(audio=0))
+        stream = container.streams.audio[0]
+        assert (stream.codec_context.name, stream.channels, sounds[0].sample_rate) == ("aac", 2, 8000)
+    with av.open(video) as container:
+        shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(shown) == frames
+    heard = np.concatenate([sound.to_ndarray() for sound in sounds], axis=1)
+    assert abs(heard.shape[1] / 8000 - frames / 24) < 1024 / 8000, "up to the last frame of AAC"
+    assert np.abs(heard).max() > 0.1
+    weights = torch.tensor([0.2126, 0.7152, 0.0722])  # 4:2:0 keeps the brightness of noise, and not its colours
+    brightness = torch.from_numpy(np.stack(shown)) / 255 @ weights, expected("64x64x9")[0][0] @ weights
+    assert psnr(*brightness) > 30, "the picture of the prompt; another one has less than 20"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ({"height": 80}, "height=80 is not divisible by 32; use 64 or 96"),
+        ({"width": 32}, "width=32 is outside 64 to 4096"),
+        ({"num_frames": 13}, r"num_frames=13 is not 8n\+1; use 9 or 17"),
+        ({"stg_block": 48}, "stg_block=48 is not allowed; give a whole number from 0 to 47"),
+        ({"modality_scale": -1.0}, "modality_scale=-1.0 is not a number from 0 to 100"),
+        ({"audio_guidance_rescale": 2.0}, "audio_guidance_rescale=2.0 is not a number from 0 to 1"),
+        ({"max_sequence_length": 100}, "max_sequence_length=100 is not divisible by 128; use 128"),
+    ],
+)
+def test_bad_settings(chosen: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidValueError, match=text):
+        settings(opened("dp=2,sp=4"), "64x64x9", **chosen)
+
+
+def test_long_videos_of_silent_models_are_refused() -> None:
+    pipeline = opened("dp=2,sp=4")
+    chosen = settings(pipeline, "64x64x9", context="static", num_frames=249)
+    with pytest.raises(InvalidValueError, match="context=static is for silent videos, and .* makes sound with them"):
+        pipeline.encode(SHORT, chosen)
+
+
+def test_an_image_of_one_row_is_refused() -> None:
+    pipeline = opened("dp=2,sp=4")
+    with pytest.raises(InvalidValueError, match="image is 70×1, expected two pixels on a side at least"):
+        pipeline.encode(SHORT, settings(pipeline, "64x64x9"), [picture().resize((70, 1))])
+
+
+def test_settings_of_sound_are_named_where_they_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    demo = VideoPipeline.open("demo", RuntimeConfig(mesh="single"))
+    demo.warn_of_ignored(demo.settings(audio_guidance_scale=3.0))
+    assert "audio_guidance_scale=3.0 has no effect: Wan 2.1" in caplog.text
+    assert "makes no sound" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "text"),
+    [
+        (
+            ltx2_vae.VAE,
+            small_ltx2.VAE | {"timestep_conditioning": True},
+            "takes noise away or adds it",
+        ),
+        (SOUND.vae, small_ltx2.AUDIO_VAE | {"mel_hop_length": 80}, "has 50 latents per second .*published 25"),
+        (
+            ltx2_text.CONNECTORS,
+            small_ltx2.CONNECTORS | {"video_connector_num_learnable_registers": 64},
+            "have 64 and 128 registers",
+        ),
+    ],
+    ids=["vae", "audio_vae", "connectors"],
+)
+def test_what_is_not_understood_is_refused(spec: Any, config: Any, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        Component(spec, config, make_placement("single"), dtype=torch.float32)
