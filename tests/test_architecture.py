@@ -95,6 +95,7 @@ LAYERS = [
     "porting",
     "remote",
     "pipeline",
+    "hub",
     "families",
     "compiler",
 ]
@@ -137,6 +138,11 @@ VIOLATIONS = {
         "import jax",
         "The driver of a batch needs neither torch nor jax",
     ),
+    "torch in what lists models": (
+        "hub/x.py",
+        "import torch",
+        "Listing and downloading models needs neither torch nor jax",
+    ),
     "jax in what runs on a server": (
         "remote/x.py",
         "import jax",
@@ -168,7 +174,8 @@ def skeleton(tmp_path):
     modules += ("terminal_text",)
     files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
     files += [
-        f"families/{name}.py" for name in ("card", "model_family", "registry", "shared/__init__", "shared/patches")
+        f"families/{name}.py"
+        for name in ("card", "model_family", "presets", "registry", "shared/__init__", "shared/patches")
     ]
     files += [f"families/{family}/{name}.py" for family in ("flux", "wan") for name in ("__init__", "card", "model")]
     drivers = ("driver", "folder", "ledger", "outcome", "output_names", "request", "sources", "worker_thread")

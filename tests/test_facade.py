@@ -108,6 +108,20 @@ def test_a_lora_is_of_one_call(pipe: comfy_tpu.Pipeline, video: Video, tmp_path:
     assert np.array_equal(pipe(PROMPT, seed=7, **SIZE).frames, video.frames)
 
 
+def test_a_preset_is_of_one_call(pipe: comfy_tpu.Pipeline, video: Video, caplog: pytest.LogCaptureFixture) -> None:
+    assert pipe.presets["4step"]["num_inference_steps"] == 4
+    sizes: dict[str, Any] = {name: value for name, value in SIZE.items() if name != "num_inference_steps"}
+    few = pipe(PROMPT, seed=7, preset="4step", guidance_scale=1.5, **sizes)
+    assert (few.settings.num_inference_steps, few.settings.scheduler) == (4, "euler-trailing")
+    assert few.settings.guidance_scale == 1.5, "what is given goes before it"
+    assert few.metadata["preset"] == "4step"
+    assert "preset=4step is for a model or a LoRA that was distilled for it" in caplog.text
+    again = pipe(PROMPT, seed=7, **SIZE)
+    assert np.array_equal(again.numpy(), video.numpy())
+    with pytest.raises(InvalidValueError, match="preset=9step is unknown"):
+        pipe(PROMPT, preset="9step")
+
+
 def test_progress_of_a_call_and_cancelling(pipe: comfy_tpu.Pipeline, video: Video) -> None:
     heard: list[comfy_tpu.Progress] = []
     pipe(PROMPT, seed=7, on_progress=heard.append, **SIZE)

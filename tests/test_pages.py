@@ -7,12 +7,13 @@ import re
 import pytest
 
 from comfy_tpu.families import registry
+from comfy_tpu.hub.sizes import read_parameters
 from tests.comfy_pack.loading import ROOT
 from tools.pages.facts import Facts
 from tools.pages.generated import built_in_cards, english_definitions, generated_files, is_stale
 from tools.pages.help_page import help_page
 from tools.pages.model_table import BEGIN, END, model_table, replace_table
-from tools.pages.parameters import count_parameters, format_size, published_ids, read_parameters
+from tools.pages.parameters import count_parameters, format_size, published_ids
 from tools.pages.sources import PageError, read_nodes, read_texts
 
 FROM_COMFYUI = {"Value not in list: model_id"}

@@ -169,7 +169,7 @@ class ResidencyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class FastPreset:
+class FastSettings:
     """Lossy settings that go together, with `quantize`, and 8 bits in attention, as the devices have it. A value that
     the user chooses goes before these, and one that would save nothing is left out."""
 
@@ -179,7 +179,7 @@ class FastPreset:
     of 2.49 s and 2 s for the text encoder and the VAE, this is 2.66 times faster; 0.8 would be 2.49 to 2.54 times."""
 
 
-FAST = FastPreset()
+FAST = FastSettings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class RuntimeConfig:
     quantize: Quantization | None = None
     """Large matrix products of the transformer in 8 bits: faster, with slightly different results. None: "none"; with
     `fast`, the 8-bit format of the devices."""
-    fast: FastPreset | None = None
+    fast: FastSettings | None = None
     """Replaces the model's defaults: much faster, with different results. None: only what is chosen is lossy."""
     vae_backend: VaeBackend = VAE_BACKEND
     attention: AttentionConfig = AttentionConfig()
@@ -215,6 +215,8 @@ class RunOptions:
     """None, here and below: the model's default."""
     guidance_until: float | None = None
     num_videos: int | None = None
+    preset: str | None = None
+    """A preset of the model by its name, or "auto"; its settings replace those of the node's inputs. None: none."""
     context: str | None = None
     context_frames: int | None = None
     context_overlap: int | None = None
@@ -225,7 +227,7 @@ class RunOptions:
     @property
     def settings(self) -> dict[str, Any]:
         """The chosen values by field of `GenerationSettings`."""
-        return {name: value for name, value in vars(self).items() if name != "runtime"}
+        return {name: value for name, value in vars(self).items() if name not in ("runtime", "preset")}
 
     @property
     def context_settings(self) -> dict[str, Any]:
@@ -233,7 +235,8 @@ class RunOptions:
         return {name: value for name, value in self.settings.items() if name.startswith("context")}
 
 
-LoraNoise = Literal["all", "high", "low"]
+LoraNoise = Literal["all", "high", "low", "auto"]
+"""The transformer of two that a LoRA is for. auto: as the file's name says, all where it says nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +246,7 @@ class Lora:
     path: Path
     strength: float = 1.0
     """The factor on the file's change; negative values subtract it."""
-    noise: LoraNoise = "all"
+    noise: LoraNoise = "auto"
     """The transformer that gets the LoRA, for a model with two."""
 
 
@@ -328,6 +331,9 @@ class GenerationSettings:
     guidance_until: float = 1.0
     """The fraction of the steps, from the first, that are guided. The others run the prompt alone, as at guidance_scale
     1."""
+    sigmas: str = ""
+    """The noise levels at which the steps begin, before flow_shift, such as "1,0.75,0.5,0.25", for an Euler scheduler
+    and a model that was trained on fixed ones. Empty: the scheduler's own."""
     cfg_normalization: float = 0.0
     """The largest norm of a guided velocity, in norms of the prompt's own, for models that limit it. 0: no limit."""
     stg_scale: float = 0.0

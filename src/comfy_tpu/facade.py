@@ -23,6 +23,7 @@ from PIL import Image
 
 from comfy_tpu.config import INIT_IMAGE_STRENGTH, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.settings import merge_choices
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.images import as_frame, fingerprint, read_image
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
@@ -55,6 +56,7 @@ class Settings(TypedDict, total=False):
     boundary: float
     reuse: float
     guidance_until: float
+    sigmas: str
     cfg_normalization: float
     stg_scale: float
     stg_block: int
@@ -137,6 +139,7 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = ...,
         strength: float | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
+        preset: str | None = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[Settings],
     ) -> Video: ...
@@ -148,6 +151,7 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = ...,
         strength: float | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
+        preset: str | None = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[Settings],
     ) -> list[Video]: ...
@@ -158,6 +162,7 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = None,
         strength: float | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
+        preset: str | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Any,
     ) -> Video | list[Video]:
@@ -165,10 +170,11 @@ class Pipeline:
 
         `images`: the first frame and optionally the last, an image to start from, or reference images, as the model
         takes them. `strength`: the share of an image to start from that is replaced. `lora`: LoRAs for this call only.
-        `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
+        `preset`: settings that go together, such as "4step", where none are given; "auto": as the LoRA or the model
+        says. `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
         """
         prompts = _as_prompts(prompt)
-        self._use(lora)
+        self._use(lora, preset)
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, strength, on_progress, settings)
@@ -185,11 +191,12 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = None,
         strength: float | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
+        preset: str | None = None,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Unpack[Settings],
     ) -> AsyncIterator[np.ndarray]:
         """Yields the frames of one video as they are decoded, uint8 [height, width, 3]. Runs in another thread."""
-        self._use(lora)
+        self._use(lora, preset)
         request = self._request(prompt, images, strength, on_progress, settings)
         if request.settings.num_videos != 1:
             raise InvalidValueError(
@@ -202,6 +209,11 @@ class Pipeline:
                     yield frame
         finally:
             await asyncio.to_thread(parts.close)
+
+    @property
+    def presets(self) -> Mapping[str, Mapping[str, Any]]:
+        """The settings of each preset of the model, by its name."""
+        return {name: preset.settings for name, preset in self.stages.preset.presets.items()}
 
     def settings(self, **chosen: Unpack[Settings]) -> GenerationSettings:
         """The model's defaults, replaced by the chosen values, checked."""
@@ -223,11 +235,11 @@ class Pipeline:
         stages = self.stages
         return f"<Pipeline {stages.model_name}, {stages.family.name}, mesh {stages.placement.sizes}>"
 
-    def _use(self, lora: LoraLike | Sequence[LoraLike] | None) -> None:
+    def _use(self, lora: LoraLike | Sequence[LoraLike] | None, preset: str | None) -> None:
         given: list[Any] = [] if lora is None else [lora]
         if isinstance(lora, Sequence) and not isinstance(lora, str | tuple):
             given = list(lora)
-        self.stages.use_loras([_as_lora(each) for each in given])
+        self.stages.use_loras([_as_lora(each) for each in given], preset)
 
     def _request(
         self,
@@ -237,7 +249,8 @@ class Pipeline:
         on_progress: ProgressCallback,
         settings: Mapping[str, Any],
     ) -> _Request:
-        chosen = self.settings(**settings)
+        chosen = self.settings(**merge_choices(self.stages.preset.settings, settings))
+        self.stages.warn_of_preset(chosen)
         given: list[Any] = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         with _own_names(image="images"):
             chosen = self.stages.settle_context(chosen, given)
@@ -282,6 +295,7 @@ class Pipeline:
             loras=self.stages.loras.text,
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
+            preset=self.stages.preset.name or "",
         )
         videos = []
         for number, each in enumerate(frames):

@@ -27,7 +27,7 @@ def test_the_command_of_a_figure_is_one_that_bench_takes(figure):
     assert (given.model, given.mesh, given.vae_backend) == (model, figure.mesh, figure.backend)
     assert parse_names(given.what, PARTS, "--what") == job.parts
     card = next(card for card in model_cards() if model in card.published)
-    assert all(size in card.presets for size in given.size)
+    assert all(size in card.sizes for size in given.size)
     assert given.steps == 50 or "end-to-end" not in job.parts
     sizes = parse_mesh(figure.mesh, 8)
     assert sizes.device_count == 8

@@ -17,12 +17,14 @@ import torch
 
 from comfy_tpu.config import GenerationSettings, RuntimeConfig
 from comfy_tpu.errors import CheckpointError
-from comfy_tpu.families.card import Limits
+from comfy_tpu.families.card import Limits, Preset
+from comfy_tpu.families.presets import make_choice
 from comfy_tpu.families.settings import check_prompt, make_settings
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.progress import Progress, ignore_progress
 
 MODELS = {"demo": "ab12", "other": "cd34"}
+PRESETS = {"4step": Preset({"num_inference_steps": 4, "guidance_scale": 1.0, "scheduler": "euler", "flow_shift": 7.0})}
 WORDS = 8
 """That its text encoder reads."""
 
@@ -35,7 +37,7 @@ class FakePipeline:
             guidance="classifier_free",
             image=None,
             starts_from_image=False,
-            presets={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
+            sizes={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
             limits=limits,
         ),
     )
@@ -58,6 +60,7 @@ class FakePipeline:
         name=None,
         on_progress=ignore_progress,
         loras=(),
+        preset=None,
         check=lambda files: None,
         blank=False,
     ):
@@ -65,18 +68,26 @@ class FakePipeline:
         if name not in MODELS:
             raise CheckpointError(f"model={model} is not a directory; give one", field="model")
         pipeline = cls(name, on_progress)
-        check(types.SimpleNamespace(defaults=pipeline.defaults, family=pipeline.family))
+        files = types.SimpleNamespace(name=name, defaults=pipeline.defaults, family=pipeline.family, presets=PRESETS)
+        check(files)
+        pipeline.preset = make_choice(PRESETS, (), preset, name)
         pipeline.opened_with = dataclasses.asdict(runtime)
         pipeline.quantization = runtime.quantize or ""
         if runtime.fast is not None:
             pipeline.defaults = dataclasses.replace(pipeline.defaults, **dataclasses.asdict(runtime.fast))
         pipeline.attention_window = str(runtime.attention.window or "")
         notes = [{"name": lora.path.name, "fingerprint": "ef56", "strength": lora.strength} for lora in loras]
-        pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "")
+        pipeline.loras = types.SimpleNamespace(text=json.dumps(notes) if notes else "", opened=())
         return pipeline
 
     def settings(self, **chosen):
         return make_settings(self.defaults, chosen, self.limits)
+
+    def settle_context(self, settings, images):
+        return settings
+
+    def warn_of_preset(self, settings):
+        self.warned_of = settings
 
     def encode(self, prompt, settings, images=()):
         check_prompt(prompt)

@@ -21,7 +21,7 @@ def with_painter(monkeypatch):
     (nodes,) = ltx.node_sets
     (model,) = nodes.models
     limits = dataclasses.replace(model.limits, frames_multiple=16)
-    model = dataclasses.replace(model, name="Painter", limits=limits, presets={"99P": {}, "100P": {}})
+    model = dataclasses.replace(model, name="Painter", limits=limits, sizes={"99P": {}, "100P": {}})
     painter = dataclasses.replace(
         ltx,
         package="elsewhere.painter",
@@ -36,7 +36,7 @@ def test_every_family_is_in_the_help(capsys):
     text = read_help(capsys, "generate")
     for card in registry.family_cards():
         assert card.title in text
-    for size in (name for model in registry.model_cards() for name in model.presets):
+    for size in (name for model in registry.model_cards() for name in model.sizes):
         assert size in text
     assert f"those of {registry.model_cards()[0].name} are shown" in text
 

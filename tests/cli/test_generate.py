@@ -75,7 +75,7 @@ def test_generate(opened, capsys):
     assert files() == ["x.mp4"]
     metadata = media.read_metadata("x.mp4")
     assert (metadata["prompt"], metadata["seed"], metadata["model"]) == (PROMPT, "2025", "demo")
-    assert json.loads(metadata["settings"]) == dataclasses.asdict(opened[0].defaults)
+    assert json.loads(metadata["settings"]) == dataclasses.asdict(opened[0].settings())
     assert opened[0].ran == ["encode", "denoise", "decode"]
 
 
@@ -90,7 +90,8 @@ def test_every_flag_arrives(opened, capsys):
     assert (status, err) == (0, "")
     document = json.loads(out)
     expected = GenerationSettings(48, 80, 5, 2, 3.0, 2.5, 7, "euler", "blue", 2, 8, reuse=0.12, guidance_until=0.5)
-    assert document["settings"] == dataclasses.asdict(expected)
+    windows = {"context_frames": 9, "context_overlap": 3}  # the model's own length, and three eighths of it
+    assert document["settings"] == dataclasses.asdict(expected) | windows
     assert document["outputs"] == ["x-0.npy", "x-1.npy"]
     assert document["model"] == {"name": "other", "fingerprint": "cd34"}
     assert document["quantize"] == "int8"
@@ -213,7 +214,7 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     document = json.loads(out)
     assert set(document) == {
         *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs"),
-        *("reused", "loras", "quantize", "profile", "dump"),
+        *("reused", "loras", "preset", "quantize", "profile", "dump"),
     }
     assert document["reused"] == []
     assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)
@@ -253,13 +254,13 @@ def test_a_bar_names_the_last_reused_steps(numbers, shown):
 
 
 LORAS = {
-    "a/style.safetensors": ("a/style.safetensors", 1.0, "all"),
-    "style.safetensors:0.8": ("style.safetensors", 0.8, "all"),
-    "style.safetensors:-1": ("style.safetensors", -1.0, "all"),
-    "odd:name.safetensors:.5": ("odd:name.safetensors", 0.5, "all"),
-    "odd:name.safetensors": ("odd:name.safetensors", 1.0, "all"),
-    "style.safetensors:strong": ("style.safetensors", "strong", "all"),
-    "style.safetensors:": ("style.safetensors", "", "all"),
+    "a/style.safetensors": ("a/style.safetensors", 1.0, "auto"),
+    "style.safetensors:0.8": ("style.safetensors", 0.8, "auto"),
+    "style.safetensors:-1": ("style.safetensors", -1.0, "auto"),
+    "odd:name.safetensors:.5": ("odd:name.safetensors", 0.5, "auto"),
+    "odd:name.safetensors": ("odd:name.safetensors", 1.0, "auto"),
+    "style.safetensors:strong": ("style.safetensors", "strong", "auto"),
+    "style.safetensors:": ("style.safetensors", "", "auto"),
     "style.safetensors:0.8:high": ("style.safetensors", 0.8, "high"),
     "odd:name.safetensors:low": ("odd:name.safetensors", 1.0, "low"),
     "style.safetensors:high:0.8": ("style.safetensors", 0.8, "high"),

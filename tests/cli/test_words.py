@@ -74,7 +74,12 @@ def test_a_prompt_that_is_cut_is_not_echoed_whole(directory, capsys, monkeypatch
     ("flags", "begin", "cut", "end"),
     [
         (["--model", LONG], "--model circle red", f"({len(LONG):,} characters)", 'such as "owner/name", or "demo"\n'),
-        (["--scheduler", LONG], "--scheduler 'circle", "characters left out", "choose from unipc, euler, dpm++\n"),
+        (
+            ["--scheduler", LONG],
+            "--scheduler 'circle",
+            "characters left out",
+            "choose from unipc, euler, dpm++, euler-trailing\n",
+        ),
         (["--size", LONG], "--size circle", "characters left out", "choose from 480P, 720P\n"),
     ],
 )

@@ -56,6 +56,7 @@ FOR_FAMILIES = {
     "fast": True,
     "context": "uniform",
     "context_overlap": 8,
+    "preset": "4step",
 }
 
 
@@ -69,21 +70,21 @@ def node_options(**chosen: object) -> RunOptions:
 def run() -> dict[str, object]:
     from comfy_tpu.comfy import compile_nodes, family_nodes, models  # which import ComfyUI
 
-    used, settings_used = [], []
+    used, sampled = [], []
+
+    def denoise(pipeline, settings):
+        sampled.append(settings)
+        return torch.zeros(pipeline.latent_shape(settings))
 
     @contextlib.contextmanager
-    def pipeline_run(family, model_id, stages, loras=(), runtime=RuntimeConfig()):
+    def pipeline_run(family, model_id, stages, loras=(), runtime=RuntimeConfig(), preset=None):
         pipeline = models.open_pipeline(model_id, family, lambda: None, runtime)
+        pipeline.use_loras(loras, preset)
         used.append(pipeline)
         pipeline.encode_text = pipeline.encode = lambda *given: PromptEmbeddings("", ROWS, ROWS)
-        pipeline.denoise = lambda embeddings, settings, *given: torch.zeros(pipeline.latent_shape(settings))
+        pipeline.denoise = lambda embeddings, settings, *given: denoise(pipeline, settings)
         pipeline.decode = lambda latents, settings: iter(
             [torch.arange(settings.num_videos).view(-1, 1, 1, 1, 1).expand(-1, settings.num_frames, 64, 64, 3) * 1.0]
-        )
-        settings_used.clear()
-        denoise = pipeline.denoise
-        pipeline.denoise = lambda embeddings, settings, *given: (
-            settings_used.append(settings) or denoise(embeddings, settings, *given)
         )
         yield pipeline
 
@@ -101,11 +102,25 @@ def run() -> dict[str, object]:
     sampler.execute(**SAMPLING, **embeds, model_id="demo", options=other)
     sampler.execute(**SAMPLING, **embeds, model_id="demo")
     sampler.execute(**SAMPLING, **embeds, **common)
+    few = node_options(preset="4step")
+    sampler.execute(**SAMPLING, **embeds, model_id="demo", options=few)
+    few_loras = [len(used.pop().loras.opened)]
+    pipeline.execute(prompt="a circle", fps=8, **SAMPLING, model_id="demo", options=few)
+    few_loras.append(len(used.pop().loras.opened))  # at once: the next run with these chips takes them off
+    few_settings = sampled[-2:]
+    names = ("num_inference_steps", "guidance_scale", "scheduler", "flow_shift", "seed")
     long = SAMPLING | {"num_frames": 161}  # beyond the widget: over a link
     windows = node_options(context="uniform", context_overlap=8, context_stride=2)
     sampler.execute(**long, **embeds, model_id="demo", options=windows)
-    (chosen,) = settings_used
+    chosen = sampled[-1]
     return {
+        "preset": {
+            "settings": [[getattr(settings, name) for name in names] for settings in (sampled[0], *few_settings)],
+            "loras": few_loras,
+            "unknown": refusal(
+                sampler.execute, **SAMPLING, **embeds, model_id="demo", options=node_options(preset="8step")
+            ),
+        },
         "context": [
             chosen.num_frames,
             *(getattr(chosen, f"context{part}") for part in ("", "_frames", "_overlap", "_weights", "_stride")),

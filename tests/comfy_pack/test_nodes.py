@@ -51,7 +51,7 @@ EMBEDDED = ("image_embeds", "TPU_IMAGE_EMBEDS", {"optional": True})
 SCHEDULER = (
     "scheduler",
     "COMBO",
-    {"default": "unipc", "options": ["unipc", "euler", "dpm++"], "optional": True},
+    {"default": "unipc", "options": ["unipc", "euler", "dpm++", "euler-trailing"], "optional": True},
 )
 LORA = ("lora", "TPU_LORA", {"optional": True})
 PIPELINE = ("pipeline", "TPU_PIPELINE", {"optional": True})
@@ -60,6 +60,7 @@ OPTIONS = ("options", "TPU_OPTIONS", {"optional": True})
 SERVER = ("server", "TPU_SERVER", {"optional": True})
 FRAMES = [("frames", "IMAGE"), ("fps", "FLOAT"), ("video", "VIDEO")]
 
+PRESETS = ["none", "auto", "4step", "8step", "causvid", "turbo", "16step"]
 CHOICES = [
     ("mesh", "COMBO", {"default": "auto", "options": ["auto", "single", "seed"]}),
     ("precision", "COMBO", {"default": "auto", "options": ["auto", "bfloat16", "float32"]}),
@@ -254,7 +255,7 @@ SPECIFIED = {
             ("lora_name", "COMBO", {}),
             ("strength", "FLOAT", {"default": 1.0, "min": -100, "max": 100, "step": 0.01}),
             ("previous_lora", "TPU_LORA", {"optional": True}),
-            ("noise", "COMBO", {"default": "all", "options": ["all", "high", "low"], "optional": True}),
+            ("noise", "COMBO", {"default": "all", "options": ["all", "high", "low", "auto"], "optional": True}),
         ],
         [("lora", "TPU_LORA")],
     ),
@@ -287,6 +288,13 @@ SPECIFIED = {
             ("attention_blocks", "STRING", {"default": "auto"}),
             ("dense_max_tokens", "INT", {"default": 4096, "min": 1, "max": 65536}),
             ("fast", "BOOLEAN", {"default": False, "optional": True}),
+            ("context", "COMBO", {"default": "auto", "optional": True}),
+            ("context_frames", "INT", {"default": 0, "min": 0, "max": 1025, "optional": True}),
+            ("context_overlap", "INT", {"default": -1, "min": -1, "max": 1024, "optional": True}),
+            ("context_weights", "COMBO", {"default": "pyramid", "optional": True}),
+            ("context_stride", "INT", {"default": 1, "min": 1, "max": 16, "optional": True}),
+            ("context_noise", "COMBO", {"default": "random", "optional": True}),
+            ("preset", "COMBO", {"default": "none", "optional": True, "options": PRESETS}),
         ],
         [("options", "TPU_OPTIONS")],
     ),

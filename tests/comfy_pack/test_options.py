@@ -87,6 +87,16 @@ def test_fast_decides_what_is_at_its_default(ran):
     }
 
 
+def test_a_preset_goes_before_the_widgets_which_always_say_something(ran):
+    widgets, *few = ran["preset"]["settings"]
+    assert few == [[4, 1.0, "euler-trailing", 3.0, widgets[-1]]] * 2
+    assert widgets[:2] != few[0][:2]
+    assert ran["preset"]["loras"] == [1, 1]
+    field, message = ran["preset"]["unknown"]
+    assert field == "preset"
+    assert message == "preset=8step is unknown for model demo; choose from 4step, or auto"
+
+
 def test_compile_nodes_refuse_what_only_families_have(ran):
     for name, (field, message) in ran["compile"].items():
         assert field == name

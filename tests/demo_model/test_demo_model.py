@@ -15,7 +15,7 @@ from tools.demo_model.model import FLOAT32_PARTS, SHARED_PARTS, load, load_image
 from tools.demo_model.score import observe
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
-PARTS = {"scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
+PARTS = {"lora", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
 IMAGE_PARTS = {"image_to_video", "image_encoder", "image_processor"}
 
 

@@ -37,7 +37,7 @@ def shift(files: ModelFiles, *arguments: str) -> float:
     """That of `comfy-tpu generate` with these arguments."""
     parser = argparse.ArgumentParser()
     options.add_settings(parser)
-    chosen = choose_settings(vars(parser.parse_args(arguments)), files.family.card.presets)
+    chosen = choose_settings(vars(parser.parse_args(arguments)), files.family.card.sizes)
     return make_settings(files.defaults, chosen, files.family.card.limits).flow_shift
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from comfy_tpu.config import FAST, AttentionConfig, FastPreset, GenerationSettings, Quantization, RuntimeConfig
+from comfy_tpu.config import FAST, AttentionConfig, FastSettings, GenerationSettings, Quantization, RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.kernels.quantized import native_format
@@ -58,7 +58,7 @@ def test_a_chosen_value_goes_before_the_preset() -> None:
     assert lossy(pipeline.settings()) == (FAST.reuse, FAST.guidance_until)
     assert lossy(pipeline.settings(reuse=0.0)) == (0.0, FAST.guidance_until)
     assert lossy(pipeline.settings(guidance_until=1.0, reuse=None)) == (FAST.reuse, 1.0)
-    assert lossy(opened(fast=FastPreset(0.06, 0.9)).settings()) == (0.06, 0.9)
+    assert lossy(opened(fast=FastSettings(0.06, 0.9)).settings()) == (0.06, 0.9)
     assert lossy(opened(fast=None).settings()) == (0.0, 1.0)
 
 
@@ -177,10 +177,10 @@ def test_pages_name_the_values_of_the_preset(page: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "sentence"),
     [
-        (FastPreset(reuse=2.0), "reuse=2.0 is not a number from 0 to 1"),
-        (FastPreset(guidance_until=-1.0), "guidance_until=-1.0 is not a number from 0 to 1"),
+        (FastSettings(reuse=2.0), "reuse=2.0 is not a number from 0 to 1"),
+        (FastSettings(guidance_until=-1.0), "guidance_until=-1.0 is not a number from 0 to 1"),
     ],
 )
-def test_a_preset_of_bad_values_is_refused(preset: FastPreset, sentence: str) -> None:
+def test_a_preset_of_bad_values_is_refused(preset: FastSettings, sentence: str) -> None:
     with pytest.raises(InvalidValueError, match=sentence):
         opened(fast=preset).settings()

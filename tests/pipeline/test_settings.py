@@ -55,7 +55,7 @@ def test_what_is_not_chosen_stays_the_default() -> None:
 
 
 def test_every_default_and_preset_is_allowed() -> None:
-    for preset in ({}, *WAN21.card.presets.values()):
+    for preset in ({}, *WAN21.card.sizes.values()):
         make_settings(WAN21.card.defaults, preset, WAN21.card.limits)
 
 

@@ -140,7 +140,7 @@ def test_sizes_by_name_and_loras_for_one_of_two_transformers(tmp_path: Path) -> 
         card = client.get("/v1/models").json()["data"][0]
         for lora in ("calm:loud", "calm:1:2", "calm:high:1", "calm:1:high:low"):
             refused(client.post("/v1/videos", json={"prompt": "a", "lora": lora}), "lora")
-        for lora in ("calm", "calm:0.5", "calm:high", "calm:0.5:low", ["calm", "calm.safetensors:-1"]):
+        for lora in ("calm", "calm:0.5", "calm:high", "calm:0.5:low", "calm:all", ["calm", "calm.safetensors:-1"]):
             answer = client.post("/v1/videos", json={"prompt": "a", "lora": lora})
             assert answer.status_code == 200, answer.text
         assert "480P" in refused(client.post("/v1/videos", json={"prompt": "a", "size": "8K"}), "size")

@@ -13,6 +13,7 @@ import uvicorn
 from safetensors.torch import save_file
 
 from comfy_tpu.config import Lora
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.local_worker import LocalWorker
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.remote.client import RefusedError, ServerClient
@@ -116,3 +117,21 @@ def test_cancel_frees_the_worker(client: ServerClient) -> None:
     free = RemotePipeline.open(client, "demo")
     settings = free.settings(**CHOSEN)
     assert torch.equal(free.denoise(embeddings, settings), local().denoise(embeddings, settings))
+
+
+@pytest.mark.slow
+def test_a_preset_of_the_servers_model_with_its_lora(client: ServerClient) -> None:
+    remote = RemotePipeline.open(client, "demo", preset="4step")
+    local().use_loras([], "4step")
+    try:
+        assert remote.preset.settings == local().preset.settings
+        settings = remote.settings(seed=7, **remote.preset.settings)
+        embeddings = local().encode("a red circle", settings)
+        few = local().denoise(embeddings, settings)
+    finally:
+        local().use_loras([])
+    assert torch.equal(remote.denoise(embeddings, settings), few)
+    assert not torch.equal(local().denoise(embeddings, settings), few)
+    with pytest.raises(InvalidValueError, match="preset=9step is unknown for model demo; choose from 4step, or auto"):
+        RemotePipeline.open(client, "demo", preset="9step")
+    assert RemotePipeline.open(client, "demo", preset="auto").preset.name is None

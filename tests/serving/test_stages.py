@@ -142,6 +142,7 @@ ODD = torch.full((1, 512, 128), float("nan"))
         ({}, {"settings": pack_settings(GenerationSettings(num_inference_steps=2, height=7))}, "height"),
         ({}, {"lora": '[{"name": "x", "strength": 1, "noise": "all", "sha256": ""}]'}, "not offered here"),
         ({}, {"lora": '{"name": "x"}'}, "no list"),
+        ({}, {"preset": "9step"}, "preset=9step is unknown for model demo; choose from 4step, or auto"),
         ({}, {"ranges": "[1]"}, "ranges"),
         ({}, {"ranges": '{"positive": [[0, 2]]}'}, "ranges"),
     ],
@@ -259,3 +260,13 @@ def test_loras_are_those_of_the_server_with_the_clients_content(tmp_path: Path) 
         record = service.ledger.find(made.json()["id"])
         assert record is not None
         assert record.request.values["lora"] == [f"{loras / 'a.safetensors'}:0.5:low"]
+
+
+def test_a_preset_goes_to_the_worker_and_is_described_for_clients(tmp_path: Path) -> None:
+    with running(tmp_path) as (client, service, _):
+        (model,) = client.get("/v1/stages/models").json()["data"]
+        assert model["presets"]["4step"]["lora"] == "lora/4step.safetensors"
+        assert model["presets"]["4step"]["settings"]["num_inference_steps"] == 4
+        record = service.ledger.find(denoise(client, preset="4step").json()["id"])
+        assert record is not None
+        assert record.request.values["preset"] == "4step"

@@ -1,6 +1,7 @@
 """Generate prompts of the grammar with diffusers' WanPipeline, or with ours, and score what comes out.
 
 python -m tools.demo_model.evaluate src/comfy_tpu/assets/demo --report scores.json --sheet scores.png
+python -m tools.demo_model.evaluate src/comfy_tpu/assets/demo --preset 4step
 """
 
 import argparse
@@ -44,14 +45,18 @@ def generate(pipeline, prompts: list[str], steps: int, guidance: float, seed: in
     return np.concatenate(videos)
 
 
-def generate_compiled(model: Path, prompts: list[str], steps: int, guidance: float, seed: int) -> np.ndarray:
-    """The same videos by the project's own pipeline, on the devices that JAX finds."""
+def generate_compiled(
+    model: Path, prompts: list[str], steps: int, guidance: float, seed: int, preset: str | None = None
+) -> np.ndarray:
+    """The same videos by the project's own pipeline, on the devices that JAX finds. A preset goes before steps and
+    guidance."""
     from comfy_tpu.pipeline.video import VideoPipeline
 
-    pipeline = VideoPipeline.open(model)
+    pipeline = VideoPipeline.open(model, preset=preset)
+    chosen = {"num_inference_steps": steps, "guidance_scale": guidance, **pipeline.preset.settings}
     videos = []
     for number, prompt in enumerate(prompts):
-        settings = pipeline.settings(num_inference_steps=steps, guidance_scale=guidance, seed=seed + number)
+        settings = pipeline.settings(**chosen, seed=seed + number)
         videos.append(torch.cat(list(pipeline.generate(prompt, settings)), dim=1).numpy())
     return np.concatenate(videos)
 
@@ -136,15 +141,20 @@ def evaluate(
 
 
 def main() -> None:
-    arguments = options(__doc__, prompts=200, held_out=200).parse_args()
+    parser = options(__doc__, prompts=200, held_out=200)
+    parser.add_argument("--preset", help="through comfy-tpu, with the settings and the LoRA of this preset")
+    arguments = parser.parse_args()
     prompts = evaluation_prompts(arguments.prompts, arguments.held_out, arguments.seed)
     texts, wanted = [text for text, _ in prompts], [attributes for _, attributes in prompts]
-    pipeline = None if arguments.compiled else load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
+    is_ours = arguments.compiled or arguments.preset is not None
+    pipeline = None if is_ours else load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     seen_in_training = arguments.prompts - arguments.held_out
 
     def make(guidance: float) -> np.ndarray:
-        if arguments.compiled:
-            return generate_compiled(arguments.model, texts, arguments.steps, guidance, arguments.seed)
+        if is_ours:
+            return generate_compiled(
+                arguments.model, texts, arguments.steps, guidance, arguments.seed, arguments.preset
+            )
         return generate(pipeline, texts, arguments.steps, guidance, arguments.seed, arguments.batch)
 
     def judge(videos: np.ndarray) -> dict:

@@ -177,6 +177,7 @@ def save_image_model(
     new_image_processor().save_pretrained(directory / "image_processor")
     shared = json.dumps({"from_parent": list(SHARED_PARTS)}, indent=2)
     (directory / "shared_parts.json").write_text(shared + "\n")
+    (directory / "presets.json").write_text("{}\n")  # it has not been distilled
     index = json.loads((base / "model_index.json").read_text()) | {
         "_class_name": "WanImageToVideoPipeline",
         "image_encoder": ["transformers", "CLIPVisionModel"],

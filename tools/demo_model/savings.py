@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from comfy_tpu.bench.machine import describe_machine
-from comfy_tpu.config import FAST, AttentionConfig, FastPreset, Quantization, RuntimeConfig
+from comfy_tpu.config import FAST, AttentionConfig, FastSettings, Quantization, RuntimeConfig
 from comfy_tpu.kernels.windows import parse_window
 from comfy_tpu.pipeline.video import VideoPipeline
 from tools.demo_model.clips import evaluation_prompts
@@ -41,7 +41,7 @@ class Variant:
     attention_window: str = "full"
     int8_scores: bool = False
     """At any length: the demo's sequences are shorter than those that 8 bits make faster."""
-    fast: FastPreset | None = None
+    fast: FastSettings | None = None
 
     @property
     def runtime(self) -> RuntimeConfig:

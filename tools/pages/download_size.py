@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.pages.parameters import read_parameters
+from comfy_tpu.hub.sizes import download_bytes, read_parameters
 from tools.pages.sources import PageError
 
-BFLOAT16, FLOAT32 = 2, 4
-_FLOAT32_REPOSITORIES = "Wan-AI/Wan2.1-"
-"""The beginning of hub ids whose files are float32."""
 _NATIVE = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 _WORD_EMBEDDING = 256_384 * 4096
 """The parameters of UMT5's embedding, which stays in 16 bits in ComfyUI's fp8 file."""
@@ -20,17 +17,11 @@ def workflow_sizes(workflow: Mapping[str, Any]) -> list[str]:
     """The download of each model directory that a workflow names, and that of ComfyUI's own files together."""
     parameters = read_parameters()
     chosen = dict.fromkeys(value for node in workflow["nodes"] for value in _values(node) if value in parameters)
-    sizes = [hub_bytes(str(hub_id)) for hub_id in chosen]
+    sizes = [download_bytes(str(hub_id)) or 0 for hub_id in chosen]
     files = [model["name"] for node in workflow["nodes"] for model in node["properties"].get("models", ())]
     if files:
         sizes.append(sum(_file_bytes(name) for name in files))
     return [format_bytes(size) for size in sizes]
-
-
-def hub_bytes(hub_id: str) -> int:
-    """The bytes of a repository's weights, in the precision in which it has them."""
-    width = FLOAT32 if hub_id.startswith(_FLOAT32_REPOSITORIES) else BFLOAT16
-    return width * sum(read_parameters()[hub_id].values())
 
 
 def format_bytes(count: int) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from comfy_tpu.families.card import FamilyCard, ModelCard
-from tools.pages.parameters import format_size, read_parameters
+from comfy_tpu.hub.sizes import read_parameters
+from tools.pages.parameters import format_size
 from tools.pages.sources import Json, PageError
 
 BEGIN = "<!-- models: generated from the family cards by `make pages` -->"

@@ -1,4 +1,4 @@
-"""The parameters of every published model, by component: tools/pages/parameters.json, from which download sizes follow.
+"""The parameters of every published model, by component: comfy_tpu/hub/parameters.json, from which sizes follow.
 
 Counted in the classes of diffusers and transformers as their repositories have them, with their published
 configurations, on torch's meta device: whole text encoders, also where the families load fewer layers. Nothing is
@@ -12,28 +12,18 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from comfy_tpu.families.card import Config
+from comfy_tpu.hub.sizes import BFLOAT16_BYTES, PARAMETERS
 
 if TYPE_CHECKING:
     from comfy_tpu.compiler.component import ComponentSpec
 
-PARAMETERS = Path(__file__).with_name("parameters.json")
-_BYTES = 2
-"""Of a parameter in bfloat16."""
-
-
-def read_parameters(path: Path = PARAMETERS) -> Mapping[str, Mapping[str, int]]:
-    """Hub id -> component -> number of parameters."""
-    counted: Mapping[str, Mapping[str, int]] = json.loads(path.read_text(encoding="utf-8"))
-    return counted
-
 
 def format_size(parameters: Mapping[str, int]) -> str:
     """The size of a model's files, if all of them are bfloat16."""
-    gigabytes = sum(parameters.values()) * _BYTES / 1e9
+    gigabytes = sum(parameters.values()) * BFLOAT16_BYTES / 1e9
     return f"{gigabytes:.0f} GB" if gigabytes >= 9.5 else f"{gigabytes:.1f} GB"
 
 

@@ -19,7 +19,7 @@ from comfy_tpu.bench.random_modules import PROMPT, RandomFiles
 from comfy_tpu.bench.results import Emit, Row
 from comfy_tpu.bench.timing import Candidate, compile_module, measure_peers
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import FAST, FastPreset, GenerationSettings, ResidencyConfig, RuntimeConfig
+from comfy_tpu.config import FAST, FastSettings, GenerationSettings, ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.step import is_guided
@@ -71,7 +71,7 @@ def _ours(
     files: RandomFiles,
     settings: GenerationSettings,
     facts: Mapping[str, Any],
-    fast: FastPreset | None = None,
+    fast: FastSettings | None = None,
 ) -> Candidate:
     dtype = str(bench.dtype).removeprefix("torch.")
     runtime = RuntimeConfig(dtype=dtype, fast=fast, cache=bench.cache, vae_backend=bench.job.vae_backend)

@@ -144,7 +144,7 @@ def find_bench_model(model: str) -> BenchModel:
 def _published_model(hub_id: str, card: ModelCard) -> BenchModel:
     family, reference = load_family(card.name), load_references(find_family_card(card))[0].get(hub_id)
     configs = {**(reference.configs if reference else {}), family.transformer.name: card.published[hub_id]}
-    sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.presets]
+    sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.sizes]
     ordered = sorted(sizes or [card.defaults], key=lambda size: size.height * size.width)
     names = tuple(f"{size.width}x{size.height}x{size.num_frames}" for size in ordered)
     return BenchModel(hub_id, family, configs, card.defaults, reference, names)

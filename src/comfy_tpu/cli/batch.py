@@ -26,7 +26,7 @@ from comfy_tpu.cli import generate, options
 from comfy_tpu.cli.batch_display import Display, JsonDisplay
 from comfy_tpu.cli.hosts import add_hosts
 from comfy_tpu.cli.ray_options import add_ray, make_ray_config
-from comfy_tpu.config import FAST, FastPreset
+from comfy_tpu.config import FAST, FastSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.driver import Batch, FindModel, ModelFacts, Workers
 from comfy_tpu.jobs.folder import Folder
@@ -186,7 +186,7 @@ def _keys() -> Mapping[str, _Key]:
         is_list = isinstance(action, argparse._AppendAction)
         convert = _number if action.dest in _NUMBERS else _text
         for name in names:
-            keys[name.replace("-", "_")] = _Key(action.dest, convert, is_list, isinstance(action.const, FastPreset))
+            keys[name.replace("-", "_")] = _Key(action.dest, convert, is_list, isinstance(action.const, FastSettings))
     return keys
 
 
@@ -267,6 +267,6 @@ def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value of the command line as JSON has it."""
-    if isinstance(value, FastPreset):
+    if isinstance(value, FastSettings):
         return dataclasses.asdict(value)
     return value if isinstance(value, int | float | str) else str(value)

@@ -7,7 +7,7 @@ import argparse
 from comfy_tpu.cli import options
 from comfy_tpu.cli.terminal import print_paths
 
-FIXED = ("num_videos", "fps", "reuse", "guidance_until", "fast", *options.CONTEXT_SETTINGS)
+FIXED = ("num_videos", "fps", "reuse", "guidance_until", "fast", "preset", "sigmas", *options.CONTEXT_SETTINGS)
 """Settings that cannot be chosen: a calibration computes every step of one whole video at a time."""
 
 

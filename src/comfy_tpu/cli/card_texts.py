@@ -26,6 +26,15 @@ def frame_counts() -> str:
 def size_names() -> str:
     """Names of sizes: "480P, 720P for Wan; 512, 768, 1024 for Flux.1"."""
 
+    def sizes(card: FamilyCard) -> str:
+        return ", ".join(sorted({name for model in card.models for name in model.sizes}, key=_size_key))
+
+    return _by_family(sizes)
+
+
+def preset_names() -> str:
+    """Names of presets: "4step, 8step for Wan; turbo for Flux.1"."""
+
     def presets(card: FamilyCard) -> str:
         return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_size_key))
 

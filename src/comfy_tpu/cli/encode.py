@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     there = sessions.read_existing_artifact(output, "text", arguments)
     with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         session.check_outputs(output)
-        session.quantization = ""  # of the transformer, which embeddings do not depend on
+        session.quantization = session.loras = ""  # of the transformer, which embeddings do not depend on
         settings = session.settings()
         session.set_images(images)
         if images and session.pipeline.family.card.starts_from_image:
@@ -50,5 +50,5 @@ def run(arguments: argparse.Namespace) -> int:
         embeddings = session.pipeline.encode(prompt, settings, images)
         sessions.warn_of_cut(embeddings.cut)
         if is_first_host():
-            artifacts.save_text(output, embeddings, settings, session.pipeline)
+            artifacts.save_text(output, embeddings, settings, session.pipeline, preset=session.made_from["preset"])
     return session.report([output], prompt, settings, cut=embeddings.cut)

@@ -60,6 +60,7 @@ SETTINGS = (
     Option("fps", ("--fps",), "frames per second"),
     Option("reuse", ("--reuse",), "error up to which steps are reused, not computed: 0.12 halves 50 steps; 0: none"),
     Option("guidance_until", ("--guidance-until",), "share of the steps that are guided, from the first"),
+    Option("sigmas", ("--sigmas",), "noise levels of the steps, before --flow-shift, for Euler: 1,0.75,0.5,0.25"),
     Option(
         "cfg_normalization",
         ("--cfg-normalization",),
@@ -120,6 +121,7 @@ _SAME_AS_FIELD = (
         "peers",
         "platform",
         "plot",
+        "preset",
         "profile",
     ),
     *("quantize", "repeats", "size", "steps", "strength", "tpu", "transformer", "vae"),
@@ -209,6 +211,13 @@ def add_settings(
     group.add_argument(
         "--size", metavar="NAME", help=f"height, width and flow shift by name: {card_texts.size_names()}"
     )
+    if "preset" not in without:
+        group.add_argument(
+            "--preset",
+            metavar="NAME",
+            help="settings that go together, for a model or a LoRA that was distilled for few steps: "
+            f"{card_texts.preset_names()}; auto: as the LoRA or the model says; a flag beside it goes before its value",
+        )
     for option in SETTINGS:
         if option.field not in without:
             _add_setting(group, option, with_default=from_input is None)

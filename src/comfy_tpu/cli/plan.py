@@ -6,10 +6,12 @@ The exit status is 1 if the step does not fit.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from comfy_tpu.cli import card_texts
 from comfy_tpu.cli.options import CONTEXT_SETTINGS, add_context, path_parser
 from comfy_tpu.errors import InvalidValueError
 
@@ -23,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="SIZE", help="1280x720x81, or 480P, 720P (default: the model's)")
     parser.add_argument("--num-videos", type=int, default=1, metavar="N", help="videos from one prompt (1)")
     parser.add_argument("--no-guidance", action="store_true", help="one branch: no negative prompt")
+    parser.add_argument(
+        "--preset", metavar="NAME", help=f"the settings of a preset: {card_texts.preset_names()} (default: none)"
+    )
     add_context(parser)
     parser.add_argument("--mesh", help="choose this layout instead of the best: dp=2,sp=4, or seed")
     parser.add_argument(
@@ -73,7 +78,9 @@ def _check_schedule(arguments: argparse.Namespace) -> None:
 
 
 def _plan_from_file(arguments: argparse.Namespace) -> Plan:
-    given = [name for name in ("model", "tpu", "size", "mesh", "export") if getattr(arguments, name) is not None]
+    given = [
+        name for name in ("model", "tpu", "size", "mesh", "export", "preset") if getattr(arguments, name) is not None
+    ]
     if given:
         raise InvalidValueError(f"from={arguments.from_} brings its own {given[0]}; leave that out", field="from")
     from comfy_tpu.cli.terminal import print_message
@@ -92,6 +99,8 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     if arguments.model is None or arguments.tpu is None:
         raise InvalidValueError("plan needs a MODEL and --tpu, or --from; try: comfy-tpu plan demo --tpu v6e-8")
     from comfy_tpu.cli.terminal import print_message
+    from comfy_tpu.families.presets import describe_settings, find_preset
+    from comfy_tpu.families.settings import merge_choices
     from comfy_tpu.parallel.chips import parse_slice
     from comfy_tpu.pipeline.model_files import list_model_files
     from comfy_tpu.pipeline.path_conflicts import check_conflicts
@@ -108,6 +117,8 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"
     off = {"guidance_scale": model.family.card.guidance_off} if arguments.no_guidance else {}
     chosen = {"num_videos": arguments.num_videos, **off}
+    preset = None if arguments.preset is None else find_preset(model.presets, arguments.preset, model.name)
+    chosen = merge_choices({} if preset is None else preset.settings, chosen)
     chosen |= {name: getattr(arguments, name) for name in CONTEXT_SETTINGS}
     plan, program = make_plan(
         model,
@@ -118,6 +129,8 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
         schedule=arguments.schedule,
         on_progress=print_message,
     )
+    if preset is not None:
+        plan = dataclasses.replace(plan, preset=f"{arguments.preset}: {describe_settings(preset.settings)}")
     if arguments.export is not None:
         write_program(arguments.export, program)
         print_message(f"{arguments.export}: the program of {plan.chosen.sizes}")

@@ -8,6 +8,7 @@ One object. Its keys stay; new ones may be added:
                     device
     tokens, batch   of the sequence; videos times branches, and times the windows of a call
     calls           of the program in a step: more than one for a long video
+    preset          its name and settings as text, or null
     fits            the chosen layout, with a tenth of the memory to spare
     chosen          dp, sp, tp
     layouts         best first: mesh, attention, fits, memory (weights, prompt, latents, temporaries, total), flops,
@@ -69,6 +70,7 @@ def as_document(plan: Plan) -> dict[str, Any]:
         "tokens": plan.work.tokens,
         "batch": plan.work.batch,
         "calls": plan.work.calls,
+        "preset": plan.preset or None,
         "fits": plan.fits,
         "chosen": dataclasses.asdict(plan.chosen.sizes),
         "layouts": [_layout_document(layout, plan) for layout in layouts],
@@ -77,6 +79,10 @@ def as_document(plan: Plan) -> dict[str, Any]:
         "compiler": "libtpu" if has_tpu_compiler() else None,
         "refused": plan.compiler_refused,
     }
+
+
+def _branch_note(plan: Plan) -> str:
+    return "; one branch, so all devices work on it" if plan.work.batch == 1 and plan.slice.device_count > 1 else ""
 
 
 def _layout_document(layout: LayoutPlan, plan: Plan) -> dict[str, Any]:
@@ -128,6 +134,7 @@ def as_lines(plan: Plan) -> list[str]:
     per = f", {chip.devices_per_chip} devices each" if chip.devices_per_chip > 1 else ""
     lines = [
         f"{plan.model}, {plan.size}: {plan.work.tokens:,} tokens × {plan.work.batch}, {_step_text(plan.work)}",
+        *([f"preset {plan.preset}{_branch_note(plan)}"] if plan.preset else []),
         f"{plan.slice.name}: {chips} as {plan.slice.topology}{per}; a device has "
         f"{_gb(chip.memory_bytes)} GB at {chip.memory_bandwidth / 1e9:,.0f} GB/s, {chip.flops / 1e12:,.0f} TFLOP/s, "
         f"links of {chip.link_bandwidth / 1e9:.0f} GB/s",

@@ -10,6 +10,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     settings    all of them, by their Python names
     model       name, fingerprint
     loras       name, fingerprint and strength of each that has one
+    preset      the name of the preset in use, or null
     quantize    what the transformer computes in 8 bits, such as "fp8, int8 scores", or none
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
@@ -35,12 +36,14 @@ from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
 from comfy_tpu.config import GenerationSettings, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
 from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
 from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.init_image import InitImage
+from comfy_tpu.pipeline.lora_report import summarize
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
@@ -74,6 +77,7 @@ class Session:
             "loras": self.loras,
             "attention_window": self.attention_window,
             "quantization": self.quantization,
+            "preset": self.pipeline.preset.name or "",
         }
 
     def settings(self, base: GenerationSettings | None = None) -> GenerationSettings:
@@ -81,8 +85,12 @@ class Session:
         known = dataclasses.asdict(base) if base else {}
         if (preset := getattr(self.arguments, "fast", None)) is not None:
             known = {name: value for name, value in known.items() if name not in dataclasses.asdict(preset)}
-        said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.presets)
+        # A preset of the file that `base` is from is in these settings already, with what was chosen beside it.
+        preset = {} if getattr(self.arguments, "preset_of_input", False) else self.pipeline.preset.settings
+        said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.sizes, preset)
         settings = self.pipeline.settings(**{**known, **said})
+        if hasattr(self.arguments, "lora"):
+            self.pipeline.warn_of_preset(settings)
         return self.pipeline.settle_context(settings, getattr(self.arguments, "image", ()))
 
     def set_images(self, images: Sequence[Image]) -> None:
@@ -178,6 +186,7 @@ class Session:
             "settings": dataclasses.asdict(settings),
             "model": {"name": self.pipeline.model_name, "fingerprint": self.pipeline.model_fingerprint},
             "loras": json.loads(self.loras or "[]"),
+            "preset": self.pipeline.preset.name,
             "quantize": self.quantization or "none",
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
@@ -193,6 +202,8 @@ def open_next_stage(
     arguments: argparse.Namespace, path: Path, header: artifacts.Header
 ) -> contextlib.AbstractContextManager[Session]:
     """Opens a session with the model of the command line, else with the model that made the artifact at `path`."""
+    if getattr(arguments, "preset", "") is None and header.preset:
+        arguments.preset, arguments.preset_of_input = header.preset, True  # its LoRA is still to come
     chosen = options.chosen_model(arguments)
     if chosen is not None:
         return open_session(arguments, chosen)
@@ -222,9 +233,12 @@ def open_session(
             name=name,
             on_progress=on_progress,
             loras=getattr(arguments, "lora", ()),
+            preset=getattr(arguments, "preset", None),
             check=lambda files: _check_settings(arguments, files),
             blank=blank,
         )
+        for lora in pipeline.loras.opened:
+            print_message(summarize(lora, pipeline.preset.presets))
         if host_names():
             _check_hosts(pipeline)
         yield Session(arguments, pipeline, display)
@@ -241,8 +255,9 @@ def _check_hosts(pipeline: video.VideoPipeline) -> None:
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
     """Checks the settings before devices are started, whose messages would come before the error."""
-    card = files.family.card
-    make_settings(files.defaults, opening.choose_settings(vars(arguments), card.presets), card.limits)
+    card, name = files.family.card, getattr(arguments, "preset", None)
+    preset = {} if name in (None, AUTO) else find_preset(files.presets, name, files.name).settings
+    make_settings(files.defaults, opening.choose_settings(vars(arguments), card.sizes, preset), card.limits)
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:

@@ -208,7 +208,8 @@ class Sampler(FamilyNode):
         shared = _check_image_embeds(image_embeds)
         stages = {"denoising": chosen["num_inference_steps"]}
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(family, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        loras = inputs.check_loras(lora)
+        with open_run(family, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             settings = _make_settings(pipeline, **chosen, **run_options.settings)
             embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
@@ -297,7 +298,8 @@ class Pipeline(FamilyNode):
         given = _take_images(chosen)
         stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, stages, server, inputs.check_loras(lora), run_options.runtime) as pipeline:
+        loras = inputs.check_loras(lora)
+        with open_run(cls.FAMILY, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             from comfy_tpu.pipeline.images import as_frame
 
             settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
@@ -320,12 +322,13 @@ def open_run(
     server: Any,
     loras: Sequence[Lora] = (),
     runtime: RuntimeConfig = RuntimeConfig(),
+    preset: str | None = None,
 ) -> contextlib.AbstractContextManager[NodePipeline]:
     """The model's pipeline, here or on the server of a link."""
     remote = inputs.check_server(server)
     if remote is None:
-        return pipeline_run(family, model, stages, loras, runtime)
-    return remote_run(remote, family, model, stages, loras, runtime)
+        return pipeline_run(family, model, stages, loras, runtime, preset)
+    return remote_run(remote, family, model, stages, loras, runtime, preset)
 
 
 def has_image_encoder(family: NodeSet) -> bool:
@@ -421,7 +424,8 @@ def _read_prompts(
 
 
 def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
-    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size."""
+    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size; a preset
+    replaces what the widgets say, which always say something."""
     own = pipeline.defaults
     if max(own.height, own.width) < inputs.SIZE_MIN:
         if (height, width) != (own.height, own.width):
@@ -431,7 +435,9 @@ def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen:
         height, width = own.height, own.width
     if not pipeline.has_two_transformers:  # the widget is there for others of the family
         chosen.pop("guidance_scale_2", None)
-    return pipeline.settings(height=height, width=width, **chosen)
+    settings = pipeline.settings(height=height, width=width, **{**chosen, **pipeline.preset.settings})
+    pipeline.warn_of_preset(settings)
+    return settings
 
 
 def _warn_of_cut(cut: str) -> None:

@@ -46,7 +46,7 @@ class TPULoraLoader(io.ComfyNode):
                     default="all",
                     optional=True,
                     tooltip=f"For {_two_transformer_sets()}, which has two transformers: both, or the one for high "
-                    "or for low noise.",
+                    "or for low noise; auto: as the file's name says.",
                 ),
             ],
             outputs=[

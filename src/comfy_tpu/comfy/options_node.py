@@ -23,7 +23,10 @@ from comfy_tpu.config import (
     RunOptions,
     RuntimeConfig,
 )
+from comfy_tpu.families.presets import AUTO
+from comfy_tpu.families.registry import model_cards
 
+NO_PRESET = "none"
 DTYPES = ["auto", "bfloat16", "float32"]
 _ATTENTION, _RUNTIME, _SETTINGS = AttentionConfig(), RuntimeConfig(), GenerationSettings()
 
@@ -37,7 +40,7 @@ class TPUOptions(io.ComfyNode):
             category="TPU",
             description="How a model runs: chips, precision, attention, and ways to save time. For the options input "
             "of any node of this pack that runs a model.",
-            inputs=[*_runtime_inputs(), *_attention_inputs(), _fast_input(), *_context_inputs()],
+            inputs=[*_runtime_inputs(), *_attention_inputs(), _fast_input(), *_context_inputs(), _preset_input()],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
 
@@ -61,6 +64,7 @@ def make_options(
     attention_blocks: str,
     dense_max_tokens: int,
     fast: bool = False,
+    preset: str = NO_PRESET,
     **context: Any,
 ) -> RunOptions:
     """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field.
@@ -94,6 +98,7 @@ def make_options(
         reuse=None if fast and reuse == _SETTINGS.reuse else reuse,
         guidance_until=None if fast and guidance_until == _SETTINGS.guidance_until else guidance_until,
         num_videos=num_videos,
+        preset=None if preset == NO_PRESET else preset,
         **{name: None if value == getattr(_SETTINGS, name) else value for name, value in context.items()},
     )
 
@@ -221,6 +226,19 @@ def _context_inputs() -> list[io.Input]:
             tooltip="freenoise: all windows start from the noise of the first one, shuffled, so that they differ less.",
         ),
     ]
+
+
+def _preset_input() -> io.Input:
+    """Optional and the last, for the same reasons."""
+    names = dict.fromkeys(name for model in model_cards() for name in model.presets)
+    return io.Combo.Input(
+        "preset",
+        options=[NO_PRESET, AUTO, *names],
+        default=NO_PRESET,
+        optional=True,
+        tooltip="Steps, guidance, scheduler and shift that go together, in place of the node's own, for a model or a "
+        "LoRA that was distilled for few steps. auto: as the LoRA or the model says.",
+    )
 
 
 def _attention_inputs() -> list[io.Input]:

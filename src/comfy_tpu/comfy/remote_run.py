@@ -38,6 +38,7 @@ def remote_run(
     stages: Mapping[str, int],
     loras: Sequence[Lora] = (),
     runtime: RuntimeConfig = RuntimeConfig(),
+    preset: str | None = None,
 ) -> Iterator[RemotePipeline]:
     """The model's pipeline on a server, reporting to the current node. `stages`: as in `pipeline_run`."""
     from comfy_tpu.remote.client import ServerClient
@@ -64,7 +65,9 @@ def remote_run(
     with run_lock, report.to_the_end():
         try:
             report.show_line([NodeText("node.connecting", {"server": shown})])
-            pipeline = RemotePipeline.open(client, name, callbacks, loras=loras, wait_seconds=server.wait_seconds)
+            pipeline = RemotePipeline.open(
+                client, name, callbacks, loras=loras, preset=preset, wait_seconds=server.wait_seconds
+            )
             _check_model(pipeline, family, name, shown)
             report.use_colours(pipeline.preview_colours)
             yield pipeline

@@ -54,9 +54,10 @@ def pipeline_run(
     stages: Mapping[str, int],
     loras: Sequence[Lora] = (),
     runtime: RuntimeConfig = RuntimeConfig(),
+    preset: str | None = None,
 ) -> Iterator[VideoPipeline]:
-    """The model's pipeline on this runtime with these LoRAs, reporting to the current node. `stages`: the stages that
-    its progress bar counts, with totals."""
+    """The model's pipeline on this runtime with these LoRAs and this preset, reporting to the current node. `stages`:
+    the stages that its progress bar counts, with totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family)
     with run_lock, report.to_the_end():
@@ -71,7 +72,7 @@ def pipeline_run(
                 ) from error
             start()
             register_with_comfyui()
-            pipeline.use_loras(loras)
+            pipeline.use_loras(loras, preset)
             report.use_colours(pipeline.preview_colours)
             pipeline.on_progress = report
             try:
@@ -170,6 +171,9 @@ class NodeReport:
         STATUS.record(progress, self._node)
         self._show(STATUS.line(), immediately=progress.stage != "loading" or progress.done in (0, progress.total))
         if progress.stage in self._stages:
+            if progress.stage == "denoising" and progress.total != self._stages["denoising"]:  # a preset's steps
+                self._stages = {**self._stages, "denoising": progress.total}
+                self._bar.total = sum(self._stages.values())
             self._bar.update_absolute(self._bar_position(progress), preview=self._preview_image(progress))
         send_status(immediately=progress.done in (0, progress.total))
 

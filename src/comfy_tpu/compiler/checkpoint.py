@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from comfy_tpu.compiler.weight_names import INDEX_NAME, SHARD_NAME, choose_weights, group_weights
 from comfy_tpu.errors import CheckpointError, join_names
 from comfy_tpu.finite import is_finite
 from comfy_tpu.json_input import read_json
@@ -27,11 +27,6 @@ _PICKLE_REASON = (
     "such files are pickles, and opening a pickle runs the code inside it; use the model's safetensors version, or "
     "convert it once in a sandbox with safetensors.torch.save_file(torch.load(path, weights_only=True), ...)"
 )
-
-# diffusers and transformers write a variant at different places: model.fp16.safetensors.index.json,
-# model.safetensors.index.fp16.json, model.safetensors.fp16.index.json.
-_INDEX_NAME = re.compile(r"(?P<stem>.+)\.safetensors(?P<before>\.\w+)?\.index(?P<after>\.\w+)?\.json")
-_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 _DTYPES = {
     "BOOL": "bool",
@@ -84,7 +79,7 @@ class Checkpoint:
             )
         if path.is_dir():
             index, files = _find_files(path, variant)
-        elif _INDEX_NAME.fullmatch(path.name):
+        elif INDEX_NAME.fullmatch(path.name):
             index, files = path, []
         else:
             _check_suffix(path)
@@ -122,52 +117,21 @@ class Checkpoint:
         self._read_bytes = 0
 
 
-@dataclasses.dataclass
-class _Candidate:
-    """What a directory holds under one name: an index, or files without one."""
-
-    index: Path | None = None
-    files: list[Path] = dataclasses.field(default_factory=list)
-
-
 def _find_files(directory: Path, variant: str | None) -> tuple[Path | None, list[Path]]:
     """The index of a directory, or its files where it has none."""
-    candidates: dict[tuple[str, str | None], _Candidate] = {}
-    for path in sorted(directory.iterdir()):
-        if match := _INDEX_NAME.fullmatch(path.name):
-            key = _name_and_variant(match["stem"], match["before"] or match["after"])
-            candidates.setdefault(key, _Candidate()).index = path
-        elif path.suffix == ".safetensors":
-            shard = _SHARD_NAME.fullmatch(path.stem)
-            key = _name_and_variant(shard["stem"] if shard else path.stem, None)
-            candidates.setdefault(key, _Candidate()).files.append(path)
-    if not candidates:
+    groups = group_weights(path.name for path in directory.iterdir())
+    if not groups:
         raise CheckpointError(_no_files_message(directory))
-    if variant is None:
-        # "a.fp16" beside "a" is the same model in another form; without an "a", the dot is just part of a name.
-        plain = {name for name, found in candidates if found is None}
-        chosen = [candidates[key] for key in candidates if key[1] is None or key[0] not in plain]
-    else:
-        chosen = [candidate for (_, found), candidate in candidates.items() if found == variant]
-    if not chosen:
-        variants = sorted({found for _, found in candidates if found}) or ["none"]
-        raise CheckpointError(f"{directory} has no variant {variant!r}; its variants: {', '.join(variants)}")
-    indexes = [candidate.index for candidate in chosen if candidate.index]
+    chosen = choose_weights(groups, variant, str(directory))
+    indexes = [directory / group.index for group in chosen if group.index]
     if len(indexes) > 1:
         names = ", ".join(index.name for index in indexes)
         raise CheckpointError(f"{directory} has several indexes ({names}); give the path of one of them")
     if indexes:
         return indexes[0], []
-    files = [path for candidate in chosen for path in candidate.files]
+    files = [directory / name for group in chosen for name in group.files]
     _check_shard_numbers(directory, files)
     return None, files
-
-
-def _name_and_variant(stem: str, variant: str | None) -> tuple[str, str | None]:
-    if variant:
-        return stem, variant.removeprefix(".")
-    head, dot, tail = stem.rpartition(".")
-    return (head, tail) if dot else (stem, None)
 
 
 def _no_files_message(directory: Path) -> str:
@@ -194,7 +158,7 @@ def _check_suffix(path: Path) -> None:
 
 def _check_shard_numbers(directory: Path, files: Iterable[Path]) -> None:
     for path in files:
-        if match := _SHARD_NAME.fullmatch(path.stem):
+        if match := SHARD_NAME.fullmatch(path.stem):
             count = int(match["count"])
             names = [f"{match['stem']}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
             _check_present(directory, names, "its other shards' names")

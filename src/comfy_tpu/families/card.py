@@ -15,6 +15,9 @@ from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, VAE_BACKEND, Generati
 Config = Mapping[str, Any]
 """The content of a config.json."""
 
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+"""In a model directory; some models differ in nothing else."""
+
 Guidance = Literal["classifier_free", "embedded", "none"]
 """classifier_free: a second forward with the negative prompt. embedded: the model reads guidance_scale as a number.
 none: guidance_scale has no effect, because the model was distilled without it."""
@@ -78,6 +81,24 @@ class ImageInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class Preset:
+    """Settings that go together, chosen by one word: those that a distilled checkpoint or LoRA was trained for."""
+
+    settings: Mapping[str, Any]
+    """Values by field of GenerationSettings."""
+    patterns: tuple[str, ...] = ()
+    """Regular expressions that are found, whatever the case, in the names of files and folders made for the preset."""
+    sources: tuple[str, ...] = ()
+    """Published files of that kind: a hub id, or a file of one as OWNER/NAME/FILE."""
+    lora_strength: float = 1.0
+    """The strength that such a LoRA is made for."""
+    lora: str = ""
+    """The path of a LoRA inside the model directory, which the preset brings along."""
+    is_distilled: bool = False
+    """Whether the model itself is made for these settings, so that no other file is needed."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelCard:
     """One kind of model of a family: models that one set of functions runs."""
 
@@ -86,7 +107,7 @@ class ModelCard:
     """The `_class_name` values of model_index.json."""
     limits: Limits
     defaults: GenerationSettings
-    presets: Mapping[str, Mapping[str, Any]]
+    sizes: Mapping[str, Mapping[str, Any]]
     """Settings by the name of a size: "720P"."""
     spatial_scale: int
     """Pixels per latent, on a side."""
@@ -116,6 +137,10 @@ class ModelCard:
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
     """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
     with. A model directory's own reuse.json takes precedence."""
+    licences: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of the licences of the published weights, by hub id."""
+    presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
+    """Settings for few steps, by name: "4step". A model directory's own presets.json replaces them."""
     reads_single_files: bool = False
     """Whether the model may be given as single files, as ComfyUI's model folders hold them."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import FamilyCard, Guidance, ImageRole, ModelCard, NodeSet
+from comfy_tpu.families.card import FamilyCard, Guidance, ImageRole, ModelCard, NodeSet, Preset
 from comfy_tpu.families.settings import check_settings
+
+RESERVED_PRESETS = ("auto", "none")
+"""Words that a user may say in place of a preset's name."""
 
 
 class CardError(ComfyTpuError):
@@ -103,14 +107,35 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
         yield f"it takes {image.max_images} images, which only a model with reference images does"
     if image is not None and image.role != "first_frame" and image.last_image != "no":
         yield "it takes a last image and no first frame"
-    for name, preset in {"default": {}, **model.presets}.items():
-        if unknown := sorted(set(preset) - {field.name for field in dataclasses.fields(GenerationSettings)}):
-            yield f"its size {name} has {unknown[0]}, which is no setting"
+    for name, size in {"default": {}, **model.sizes}.items():
+        yield from _settings_problems(f"size {name}", size, model)
+    presets: Mapping[str, object] = model.presets
+    for name, preset in presets.items():
+        if not isinstance(preset, Preset):
+            yield f"its preset {name} is a {type(preset).__name__}, expected a Preset; names of sizes belong to sizes"
             continue
+        if name in RESERVED_PRESETS or not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+            yield f"its preset {name!r} is not named by small letters, digits and dashes, or by a reserved word"
+        yield from _settings_problems(f"preset {name}", preset.settings, model)
+        yield from (f"its preset {name} has the pattern {each!r}, which is none" for each in _bad_patterns(preset))
+
+
+def _settings_problems(what: str, settings: Mapping[str, object], model: ModelCard) -> Iterator[str]:
+    if unknown := sorted(set(settings) - {field.name for field in dataclasses.fields(GenerationSettings)}):
+        yield f"its {what} has {unknown[0]}, which is no setting"
+        return
+    try:
+        check_settings(dataclasses.replace(model.defaults, **settings), model.limits)  # type: ignore[arg-type]
+    except InvalidValueError as error:
+        yield f"its {what} cannot be used: {error}"
+
+
+def _bad_patterns(preset: Preset) -> Iterator[str]:
+    for pattern in preset.patterns:
         try:
-            check_settings(dataclasses.replace(model.defaults, **preset), limits)
-        except InvalidValueError as error:
-            yield f"its size {name} cannot be used: {error}"
+            re.compile(pattern)
+        except re.error:
+            yield pattern
 
 
 def _hub_ids(card: FamilyCard) -> set[str]:

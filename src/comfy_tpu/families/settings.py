@@ -28,11 +28,46 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
         raise InvalidValueError(
             f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}", field=unknown[0]
         )
-    settings = dataclasses.replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    settings = dataclasses.replace(defaults, **chosen)
+    if settings.sigmas and "num_inference_steps" not in chosen:
+        settings = dataclasses.replace(settings, num_inference_steps=len(parse_sigmas(settings.sigmas)))
     check_settings(settings, limits)
     settings = _with_own_context(settings, defaults.context_frames or defaults.num_frames, limits.frames_multiple)
     check_settings(settings, limits)
     return settings
+
+
+def merge_choices(preset: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a preset and the chosen ones (None: not chosen), which go before them. A number of steps replaces
+    the preset's noise levels, and noise levels its number of steps: each decides the other."""
+    said = {name: value for name, value in chosen.items() if value is not None}
+    if said.get("num_inference_steps", preset.get("num_inference_steps")) != preset.get("num_inference_steps"):
+        preset = {name: value for name, value in preset.items() if name != "sigmas"}
+    if "sigmas" in said and "num_inference_steps" not in said:
+        preset = {name: value for name, value in preset.items() if name != "num_inference_steps"}
+    return {**chosen, **preset, **said}
+
+
+def parse_sigmas(text: str) -> tuple[float, ...]:
+    """Noise levels from "1,0.75,0.5"; raises InvalidValueError unless they fall, from 1 at most, and stay above 0."""
+    try:
+        levels = tuple(float(part) for part in text.split(","))
+    except (AttributeError, ValueError):
+        levels = ()
+    if not levels or not all(0 < level <= 1 for level in levels) or sorted(set(levels), reverse=True) != list(levels):
+        raise InvalidValueError(
+            f"sigmas={str(text)[:60]!r} are not noise levels; give numbers that fall, from 1 at most to above 0: "
+            "1,0.75,0.5,0.25",
+            field="sigmas",
+        )
+    return levels
+
+
+def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
+    """The guidance scales of the first and the second transformer; without a boundary the second never runs."""
+    second = settings.guidance_scale_2 if settings.boundary > 0 else 0.0
+    return settings.guidance_scale, second or settings.guidance_scale
 
 
 def _with_own_context(settings: GenerationSettings, own: int, frames_multiple: int) -> GenerationSettings:
@@ -84,10 +119,10 @@ def parse_size(
     if match is not None:
         frames = None if match[3] is None else int(match[3])
         values: Mapping[str, Any] = {"width": int(match[1]), "height": int(match[2]), "num_frames": frames}
-    elif text.upper() in card.presets:
-        values = card.presets[text.upper()]
+    elif text.upper() in card.sizes:
+        values = card.sizes[text.upper()]
     else:
-        names = ", ".join(sorted(card.presets))
+        names = ", ".join(sorted(card.sizes))
         raise InvalidValueError(
             f"size={text} is no size; write width×height×frames as 1280x720x81, or one of {names}", field="size"
         )
@@ -133,9 +168,28 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
             f"scheduler={settings.scheduler!r} is unknown; choose from {', '.join(limits.schedulers)}",
             field="scheduler",
         )
+    _check_sigmas(settings)
     if not isinstance(settings.negative_prompt, str):
         raise InvalidValueError(
             f"negative_prompt is a {type(settings.negative_prompt).__name__}, expected text", field="negative_prompt"
+        )
+
+
+def _check_sigmas(settings: GenerationSettings) -> None:
+    if not settings.sigmas:
+        return
+    count = len(parse_sigmas(settings.sigmas))
+    if count != settings.num_inference_steps:
+        raise InvalidValueError(
+            f"sigmas={settings.sigmas!r} are {count} steps, and num_inference_steps={settings.num_inference_steps}; "
+            "leave one of them out",
+            field="sigmas",
+        )
+    if not settings.scheduler.startswith("euler"):
+        raise InvalidValueError(
+            f"sigmas={settings.sigmas!r} are for an Euler scheduler, and scheduler={settings.scheduler} has its own; "
+            "choose euler",
+            field="sigmas",
         )
 
 

@@ -18,6 +18,7 @@ from PIL.Image import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs import opening
 from comfy_tpu.jobs.batch_size import choose_rows, runs_beside
 from comfy_tpu.jobs.folder import Folder
@@ -181,7 +182,10 @@ class Executor:
         values = jobs[0].request.values
         # Without what is a job's own: a bad seed fails that job, and not those that would share a step with it.
         common = {name: value for name, value in values.items() if name not in PER_ROW_FIELDS}
-        settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.presets))
+        # "auto" is found out when the LoRAs are opened, which others may be using now: here it counts as none.
+        name = values.get("preset", AUTO)
+        preset = {} if name == AUTO else find_preset(pipeline.files.presets, name, pipeline.model_name).settings
+        settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.sizes, preset))
         alone = any(name in values for name in ("contact_sheet", "num_videos", "strength", "stage"))
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
@@ -205,7 +209,7 @@ class Executor:
         try:
             with hosts.failing_together(CancelledError):
                 values = self._inputs.fetch(jobs[0].request.values)
-                pipeline.use_loras(values.get("lora", ()))
+                pipeline.use_loras(values.get("lora", ()), values.get("preset"))
                 images = opening.read_images(values)
                 opening.check_last_image(values, pipeline)
         except CancelledError:
@@ -244,7 +248,7 @@ class Executor:
         try:
             with hosts.failing_together(CancelledError):
                 values = self._inputs.fetch(job.request.values)
-                pipeline.use_loras(values.get("lora", ()))
+                pipeline.use_loras(values.get("lora", ()), values.get("preset"))
                 outputs = run_stage(pipeline, values, self._folder, job.output)
         except CancelledError:
             raise
@@ -256,7 +260,9 @@ class Executor:
 
     def _check(self, pipeline: VideoPipeline, job: Job) -> tuple[GenerationSettings, tuple[str, ...]]:
         """The settings of a job, and the names of its videos, which the first host knows."""
-        settings = pipeline.settings(**opening.choose_settings(job.request.values, pipeline.family.card.presets))
+        sizes, preset = pipeline.family.card.sizes, pipeline.preset.settings
+        settings = pipeline.settings(**opening.choose_settings(job.request.values, sizes, preset))
+        pipeline.warn_of_preset(settings)
         settings = pipeline.settle_context(settings, job.request.values.get("image") or ())
         if not hosts.is_first_host():
             return settings, ()
@@ -283,6 +289,7 @@ class Executor:
             loras=pipeline.loras.text,
             attention_window=pipeline.attention_window,
             quantization=pipeline.quantization,
+            preset=pipeline.preset.name or "",
         )
         if init_image is not None:
             description["strength"] = str(init_image.strength)

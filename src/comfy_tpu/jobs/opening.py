@@ -14,13 +14,14 @@ from comfy_tpu.config import (
     VAE_BACKEND,
     AttentionConfig,
     CacheConfig,
-    FastPreset,
+    FastSettings,
     GenerationSettings,
     RuntimeConfig,
     SingleFiles,
 )
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import model_cards
+from comfy_tpu.families.settings import merge_choices
 from comfy_tpu.kernels.windows import parse_blocks, parse_window
 from comfy_tpu.pipeline.images import as_frame, read_image
 from comfy_tpu.pipeline.init_image import InitImage
@@ -39,7 +40,7 @@ def make_runtime(values: Mapping[str, Any]) -> RuntimeConfig:
         platform=values.get("platform", "auto"),
         dtype=values.get("dtype", "auto"),
         quantize=values.get("quantize"),
-        fast=FastPreset(**fast) if isinstance(fast, Mapping) else fast,
+        fast=FastSettings(**fast) if isinstance(fast, Mapping) else fast,
         vae_backend=values.get("vae_backend", VAE_BACKEND),
         attention=_make_attention(values),
         cache=CacheConfig(directory=None if cache is None else Path(cache)),
@@ -57,16 +58,20 @@ def _make_attention(values: Mapping[str, Any]) -> AttentionConfig:
     )
 
 
-def choose_settings(values: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The chosen settings by field of GenerationSettings. Single values override those of a size."""
+def choose_settings(
+    values: Mapping[str, Any], sizes: Mapping[str, Mapping[str, Any]], preset: Mapping[str, Any] = {}
+) -> dict[str, Any]:
+    """The chosen settings by field of GenerationSettings. Single values override those of a preset, and these those of
+    a size, whose flow shift is for many steps."""
     chosen: dict[str, Any] = {}
     if size := values.get("size"):
-        if str(size).upper() not in presets:
+        if str(size).upper() not in sizes:
             raise InvalidValueError(
-                f"size={size} is unknown; choose from {', '.join(sorted(presets)) or 'none'}", field="size"
+                f"size={size} is unknown; choose from {', '.join(sorted(sizes)) or 'none'}", field="size"
             )
-        chosen.update(presets[str(size).upper()])
-    return chosen | {field: values[field] for field in SETTINGS if values.get(field) is not None}
+        chosen.update(sizes[str(size).upper()])
+    said = {field: values[field] for field in SETTINGS if values.get(field) is not None}
+    return chosen | merge_choices(preset, said)
 
 
 def choose_model(values: Mapping[str, Any]) -> str | SingleFiles | None:

@@ -9,9 +9,9 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from comfy_tpu.config import Lora
+from comfy_tpu.config import Lora, LoraNoise
 
 RESULT_VERSION = 3
 """Part of every identity. To be increased when the same request gives another video, so that finished jobs are done
@@ -116,7 +116,7 @@ def split_lora(text: str) -> tuple[str, dict[str, Any]]:
     path, chosen = text, dict[str, Any]()
     for _ in range(2):  # in either order
         rest, _, last = path.rpartition(":")
-        if rest and last in ("high", "low") and "noise" not in chosen:
+        if rest and last in get_args(LoraNoise) and "noise" not in chosen:
             chosen["noise"] = last
         elif rest and "strength" not in chosen and (_is_number(last) or rest.endswith(".safetensors")):
             chosen["strength"] = float(last) if _is_number(last) else last

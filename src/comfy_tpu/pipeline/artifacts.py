@@ -24,12 +24,12 @@ import comfy_tpu
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.settings import guidance_scales
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
 from comfy_tpu.pipeline.stage_messages import FORMAT
-from comfy_tpu.pipeline.step_plan import guidance_scales
 
 Stage = Literal["text", "latents"]
 
@@ -70,6 +70,8 @@ class Header:
     """The attention window as text; empty where every token attended to all."""
     quantization: str = ""
     """What the transformer computed in 8 bits; empty: nothing."""
+    preset: str = ""
+    """The name of the preset whose settings these are; empty: none."""
 
 
 def describe(
@@ -81,6 +83,7 @@ def describe(
     loras: str = "",
     attention_window: str = "",
     quantization: str = "",
+    preset: str = "",
 ) -> dict[str, str]:
     """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
     optional = {
@@ -88,6 +91,7 @@ def describe(
         "loras": loras,
         "attention_window": attention_window,
         "quantize": quantization,
+        "preset": preset,
     }
     description = {
         "prompt": prompt,
@@ -111,7 +115,9 @@ def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
     return all(found.get(key) == expected.get(key) for key in keys)
 
 
-def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model) -> None:
+def save_text(
+    path: Path, embeddings: PromptEmbeddings, settings: GenerationSettings, model: Model, *, preset: str = ""
+) -> None:
     branches = {
         "positive": embeddings.positive,
         "negative": embeddings.negative or {},
@@ -122,7 +128,7 @@ def save_text(path: Path, embeddings: PromptEmbeddings, settings: GenerationSett
         path,
         "text",
         tensors,
-        describe(embeddings.prompt, settings, model, images_fingerprint=embeddings.images_fingerprint),
+        describe(embeddings.prompt, settings, model, images_fingerprint=embeddings.images_fingerprint, preset=preset),
         embeddings.cut,
     )
 
@@ -287,6 +293,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             loras,
             metadata.get("attention_window", ""),
             metadata.get("quantize", ""),
+            metadata.get("preset", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_error(path, repr(error), MAKER[stage]) from error

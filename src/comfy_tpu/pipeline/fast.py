@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.settings import guidance_scales
 from comfy_tpu.kernels.quantized import native_format
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.reuse import has_curve
-from comfy_tpu.pipeline.step_plan import guidance_scales
 
 
 def find_unusable(files: ModelFiles, settings: GenerationSettings, placement: Placement) -> dict[str, str]:

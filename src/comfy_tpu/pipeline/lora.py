@@ -8,17 +8,18 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from comfy_tpu.compiler.merging import WeightChange
-from comfy_tpu.config import Lora
+from comfy_tpu.config import Lora, LoraNoise
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.model_family import Rows
 from comfy_tpu.families.shared.lora_names import ALL
-from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, Targets, make_targets
+from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, LoraMatch, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,11 @@ class OpenLora:
     noise: str
     """The transformer that the LoRA is for: "all", or one of two, "high" or "low"."""
     fingerprint: str
-    factors: dict[str, Factors]
+    matched: LoraMatch
+
+    @property
+    def factors(self) -> Mapping[str, Factors]:
+        return self.matched.factors
 
     def change(self, name: str) -> WeightChange:
         factors = self.factors[name]
@@ -130,7 +135,46 @@ def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
     if not loras:
         return NO_LORAS
     targets = make_targets(files.checkpoint(files.family.transformer).tensors, files.family.denoiser.lora_names)
-    return Loras(tuple(_open(lora, targets, files) for lora in loras))
+    opened = tuple(_open(lora, targets, files) for lora in loras)
+    _check_pairs(opened, files)
+    return Loras(opened)
+
+
+_NOISE_NAMES = (
+    re.compile(r"(?:^|[^a-z])(high|low)[-_ ]?noise", re.I),
+    # Of files for Wan 2.2 A14B only: a style may have such a word in its name, too.
+    re.compile(r"(?=.*(?:a14b|wan[-_. ]?2[-_.]?2|lightning|lightx2v)).*(?:^|[-_. ])(high|low|h|l)(?:[-_. ]|$)", re.I),
+)
+
+
+def noise_of_name(path: Path) -> str | None:
+    """The transformer of two that a file is for, as its name says: "high" or "low"; None where it says nothing."""
+    found = next((match for pattern in _NOISE_NAMES if (match := pattern.search(path.stem))), None)
+    return None if found is None else {"h": "high", "l": "low"}[found[1][0].lower()]
+
+
+def _check_pairs(opened: Sequence[OpenLora], files: ModelFiles) -> None:
+    """Raises InvalidValueError for both files of a pair on a model with one transformer, and warns of half a pair."""
+    named = [(lora, noise_of_name(lora.file.path)) for lora in opened]
+    of_pairs = {noise: lora.file.path for lora, noise in named if noise is not None}
+    if len(files.family.denoiser.transformers) == 1:
+        if len(of_pairs) == 2:
+            raise InvalidValueError(
+                f"lora={of_pairs['high']} and {of_pairs['low']} are a pair for two transformers, of high and low "
+                f"noise, and model {files.name} has one; use a LoRA made for {files.family.name}",
+                field="lora",
+            )
+        return
+    for noise, other in (NOISE, NOISE[::-1]):
+        here = [lora for lora, said in named if lora.noise == said == noise and lora.strength]
+        if here and not any(lora.noise in (other, "all") and lora.strength for lora in opened):
+            logger.warning(
+                "lora=%s is for %s noise, and nothing is given for %s noise; give the other file of the pair, too",
+                here[0].file.path,
+                noise,
+                other,
+                extra={"field": "lora"},
+            )
 
 
 def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
@@ -140,11 +184,12 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             f"lora={lora.path} has strength {strength!r}, which is not a finite number; 1 takes it as it was trained",
             field="lora",
         )
-    if lora.noise not in ("all", *NOISE):
+    if lora.noise not in get_args(LoraNoise):
         raise InvalidValueError(
-            f"lora={lora.path} is for noise {lora.noise!r}; choose from all, {', '.join(NOISE)}", field="lora"
+            f"lora={lora.path} is for noise {lora.noise!r}; choose from {', '.join(get_args(LoraNoise))}", field="lora"
         )
-    if lora.noise != "all" and len(files.family.denoiser.transformers) == 1:
+    has_pair = len(files.family.denoiser.transformers) > 1
+    if lora.noise in NOISE and not has_pair:
         raise InvalidValueError(
             f"lora={lora.path} is for {lora.noise} noise, but model {files.name} has one transformer for all; leave "
             f"{lora.noise} out",
@@ -152,21 +197,7 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
         )
     file = LoraFile.open(lora.path)
     matched = file.match(targets)
-    if not matched.factors:
-        raise InvalidValueError(
-            f"lora={lora.path} fits nothing in model {files.name}, it holds {join_names(file.checkpoint.tensors, 3)}; "
-            f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {files.family.name}",
-            field="lora",
-        )
-    _check_shapes(lora.path, matched.factors, files)
-    # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
-    if matched.unknown_modules > matched.known_modules:
-        raise InvalidValueError(
-            f"lora={lora.path} was made for another model: {files.name} has a place for {matched.known_modules} of its "
-            f"{matched.known_modules + matched.unknown_modules} modules, and not for "
-            f"{join_names(matched.unknown_keys, 3)}; use a LoRA made for {files.family.name}",
-            field="lora",
-        )
+    check_match(lora.path, file, matched, targets, files.name, files.family.name)
     if matched.text_keys:
         logger.warning(
             "lora=%s: its %d text encoder tensors are ignored; the text encoder stays as it is",
@@ -179,13 +210,34 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             "lora=%s: model %s has no place for %s; the rest is applied",
             lora.path,
             files.name,
-            ", ".join(_group_layers(matched.unknown_keys)),
+            ", ".join(group_layers(matched.unknown_keys)),
             extra={"field": "lora"},
         )
-    return OpenLora(file, float(strength), lora.noise, _fingerprint(lora.path), matched.factors)
+    noise = (noise_of_name(lora.path) if has_pair else None) or "all" if lora.noise == "auto" else lora.noise
+    return OpenLora(file, float(strength), noise, _fingerprint(lora.path), matched)
 
 
-def _group_layers(keys: list[str]) -> list[str]:
+def check_match(path: Path, file: LoraFile, matched: LoraMatch, targets: Targets, model: str, family: str) -> None:
+    """Raises InvalidValueError for a file that was made for another model: nothing in it fits, a shape differs, or more
+    of its modules have no place than have one. Fewer are a warning, and the rest is applied."""
+    if not matched.factors:
+        raise InvalidValueError(
+            f"lora={path} fits nothing in model {model}, it holds {join_names(file.checkpoint.tensors, 3)}; "
+            f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {family}",
+            field="lora",
+        )
+    _check_shapes(path, matched.factors, model, family)
+    # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
+    if matched.unknown_modules > matched.known_modules:
+        raise InvalidValueError(
+            f"lora={path} was made for another model: {model} has a place for {matched.known_modules} of its "
+            f"{matched.known_modules + matched.unknown_modules} modules, and not for "
+            f"{join_names(matched.unknown_keys, 3)}; use a LoRA made for {family}",
+            field="lora",
+        )
+
+
+def group_layers(keys: list[str]) -> list[str]:
     """The keys, with those that differ only in the layer number joined into one."""
     alike: dict[str, list[str]] = {}
     for key in keys:
@@ -193,12 +245,12 @@ def _group_layers(keys: list[str]) -> list[str]:
     return [f"{pattern} ({len(each)})" if len(each) > 1 else each[0] for pattern, each in alike.items()]
 
 
-def _check_shapes(path: Path, factors: dict[str, Factors], files: ModelFiles) -> None:
+def _check_shapes(path: Path, factors: Mapping[str, Factors], model: str, family: str) -> None:
     for name, found in factors.items():
         if found.product_shape != found.shape:
             raise InvalidValueError(
-                f"lora={path} changes {name} by a tensor of shape {found.product_shape}, and in model {files.name} it "
-                f"has shape {found.shape}: use a LoRA made for this size of {files.family.name}",
+                f"lora={path} changes {name} by a tensor of shape {found.product_shape}, and in model {model} it "
+                f"has shape {found.shape}: use a LoRA made for this size of {family}",
                 field="lora",
             )
 

@@ -170,6 +170,7 @@ class LoraFile:
     """Keys that end in no known part."""
     adapter: Mapping[str, Any]
     """PEFT's configuration if the file holds it, else empty."""
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> LoraFile:
@@ -197,7 +198,9 @@ class LoraFile:
                 "lora_B.weight, or in lora_down.weight and lora_up.weight",
                 field="lora",
             )
-        return cls(path, checkpoint, modules, tuple(others), _adapter(path))
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            metadata = opened.metadata() or {}
+        return cls(path, checkpoint, modules, tuple(others), _adapter(path, metadata), metadata)
 
     def read(self, key: str) -> torch.Tensor:
         try:
@@ -314,9 +317,8 @@ def _cut_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
     return (sum(len(range(*piece.indices(shape[0]))) for piece in rows), *shape[1:]) if shape else shape
 
 
-def _adapter(path: Path) -> Mapping[str, Any]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        text = (file.metadata() or {}).get(_METADATA)
+def _adapter(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    text = metadata.get(_METADATA)
     try:
         content = parse_json(text) if text else {}
     except ValueError as error:

@@ -23,12 +23,14 @@ from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
 from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
+from comfy_tpu.families.card import SCHEDULER_FILE, Preset
 from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
-from comfy_tpu.families.settings import check_settings
+from comfy_tpu.families.settings import check_settings, make_settings
 from comfy_tpu.families.shared.config_checks import check_sizes
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
+from comfy_tpu.hub.download import Place, check_space, find_needed
+from comfy_tpu.hub.repository import open_repository
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.plain_tokenizer import PlainTokenizer
@@ -55,6 +57,10 @@ def list_model_files(directory: Path) -> list[Path]:
     """The files of a model directory that may be read: configurations, weights, vocabularies."""
     return [path for pattern in _DOWNLOAD_PATTERNS for path in directory.glob(pattern)]
 
+
+PRESETS_FILE = "presets.json"
+"""The presets of a model directory, in place of its family's: {NAME: {"settings": {…}, "lora": PATH}}, the LoRA in the
+directory, or without one."""
 
 SHARED_PARTS_FILE = "shared_parts.json"
 """Lists the parts of a model directory that are kept in the directory above it: {"from_parent": ["vae", ...]}.
@@ -184,6 +190,33 @@ class ModelFiles:
                 field="model",
             ) from error
         return defaults
+
+    @functools.cached_property
+    def presets(self) -> Mapping[str, Preset]:
+        """Presets by name: those of presets.json where the directory has it, else the family's."""
+        path = self.path(PRESETS_FILE)
+        if not path.is_file():
+            return self.family.card.presets
+        return {name: self._read_preset(path, name, value) for name, value in _read_json(path).items()}
+
+    def _read_preset(self, path: Path, name: str, value: Any) -> Preset:
+        try:
+            preset = Preset(dict(value["settings"]), lora=value.get("lora", ""))
+            if set(value) - {"settings", "lora"} or not isinstance(preset.lora, str):
+                raise ValueError("it has other keys than settings and lora")
+            make_settings(self.defaults, preset.settings, self.family.card.limits)
+            if preset.lora and not _is_inside(preset.lora):
+                raise ValueError(f"lora={preset.lora!r} is not a path inside the model directory")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: the preset {name} cannot be used ({_reason(error)}); {_advice(self.directory)}", field="model"
+            ) from error
+        return preset
+
+    @property
+    def transformer_names(self) -> tuple[str, ...]:
+        """Names that may say what the transformer was made for."""
+        return (self.name,)
 
     @functools.cached_property
     def preview_colours(self) -> PreviewColours | None:
@@ -341,6 +374,10 @@ def _part_path(directory: Path, shared_parts: frozenset[str], name: str) -> Path
     return (directory.resolve().parent if name.partition("/")[0] in shared_parts else directory) / name
 
 
+def _is_inside(path: str) -> bool:
+    return all(_is_plain_name(part) for part in path.split("/"))
+
+
 def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
@@ -410,13 +447,25 @@ def _find_download(model: str) -> Path | None:
 
 def _download(model: str) -> Path:
     try:
-        return _download_files(model, _DOWNLOAD_PATTERNS)
+        return _download_files(model, _needed_names(model))
     except _DownloadError as error:
         raise CheckpointError(
             f"model={model} is not a directory here and could not be downloaded from the hub ({error}); check the "
             "name and the network, or download it elsewhere and give its directory",
             field="model",
         ) from error
+
+
+def _needed_names(model: str) -> list[str]:
+    """The files that a model needs, without other forms of the same weights. Raises InvalidValueError where the disk
+    has no room for them. Where the hub does not answer, patterns: what was downloaded earlier may be enough."""
+    try:
+        place = Place(open_repository(model))
+        needed = find_needed(place)
+    except CheckpointError:
+        return _DOWNLOAD_PATTERNS
+    check_space(place, needed)
+    return [file.name for file in needed]
 
 
 def download_small_files(base: str, name: str) -> Path:

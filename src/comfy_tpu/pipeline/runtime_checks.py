@@ -8,7 +8,7 @@ from typing import get_args
 from comfy_tpu.config import (
     AttentionConfig,
     AttentionImplementation,
-    FastPreset,
+    FastSettings,
     Quantization,
     ResidencyConfig,
     RuntimeConfig,
@@ -35,9 +35,9 @@ def check_runtime(runtime: RuntimeConfig) -> None:
 
 
 def _check_preset(given: object) -> None:
-    if given is not None and not isinstance(given, FastPreset):
+    if given is not None and not isinstance(given, FastSettings):
         raise InvalidValueError(
-            f"fast is a {type(given).__name__}, expected a FastPreset such as comfy_tpu.FAST", field="fast"
+            f"fast is a {type(given).__name__}, expected a FastSettings such as comfy_tpu.FAST", field="fast"
         )
 
 

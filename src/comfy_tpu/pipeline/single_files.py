@@ -23,11 +23,10 @@ from comfy_tpu.compiler.single_file import PartFile, open_single_file
 from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors, join_names
-from comfy_tpu.families.card import Config, ModelCard
+from comfy_tpu.families.card import SCHEDULER_FILE, Config, ModelCard, Preset
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import load_references
 from comfy_tpu.families.registry import find_family_card, find_model_card, find_published, load_family, model_cards
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline.lora_keys import holds_factors
 from comfy_tpu.pipeline.model_files import (
@@ -51,6 +50,15 @@ class SingleFileModel(ModelFiles):
 
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
         return dict(self.configs[spec.name])
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """The family's: those of the base directory are for its own weights."""
+        return self.family.card.presets
+
+    @property
+    def transformer_names(self) -> tuple[str, ...]:
+        return tuple(self.files[spec.name].stem for spec in self.family.denoiser.transformers)
 
     def checkpoint(self, spec: ComponentSpec) -> WeightSource:
         part = self.family.single_files[spec.name]
@@ -298,7 +306,7 @@ def _has_shapes(
     except CheckpointError:  # a file that is not whole; if nothing else fits, that is said
         return False
     shapes = {spec.rename(name) if spec.rename else name: info.shape for name, info in converted.tensors.items()}
-    wanted = _published_shapes(model, hub_id)
+    wanted = published_shapes(model, hub_id)
     extra = [name for name in shapes if name not in wanted]
     return all(shapes.get(name) == shape for name, shape in wanted.items()) and all(
         any(fnmatch.fnmatchcase(name, pattern) for pattern in spec.unused) for name in extra
@@ -306,7 +314,8 @@ def _has_shapes(
 
 
 @functools.cache
-def _published_shapes(model: str, hub_id: str) -> dict[str, tuple[int, ...]]:
+def published_shapes(model: str, hub_id: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a published transformer, by name. `model`: the name of its card."""
     family = load_family(model)
     with quiet():
         skeleton = build_skeleton(lambda: family.transformer.build(family.card.published[hub_id]))

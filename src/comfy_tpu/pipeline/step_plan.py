@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from comfy_tpu.config import GenerationSettings, ReuseConfig
+from comfy_tpu.families.settings import guidance_scales
 from comfy_tpu.pipeline.reuse import Curve
 from comfy_tpu.pipeline.schedule import Schedule
 
@@ -67,12 +68,6 @@ class Plan:
     def forwards(self) -> int:
         """Forward passes of one video through the transformer: a guided step that is computed is two or more."""
         return sum(self.branches if step.guided else 1 for step in self.steps if not step.reused)
-
-
-def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
-    """The guidance scales of the first and the second transformer; without a boundary the second never runs."""
-    second = settings.guidance_scale_2 if settings.boundary > 0 else 0.0
-    return settings.guidance_scale, second or settings.guidance_scale
 
 
 def make_plan(

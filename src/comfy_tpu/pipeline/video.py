@@ -15,7 +15,7 @@ from PIL import Image
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
-from comfy_tpu.config import FastPreset, GenerationSettings, Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.config import FastSettings, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits
 from comfy_tpu.families.context import (
@@ -28,10 +28,12 @@ from comfy_tpu.families.context import (
     window_settings,
 )
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.presets import PresetChoice
 from comfy_tpu.families.settings import (
     check_images,
     check_prompt,
     check_settings,
+    guidance_scales,
     make_settings,
     settings_of_latents,
 )
@@ -62,6 +64,7 @@ from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
+from comfy_tpu.pipeline.presets import choose_preset, with_own_lora
 from comfy_tpu.pipeline.preview_colours import PreviewColours
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
@@ -71,7 +74,7 @@ from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.step import batch_rows, count_branches, latent_shape
-from comfy_tpu.pipeline.step_plan import Plan, guidance_scales, make_plan
+from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
@@ -90,8 +93,10 @@ class VideoPipeline:
         self.defaults: GenerationSettings = running.files.defaults
         self._placements: dict[Hashable, Placement] = {}
         self._has_placed_steps = False
-        self._left_out: set[str] = set()
-        """What was said of parts of the preset that are left out."""
+        self.preset = PresetChoice(running.files.presets)
+        """The preset that was chosen with the LoRAs."""
+        self._said: set[str] = set()
+        """Warnings that were given, each of which is given once."""
 
     @classmethod
     def open(
@@ -103,6 +108,7 @@ class VideoPipeline:
         residency: Residency | None = None,
         on_progress: ProgressCallback = ignore_progress,
         loras: Sequence[Lora] = (),
+        preset: str | None = None,
         check: Callable[[ModelFiles], object] = lambda files: None,
         blank: bool = False,
     ) -> VideoPipeline:
@@ -110,14 +116,15 @@ class VideoPipeline:
 
         `name` replaces `model` in labels and messages. `residency` replaces the registry of `runtime.memory`. `check`
         is called after the model is found and before devices are started, so that its errors come first. `blank`:
-        weights are zeros, which nothing is read for.
+        weights are zeros, which nothing is read for. `preset`: as in `use_loras`.
         """
         check_runtime(runtime)
         files = open_model(model, name=name)
         check(files)
         check_window(runtime.attention, files)
         check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(files.family.vae.component))
-        opened = open_loras(loras, files)
+        opened = open_loras(with_own_lora(files, loras, preset), files)
+        choice = choose_preset(files, opened, preset)
 
         def place(settings: GenerationSettings) -> Placement:
             return make_placement(
@@ -133,7 +140,9 @@ class VideoPipeline:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
         options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank}
         running = RunningModel(files, placement, runtime, residency=residency, **options)
-        return cls(running, place if runtime.mesh == "auto" else None)
+        pipeline = cls(running, place if runtime.mesh == "auto" else None)
+        pipeline.preset = choice
+        return pipeline
 
     @property
     def model_name(self) -> str:
@@ -165,6 +174,11 @@ class VideoPipeline:
 
     def warn_of_ignored(self, settings: GenerationSettings) -> None:
         warn_of_ignored(self.family, self.defaults, settings)
+
+    def warn_of_preset(self, settings: GenerationSettings) -> None:
+        """Warns, once, where the settings are not those that the model or a LoRA is recognised to be distilled for."""
+        for field, sentence in self.preset.warnings(settings, has_branches=self._has_branches):
+            self._warn_once(field, sentence)
 
     @property
     def placement(self) -> Placement:
@@ -200,9 +214,14 @@ class VideoPipeline:
     def loras(self) -> Loras:
         return self.running.loras
 
-    def use_loras(self, loras: Sequence[Lora]) -> None:
-        """Replaces the LoRAs of the transformer. Nothing is compiled, and weights are loaded when they are used."""
-        self.running.use_loras(loras)
+    def use_loras(self, loras: Sequence[Lora], preset: str | None = None) -> None:
+        """Replaces the LoRAs of the transformer, and `preset`. Nothing is compiled, and weights are loaded when they
+        are used.
+
+        `preset`: the name of one of the model's presets, or "auto" for the one that a LoRA or the model was made for.
+        """
+        self.running.use_loras(with_own_lora(self.files, loras, preset))
+        self.preset = choose_preset(self.files, self.running.loras, preset)
 
     @property
     def on_progress(self) -> ProgressCallback:
@@ -214,25 +233,30 @@ class VideoPipeline:
         self.running.on_progress = callback
 
     def settings(self, **chosen: Any) -> GenerationSettings:
-        """The model's defaults, replaced by the runtime's preset and the chosen values (None: not chosen), checked."""
-        settings, preset = make_settings(self.defaults, chosen, self.limits), self.running.runtime.fast
-        if preset is None:
+        """The model's defaults, replaced by `RuntimeConfig.fast` and by the chosen values (None: not chosen), checked.
+        Those of `preset` are among the chosen ones where the caller wants them."""
+        settings, fast = make_settings(self.defaults, chosen, self.limits), self.running.runtime.fast
+        if fast is None:
             return settings
-        open_choices = [name for name in dataclasses.asdict(preset) if chosen.get(name) is None]
-        return self._apply_preset(preset, settings, open_choices)
+        open_choices = [name for name in dataclasses.asdict(fast) if chosen.get(name) is None]
+        return self._apply_fast(fast, settings, open_choices)
 
-    def _apply_preset(
-        self, preset: FastPreset, settings: GenerationSettings, open_choices: Collection[str]
+    def _apply_fast(
+        self, fast: FastSettings, settings: GenerationSettings, open_choices: Collection[str]
     ) -> GenerationSettings:
         """`open_choices`: the settings that the user has not chosen."""
         unusable = find_unusable(self.files, settings, self.choose_placement(settings))
         asked = {*open_choices, *(("quantize",) if self.running.runtime.quantize is None else ())}
         reasons = "; ".join(f"{name} ({reason})" for name, reason in unusable.items() if name in asked)
-        if reasons and reasons not in self._left_out:
-            self._left_out.add(reasons)
-            logger.warning("fast is used without %s", reasons, extra={"field": "fast"})
-        values = {name: getattr(preset, name) for name in open_choices if name not in unusable}
+        if reasons:
+            self._warn_once("fast", f"fast is used without {reasons}")
+        values = {name: getattr(fast, name) for name in open_choices if name not in unusable}
         return make_settings(settings, values, self.limits)
+
+    def _warn_once(self, field: str, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning("%s", sentence, extra={"field": field})
 
     def settle_context(self, settings: GenerationSettings, images: Collection[Any]) -> GenerationSettings:
         """The settings of a video from these images, for stages that are not given the images."""
@@ -487,6 +511,11 @@ class VideoPipeline:
         self.warn_of_ignored(settings)
         self.running.size = size_text(settings)
         yield from denoise_steps(self.running, plan, embeddings, settings, init_image, seeds)
+
+    @property
+    def _has_branches(self) -> bool:
+        """Whether guidance_scale over 1 is a second forward, with the negative prompt."""
+        return self.family.card.guidance == "classifier_free"
 
     def _step_settings(self, settings: GenerationSettings) -> GenerationSettings:
         """The settings of the videos that the transformer sees: windows or segments of a long one."""

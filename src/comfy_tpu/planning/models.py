@@ -12,6 +12,7 @@ import jax
 
 from comfy_tpu.config import DEMO_MODEL, GenerationSettings
 from comfy_tpu.errors import InvalidValueError, config_errors
+from comfy_tpu.families.card import Preset
 from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.registry import find_published, load_family, model_cards
@@ -30,6 +31,7 @@ class PlannedModel:
     defaults: GenerationSettings
     vae: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The configuration of its VAE."""
+    presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
 
     @property
     def latent_channels(self) -> int:
@@ -67,11 +69,16 @@ def find_model(model: str) -> PlannedModel:
         files = ModelFiles.open(model, to_run=False)
         family = files.family
         return PlannedModel(
-            files.name, family, files.config(family.transformer), files.defaults, files.config(family.vae.component)
+            files.name,
+            family,
+            files.config(family.transformer),
+            files.defaults,
+            files.config(family.vae.component),
+            files.presets,
         )
     if published := find_published(model):
         name, card = published
-        return PlannedModel(name, load_family(card.name), card.published[name], card.defaults)
+        return PlannedModel(name, load_family(card.name), card.published[name], card.defaults, presets=card.presets)
     known = [name for card in model_cards() for name in card.published]
     raise InvalidValueError(
         f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "

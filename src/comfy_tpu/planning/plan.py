@@ -87,6 +87,8 @@ class Plan:
     compiler_refused: str | None
     compiler_wanted: bool = True
     schedule_wanted: bool = False
+    preset: str = ""
+    """The preset whose settings are planned, and these settings; empty: none."""
 
     @property
     def fits(self) -> bool:

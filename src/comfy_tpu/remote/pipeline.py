@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from PIL import Image
 
 from comfy_tpu.config import GenerationSettings, Lora
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.families.card import Limits, ModelCard
+from comfy_tpu.families.card import Limits, ModelCard, Preset
 from comfy_tpu.families.context import settle_context
+from comfy_tpu.families.presets import Recognition, make_choice, recognise_file
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.settings import make_settings, settings_of_latents
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
@@ -38,6 +40,8 @@ from comfy_tpu.pipeline.stage_messages import (
 from comfy_tpu.remote.client import RefusedError, ServerClient
 from comfy_tpu.remote.runner import STAGES_PATH, WAIT_SECONDS, Callbacks, StageRunner
 
+logger = logging.getLogger(__name__)
+
 _RESULT_BYTES_MAX = 2**30
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(GenerationSettings))
 
@@ -55,6 +59,7 @@ class RemoteModel:
     latent_statistics: tuple[list[float], list[float]]
     embedding_shapes: Mapping[str, tuple[int, ...]]
     preview_colours: PreviewColours | None
+    presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], server: object) -> RemoteModel:
@@ -90,6 +95,7 @@ class RemoteModel:
                 (mean, deviation),
                 shapes,
                 None if colours is None else PreviewColours.read(colours, channels, "the server's preview.json"),
+                {str(name): _read_preset(each, settings, card) for name, each in given["presets"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
             raise RefusedError(
@@ -97,6 +103,18 @@ class RemoteModel:
                 "version of comfy-tpu on both sides",
                 200,
             ) from error
+
+
+def _read_preset(given: Mapping[str, Any], defaults: GenerationSettings, card: ModelCard) -> Preset:
+    """Patterns are those of the card here: a server's would run in this process."""
+    make_settings(defaults, given["settings"], card.limits)
+    known = next((each for each in card.presets.values() if each.settings == given["settings"]), Preset({}))
+    return dataclasses.replace(
+        known,
+        settings=dict(given["settings"]),
+        lora=str(given["lora"]),
+        is_distilled=bool(given["is_distilled"]),
+    )
 
 
 class RemotePipeline:
@@ -109,9 +127,11 @@ class RemotePipeline:
         callbacks: Callbacks,
         *,
         loras: Sequence[Lora] = (),
+        preset: str | None = None,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.model, self.callbacks, self.loras = model, callbacks, tuple(loras)
+        self.preset = make_choice(model.presets, _recognise(loras, model.presets), preset, model.name)
         self._runner = StageRunner(client, callbacks, wait_seconds=wait_seconds)
         self.defaults = model.defaults
 
@@ -123,6 +143,7 @@ class RemotePipeline:
         callbacks: Callbacks | None = None,
         *,
         loras: Sequence[Lora] = (),
+        preset: str | None = None,
         wait_seconds: float = WAIT_SECONDS,
     ) -> RemotePipeline:
         """Asks the server for its models. Raises InvalidValueError where none of them is `name`."""
@@ -131,7 +152,7 @@ class RemotePipeline:
         listed = answer.get("data")
         models = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
         model = RemoteModel.read(_choose(models, name, client), client.address)
-        return cls(client, model, callbacks, loras=loras, wait_seconds=wait_seconds)
+        return cls(client, model, callbacks, loras=loras, preset=preset, wait_seconds=wait_seconds)
 
     @property
     def model_name(self) -> str:
@@ -166,6 +187,11 @@ class RemotePipeline:
     def warn_of_ignored(self, settings: GenerationSettings) -> None:
         """Nothing: the server warns."""
 
+    def warn_of_preset(self, settings: GenerationSettings) -> None:
+        has_branches = self.model.card.guidance == "classifier_free"
+        for field, sentence in self.preset.warnings(settings, has_branches=has_branches):
+            logger.warning("%s", sentence, extra={"field": field})
+
     def embedding_shapes(self, settings: GenerationSettings) -> Mapping[str, tuple[int, ...]]:
         """Those of the text; those of images depend on the settings, and the server checks them."""
         return self.model.embedding_shapes
@@ -199,6 +225,8 @@ class RemotePipeline:
             described["strength"] = json.dumps(init_image.strength)
         if self.loras:
             described["lora"] = json.dumps([_describe_lora(lora) for lora in self.loras], ensure_ascii=False)
+        if self.preset.name is not None:
+            described["preset"] = self.preset.name
         return _latents(self._run("denoise", tensors, settings, described))
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterator[torch.Tensor]:
@@ -250,6 +278,13 @@ class RemotePipeline:
 
     def _latent_frames(self, settings: GenerationSettings) -> int:
         return (settings.num_frames - 1) // self.model.card.temporal_scale + 1
+
+
+def _recognise(loras: Sequence[Lora], presets: Mapping[str, Preset]) -> Iterator[Recognition]:
+    """By the names of the files, which are at the client too."""
+    for lora in loras:
+        if lora.strength and (name := recognise_file(lora.path, {}, presets)) is not None:
+            yield Recognition("lora", str(lora.path), name, lora.strength)
 
 
 def read_preview(content: bytes) -> torch.Tensor:

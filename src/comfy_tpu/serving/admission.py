@@ -71,9 +71,7 @@ def _smaller(card: ModelCard, settings: GenerationSettings) -> Iterator[Generati
         frames = max(1, (frames // 2) // multiple * multiple + 1)
         tried += 1
         yield dataclasses.replace(settings, num_frames=frames)
-    sizes = [
-        (preset["width"], preset["height"]) for preset in card.presets.values() if {"width", "height"} <= set(preset)
-    ]
+    sizes = [(size["width"], size["height"]) for size in card.sizes.values() if {"width", "height"} <= set(size)]
     area = settings.width * settings.height
     for width, height in sorted(sizes, key=lambda size: -size[0] * size[1]):
         if width * height < area and tried < _TRIES_MAX:

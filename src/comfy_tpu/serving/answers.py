@@ -26,8 +26,9 @@ def describe_video(
 ) -> dict[str, Any]:
     values = record.request.values
     defaults = GenerationSettings() if model is None else model.defaults
-    width, height = values.get("width", defaults.width), values.get("height", defaults.height)
-    frames, fps = values.get("num_frames", defaults.num_frames), values.get("fps", defaults.fps)
+    chosen = values if model is None else model.chosen_settings(values)
+    width, height = chosen.get("width", defaults.width), chosen.get("height", defaults.height)
+    frames, fps = chosen.get("num_frames", defaults.num_frames), chosen.get("fps", defaults.fps)
     finished = record.finished_at
     answer: dict[str, Any] = {
         "id": record.id,
@@ -45,9 +46,9 @@ def describe_video(
         "stage": progress.stage if record.state == "running" else STATUS[record.state],
         "has_image": bool(values.get("image")),
         "settings": {
-            name: values.get(name, default)
+            name: chosen.get(name, default)
             for name, default in dataclasses.asdict(defaults).items()
-            if model is not None or name in values
+            if model is not None or name in chosen
         },
     }
     if record.state in ("failed", "cancelled"):
@@ -67,7 +68,8 @@ def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
         "needs_image": images is not None and images.required,
         "defaults": dataclasses.asdict(model.defaults),
         "limits": dataclasses.asdict(model.card.limits),
-        "sizes": sorted({f"{size['width']}x{size['height']}" for size in model.card.presets.values()}),
+        "presets": {name: dict(preset.settings) for name, preset in model.presets.items()},
+        "sizes": sorted({f"{size['width']}x{size['height']}" for size in model.card.sizes.values()}),
         "max_images": 0 if images is None else max(images.max_images, images.max_frames),
         "has_guidance": model.card.guidance != "none",
         "has_negative_prompt": model.card.guidance == "classifier_free",

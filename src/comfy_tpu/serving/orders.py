@@ -11,7 +11,8 @@ from typing import Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.card import ModelCard, Preset
+from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.serving.config import ServeConfig
 
@@ -35,15 +36,19 @@ SAME_FIELDS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "fr
 _TEXTS = frozenset(name for name, kind in _SETTINGS.items() if kind == "str")
 _SIZE = re.compile(r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$")
 _LORA_NAME = re.compile(r"[\w][\w .+-]*")
-_LORA = re.compile(r"[^:]*(:(?P<strength>(?!(high|low)$)[^:]+))?(:(?P<noise>high|low))?")
+_LORA = re.compile(r"[^:]*(:(?P<strength>(?!(high|low|all)$)[^:]+))?(:(?P<noise>high|low|all))?")
 LORAS_MAX = 16
 
 
 def make_request(
-    body: Mapping[str, Any], config: ServeConfig, card: ModelCard, defaults: GenerationSettings
+    body: Mapping[str, Any],
+    config: ServeConfig,
+    card: ModelCard,
+    defaults: GenerationSettings,
+    presets: Mapping[str, Preset] = {},
 ) -> Request:
     """Raises InvalidValueError, with the field's name, for what the model or the server does not take. `body` has
-    numbers as text where it came as a form."""
+    numbers as text where it came as a form. `presets`: those of the model."""
     values: dict[str, Any] = {**config.common, "model": str(body["model"]), "prompt": _prompt(body, config)}
     values |= _size(body, card)
     for name, given in body.items():
@@ -60,6 +65,8 @@ def make_request(
             values[field] = _text(name, given, config) if field in _TEXTS else _number(name, given)
     if "num_frames" not in values and body.get("seconds") not in (None, ""):
         values["num_frames"] = _frames(body["seconds"], card, values.get("fps", defaults.fps))
+    if body.get("preset") not in (None, ""):
+        values["preset"] = _preset(body["preset"], presets, values["model"])
     if body.get("lora"):
         loras = _as_list(body["lora"])
         if len(loras) > LORAS_MAX:
@@ -68,7 +75,7 @@ def make_request(
     return Request(values)
 
 
-_HANDLED = frozenset(("model", "prompt", "size", "seconds", "lora", "image", "input_reference", "user"))
+_HANDLED = frozenset(("model", "prompt", "size", "seconds", "lora", "preset", "image", "input_reference", "user"))
 
 
 def rename_field(error: InvalidValueError, body: Mapping[str, Any]) -> InvalidValueError:
@@ -96,6 +103,13 @@ def _strength(given: Any) -> float:
     return float(strength)
 
 
+def _preset(given: Any, presets: Mapping[str, Preset], model: str) -> str:
+    name = given if isinstance(given, str) else ""
+    if name != AUTO:
+        find_preset(presets, name[:60], model)
+    return name
+
+
 def _text(name: str, given: Any, config: ServeConfig) -> str:
     most = config.limits.prompt_characters
     if not isinstance(given, str) or len(given) > most:
@@ -119,11 +133,12 @@ def _size(body: Mapping[str, Any], card: ModelCard) -> dict[str, Any]:
     size = body.get("size")
     if size in (None, "", "auto"):
         return {}
-    if isinstance(size, str) and size.upper() in card.presets:
-        return dict(card.presets[size.upper()])
+    if isinstance(size, str) and size.upper() in card.sizes:
+        # By name: its flow shift gives way to that of a preset, which a value of its own would not.
+        return {"size": size.upper()}
     match = _SIZE.fullmatch(str(size))
     if match is None:
-        names = "".join(f", {name}" for name in sorted(card.presets))
+        names = "".join(f", {name}" for name in sorted(card.sizes))
         raise InvalidValueError(f"size={str(size)[:40]!r} is not a size; write 832x480{names}, or auto", field="size")
     return {"width": int(match[1]), "height": int(match[2])}
 

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.card import ModelCard, Preset
+from comfy_tpu.families.presets import AUTO, recognise_file
 from comfy_tpu.families.settings import check_images, make_settings
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
-from comfy_tpu.jobs.request import Request
+from comfy_tpu.jobs.request import Request, split_lora
 from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger, new_id
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.activity import PREPARATIONS, Activity
@@ -58,6 +59,26 @@ class ServedModel:
     @property
     def kind(self) -> Kind:
         return "image" if self.card.makes_images else "video"
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        return self.card.presets if self.files is None else self.files.presets
+
+    def chosen_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a request chooses: its own, those of its preset and of its size."""
+        size = values.get("size")
+        sizes = self.card.sizes if size is None else {size: {}, **self.card.sizes}  # a server before took others
+        return choose_settings(values, sizes, self._preset_settings(values))
+
+    def _preset_settings(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a request's preset. "auto" is decided by the names of its LoRAs; what the model itself was
+        made for is known when its pipeline is opened."""
+        name = values.get("preset")
+        if name == AUTO:
+            paths = (Path(split_lora(each)[0]) for each in values.get("lora", ()))
+            name = next(filter(None, (recognise_file(path, {}, self.presets) for path in paths)), None)
+        preset = None if name is None else self.presets.get(name)
+        return {} if preset is None else preset.settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +224,7 @@ class Service:
         model = self.find_model(body.get("model"))
         if model.kind != kind:
             raise InvalidValueError(f"model={model.name} makes {model.kind}s, not {kind}s", field="model")
-        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults)
+        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, model.presets)
         settings = _settings(request, model)
         _check_images(model, request, len(images), settings)
         order = dataclasses.replace(order, estimate=self._admission.admit(model.name, model.card, settings))
@@ -327,7 +348,7 @@ class Service:
 
 
 def _settings(request: Request, model: ServedModel) -> GenerationSettings:
-    return make_settings(model.defaults, choose_settings(request.values, model.card.presets), model.card.limits)
+    return make_settings(model.defaults, model.chosen_settings(request.values), model.card.limits)
 
 
 def _check_images(model: ServedModel, request: Request, count: int, settings: GenerationSettings) -> None:

@@ -9,15 +9,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, StreamingResponse
 
 import comfy_tpu
+from comfy_tpu.config import LoraNoise
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.settings import check_images, check_prompt, check_settings
+from comfy_tpu.families.presets import find_preset
+from comfy_tpu.families.settings import check_images, check_prompt, check_settings, guidance_scales
 from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.served_ledger import OVER, Order, Record, new_id
@@ -41,7 +43,19 @@ _ALIVE_SECONDS = 2.0
 _TYPE = "application/x-safetensors"
 _FIELDS = frozenset(
     (
-        *("format", "settings", "model", "model_fingerprint", "prompt", "cut", "ranges", "strength", "lora", "preview"),
+        *(
+            "format",
+            "settings",
+            "model",
+            "model_fingerprint",
+            "prompt",
+            "cut",
+            "ranges",
+            "strength",
+            "lora",
+            "preview",
+            "preset",
+        ),
         *("artifact", "seed", "dtype", "comfy_tpu", "pictures"),  # of the files of `comfy-tpu encode`
     )
 )
@@ -166,6 +180,9 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
     }
     if loras := _read_loras(message, service):
         values["lora"] = loras
+    if preset := message.metadata.get("preset"):
+        find_preset(_files(model).presets, preset, model.name)
+        values["preset"] = preset
     if message.metadata.get("preview") == "true":
         values["preview"] = str(service.inputs / f"{id_}-preview")
     job = NewJob(id_, 0, jobs_request.Request(values), f"{id_}.safetensors")
@@ -179,7 +196,6 @@ def _check_message(stage: str, message: StageMessage, model: ServedModel, limits
     from comfy_tpu.pipeline.init_image import check_init_image, check_strength
     from comfy_tpu.pipeline.stage_messages import StageMessage, read_embeddings
     from comfy_tpu.pipeline.step import latent_shape
-    from comfy_tpu.pipeline.step_plan import guidance_scales
 
     files = _files(model)
     given = message.metadata.get("model_fingerprint", "")
@@ -232,7 +248,7 @@ def _read_loras(message: StageMessage, service: Service) -> list[str]:
     loras = []
     for each in given:
         name, strength, noise = (each.get(field) for field in ("name", "strength", "noise"))
-        if set(each) != {"name", "strength", "noise", "sha256"} or noise not in ("all", "high", "low"):
+        if set(each) != {"name", "strength", "noise", "sha256"} or noise not in get_args(LoraNoise):
             raise InvalidValueError("lora is no list of objects with name, strength, noise and sha256", field="lora")
         path = find_lora(str(name), service.config)
         found = path.stat()
@@ -244,7 +260,7 @@ def _read_loras(message: StageMessage, service: Service) -> list[str]:
             )
         if not isinstance(strength, (int, float)) or isinstance(strength, bool):
             raise InvalidValueError(f"lora={path.name} has no number as its strength", field="lora")
-        loras.append(f"{path}:{float(strength)!r}" + ("" if noise == "all" else f":{noise}"))
+        loras.append(f"{path}:{float(strength)!r}:{noise}")
     return loras
 
 
@@ -293,6 +309,10 @@ def describe_model(model: ServedModel) -> dict[str, Any]:
         "latent_statistics": [list(map(float, values)) for values in files.latent_statistics],
         "embedding_shapes": {name: list(shape) for name, shape in files.embedding_shapes(model.defaults).items()},
         "preview_colours": colours,
+        "presets": {
+            name: {"settings": dict(preset.settings), "lora": preset.lora, "is_distilled": preset.is_distilled}
+            for name, preset in files.presets.items()
+        },
     }
 
 

@@ -70,6 +70,7 @@ def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choi
         "guidance_until": (options.guidance_until, GenerationSettings.guidance_until),
         "num_videos": (options.num_videos, GenerationSettings.num_videos),
         **{name: (value, getattr(GenerationSettings, name)) for name, value in options.context_settings.items()},
+        "preset": (options.preset, "none"),
         "attention_window": (attention.window, "full"),
     }
     for name, (chosen, neutral) in unused.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
 
 TRANSFORMER: Config = {
     "patch_size": 1,
@@ -41,11 +41,28 @@ FLUX_DEV = ModelCard(
         flow_shift=1.0,
         scheduler="euler",
     ),
-    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
+    sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
     spatial_scale=8,
     temporal_scale=1,
     published={"black-forest-labs/FLUX.1-dev": {**TRANSFORMER, "guidance_embeds": True}},
+    licences={"black-forest-labs/FLUX.1-dev": "FLUX.1 [dev] Non-Commercial"},
     guidance="embedded",
+    presets={
+        "turbo": Preset(
+            {"num_inference_steps": 8, "guidance_scale": 3.5, "scheduler": "euler", "flow_shift": 1.0},
+            patterns=(r"turbo[-_. ]?alpha", r"flux.*turbo"),
+            sources=("alimama-creative/FLUX.1-Turbo-Alpha",),
+        ),
+        **{
+            f"{steps}step": Preset(
+                {"num_inference_steps": steps, "guidance_scale": 3.5, "scheduler": "euler", "flow_shift": 1.0},
+                patterns=(rf"hyper[-_ ]?flux.*(?<!\d){steps}[-_ ]?steps?(?![a-z])",),
+                sources=(f"ByteDance/Hyper-SD/Hyper-FLUX.1-dev-{steps}steps-lora.safetensors",),
+                lora_strength=0.125,
+            )
+            for steps in (8, 16)
+        },
+    },
     image=ImageInput("initial"),
     reads_single_files=True,
 )
@@ -56,7 +73,11 @@ FLUX_SCHNELL = dataclasses.replace(
     matches=lambda index, config: not config.get("guidance_embeds"),
     defaults=dataclasses.replace(FLUX_DEV.defaults, num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256),
     published={"black-forest-labs/FLUX.1-schnell": {**TRANSFORMER, "guidance_embeds": False}},
+    licences={"black-forest-labs/FLUX.1-schnell": "Apache 2.0"},
     guidance="none",
+    presets={
+        "4step": Preset({"num_inference_steps": 4, "scheduler": "euler", "flow_shift": 1.0}, is_distilled=True),
+    },
 )
 
 CARD = FamilyCard(

@@ -9,7 +9,7 @@ import numpy as np
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.model_family import SchedulerFactory
-from comfy_tpu.families.shared.schedulers import dpm, token_shift, unipc
+from comfy_tpu.families.shared.schedulers import chosen_sigmas, dpm, token_shift, unipc
 
 
 def image_tokens(settings: GenerationSettings) -> int:
@@ -27,7 +27,7 @@ def euler(settings: GenerationSettings) -> Any:
 
     steps = settings.num_inference_steps
     scheduler = FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+    scheduler.set_timesteps(sigmas=chosen_sigmas(settings, np.linspace(1.0, 1 / steps, steps)))
     return scheduler
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
 
 TRANSFORMER_DEV: Config = {
     "patch_size": 1,
@@ -37,6 +37,8 @@ _TRANSFORMER_4B: Config = {
     "joint_attention_dim": 7680,
 }
 
+_NON_COMMERCIAL = "FLUX Non-Commercial"
+
 FLUX2_DEV = ModelCard(
     name="Flux.2 dev",
     pipeline_classes=("Flux2Pipeline",),
@@ -57,11 +59,26 @@ FLUX2_DEV = ModelCard(
         flow_shift=1.0,
         scheduler="euler",
     ),
-    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
+    sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
     spatial_scale=16,
     temporal_scale=1,
     published={"black-forest-labs/FLUX.2-dev": TRANSFORMER_DEV},
+    licences={"black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL},
     guidance="embedded",
+    presets={
+        "turbo": Preset(
+            {
+                "num_inference_steps": 8,
+                "guidance_scale": 2.5,
+                "scheduler": "euler",
+                "flow_shift": 1.0,
+                # As the LoRA's page gives them to diffusers' pipeline, which shifts them by the image's size.
+                "sigmas": "1,0.6509,0.4374,0.2932,0.1893,0.1108,0.0495,0.00031",
+            },
+            patterns=(r"flux[-_. ]?2.*turbo",),
+            sources=("fal/FLUX.2-dev-Turbo",),
+        ),
+    },
     image=ImageInput("reference", max_images=4),
     reads_single_files=True,
 )
@@ -76,7 +93,14 @@ FLUX2_KLEIN = dataclasses.replace(
         "black-forest-labs/FLUX.2-klein-4B": _TRANSFORMER_4B,
         "black-forest-labs/FLUX.2-klein-9B": _TRANSFORMER_9B,
     },
+    licences={
+        "black-forest-labs/FLUX.2-klein-4B": "Apache 2.0",
+        "black-forest-labs/FLUX.2-klein-9B": _NON_COMMERCIAL,
+    },
     guidance="none",
+    presets={
+        "4step": Preset({"num_inference_steps": 4, "scheduler": "euler", "flow_shift": 1.0}, is_distilled=True),
+    },
 )
 
 FLUX2_KLEIN_BASE = dataclasses.replace(
@@ -88,7 +112,12 @@ FLUX2_KLEIN_BASE = dataclasses.replace(
         "black-forest-labs/FLUX.2-klein-base-4B": _TRANSFORMER_4B,
         "black-forest-labs/FLUX.2-klein-base-9B": _TRANSFORMER_9B,
     },
+    licences={
+        "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
+        "black-forest-labs/FLUX.2-klein-base-9B": _NON_COMMERCIAL,
+    },
     guidance="classifier_free",
+    presets={},
 )
 
 CARD = FamilyCard(

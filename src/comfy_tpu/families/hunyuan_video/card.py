@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
 
 TRANSFORMER: Config = {
     "in_channels": 65,
@@ -29,6 +29,8 @@ TRANSFORMER: Config = {
 _TRANSFORMER_720P: Config = {**TRANSFORMER, "target_size": 960}
 _TRANSFORMER_480P: Config = {**TRANSFORMER, "target_size": 640}
 
+_LICENCE = "Tencent Hunyuan Community"
+
 HUNYUAN15 = ModelCard(
     name="HunyuanVideo-1.5",
     pipeline_classes=("HunyuanVideo15Pipeline",),
@@ -50,12 +52,26 @@ HUNYUAN15 = ModelCard(
         max_sequence_length=1000,
     ),
     # Without a shift: it belongs to the model, and each size has a model of its own.
-    presets={"720P": {"height": 720, "width": 1280}, "480P": {"height": 480, "width": 848}},
+    sizes={"720P": {"height": 720, "width": 1280}, "480P": {"height": 480, "width": 848}},
     spatial_scale=16,
     temporal_scale=4,
     published={
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": _TRANSFORMER_720P,
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": _TRANSFORMER_480P,
+    },
+    licences=dict.fromkeys(
+        (
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        ),
+        _LICENCE,
+    ),
+    presets={
+        "4step": Preset(
+            {"num_inference_steps": 4, "guidance_scale": 1.0, "scheduler": "euler", "flow_shift": 5.0},
+            patterns=(r"(?<!\d)4[-_ ]?steps?(?![a-z])", r"lightx2v"),
+            sources=("lightx2v/Hy1.5-Distill-Models",),
+        ),
     },
     reads_single_files=True,
 )
@@ -69,6 +85,13 @@ HUNYUAN15_IMAGE = dataclasses.replace(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v": {**_TRANSFORMER_720P, "task_type": "i2v"},
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": {**_TRANSFORMER_480P, "task_type": "i2v"},
     },
+    licences=dict.fromkeys(
+        (
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+        ),
+        _LICENCE,
+    ),
 )
 
 CARD = FamilyCard(

@@ -60,7 +60,7 @@ LTX2 = ModelCard(
         audio_guidance_scale=7.0,
         stg_block=28,
     ),
-    presets={
+    sizes={
         "512P": {"height": 512, "width": 768},
         "704P": {"height": 704, "width": 1216},
         "1088P": {"height": 1088, "width": 1920},
@@ -68,6 +68,7 @@ LTX2 = ModelCard(
     spatial_scale=32,
     temporal_scale=8,
     published={"Lightricks/LTX-2": TRANSFORMER},
+    licences={"Lightricks/LTX-2": "LTX-2 Community License"},
     matches=lambda index, config: not config.get("cross_attn_mod"),
     image=ImageInput("first_frame"),
     reads_fps=True,

@@ -44,7 +44,7 @@ QWEN_IMAGE = ModelCard(
         scheduler="euler",
         negative_prompt=" ",
     ),
-    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1328)},
+    sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1328)},
     spatial_scale=8,
     temporal_scale=1,
     published={"Qwen/Qwen-Image": TRANSFORMER, "Qwen/Qwen-Image-2512": TRANSFORMER},

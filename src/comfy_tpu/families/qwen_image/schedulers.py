@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config
+from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE, token_shift_schedulers
+from comfy_tpu.families.shared.schedulers import token_shift_schedulers
 
 _SCHEDULER: Config = {
     "use_dynamic_shifting": True,

@@ -10,10 +10,9 @@ import torch
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.card import Config
+from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import SchedulerFactory
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE
 
 
 def module_of(class_name: str, known: Config | None = None) -> Callable[[Config], torch.nn.Module]:

@@ -11,11 +11,10 @@ import numpy as np
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, UnsupportedError
-from comfy_tpu.families.card import Config
+from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import SchedulerFactory
+from comfy_tpu.families.settings import parse_sigmas
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
-
-SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 
 def unipc(settings: GenerationSettings) -> Any:
@@ -30,17 +29,29 @@ def unipc(settings: GenerationSettings) -> Any:
 def euler(settings: GenerationSettings) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    return _set_timesteps(FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift), settings)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift)
+    if settings.sigmas:
+        scheduler.set_timesteps(sigmas=np.array(parse_sigmas(settings.sigmas)))
+        return scheduler
+    return _set_timesteps(scheduler, settings)
 
 
 def euler_from_one(settings: GenerationSettings) -> Any:
-    """Euler with sigmas in equal steps from 1, as in pipelines that pass their own sigmas; `euler` above has the
-    scheduler's sigmas, which end above zero before the shift."""
+    """Euler with sigmas in equal steps from 1, as in pipelines that pass their own sigmas, and as "trailing" timesteps
+    are. `euler` above has the scheduler's sigmas, which end just above zero: 4 steps at shift 5 begin at 1, 0.91, 0.72
+    and 0.02, where these begin at 1, 0.94, 0.83 and 0.63, which distilled models are trained on."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=settings.flow_shift)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, settings.num_inference_steps + 1)[:-1])
+    scheduler.set_timesteps(
+        sigmas=chosen_sigmas(settings, np.linspace(1.0, 0.0, settings.num_inference_steps + 1)[:-1])
+    )
     return scheduler
+
+
+def chosen_sigmas(settings: GenerationSettings, otherwise: np.ndarray) -> np.ndarray:
+    """The noise levels that the user gave, before the shift; else the scheduler's."""
+    return np.array(parse_sigmas(settings.sigmas)) if settings.sigmas else otherwise
 
 
 def dpm(settings: GenerationSettings) -> Any:
@@ -100,7 +111,7 @@ def token_shift_schedulers(config: Config, tokens: Callable[[GenerationSettings]
         scheduler = FlowMatchEulerDiscreteScheduler(**known | {"use_dynamic_shifting": False, "shift": 1.0})
         scheduler.set_shift(shifted(settings).flow_shift)
         steps = settings.num_inference_steps
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+        scheduler.set_timesteps(sigmas=chosen_sigmas(settings, np.linspace(1.0, 1 / steps, steps)))
         return scheduler
 
     return {
@@ -118,5 +129,10 @@ def _set_timesteps(scheduler: Any, settings: GenerationSettings) -> Any:
     return scheduler
 
 
-FLOW_SCHEDULERS: dict[str, SchedulerFactory] = {"unipc": unipc, "euler": euler, "dpm++": dpm}
+FLOW_SCHEDULERS: dict[str, SchedulerFactory] = {
+    "unipc": unipc,
+    "euler": euler,
+    "dpm++": dpm,
+    "euler-trailing": euler_from_one,
+}
 """Schedulers by the names that users choose from."""

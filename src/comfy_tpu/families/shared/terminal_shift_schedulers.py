@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config
+from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
 from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
-from comfy_tpu.families.shared.schedulers import SCHEDULER_FILE, token_shift_schedulers
+from comfy_tpu.families.shared.schedulers import token_shift_schedulers
 
 
 def token_count(settings: GenerationSettings) -> int:

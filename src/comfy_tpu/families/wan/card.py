@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
 
 _TEXT_PIPELINE, _IMAGE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline"
 
@@ -53,6 +53,45 @@ def _is_a14b(index: Config) -> bool:
     return _has_two_transformers(index) and not _has_timestep_per_token(index)
 
 
+_FEW_STEPS: Config = {"guidance_scale": 1.0, "scheduler": "euler-trailing", "flow_shift": 5.0}
+"""LightX2V's own settings for its distilled models: no guidance, shift 5, timesteps 1000, 750, 500 and 250 before the
+shift."""
+_CAUSVID_SIGMAS = "0.999,0.934,0.862,0.756,0.603,0.41,0.25,0.14,0.074"
+"""LightX2V's timesteps for CausVid, over 1000. They have their shift."""
+
+_PRESETS = {
+    "4step": Preset(
+        {"num_inference_steps": 4, **_FEW_STEPS},
+        patterns=(r"(?<!\d)4[-_ ]?steps?(?![a-z])", r"cfg[-_ ]?step[-_ ]?distill", r"step[-_ ]?distill", r"lightx2v"),
+        sources=("lightx2v/Wan2.1-Distill-Loras", "lightx2v/Wan2.1-Distill-Models"),
+    ),
+    "8step": Preset({"num_inference_steps": 8, **_FEW_STEPS}, patterns=(r"(?<!\d)8[-_ ]?steps?(?![a-z])",)),
+    "causvid": Preset(
+        {
+            "num_inference_steps": 9,
+            "guidance_scale": 1.0,
+            "scheduler": "euler",
+            "flow_shift": 1.0,
+            "sigmas": _CAUSVID_SIGMAS,
+        },
+        patterns=(r"causvid",),
+        sources=("Kijai/WanVideo_comfy",),
+    ),
+}
+
+# The boundary stays the model's: at shift 5 the four steps begin at 1, 0.94, 0.83 and 0.63 of the noise, so that each
+# transformer has two, as in LightX2V's settings, at text-to-video's 0.875 and at image-to-video's 0.9.
+_PAIR_PRESETS = {
+    "4step": Preset(
+        {**_PRESETS["4step"].settings, "guidance_scale_2": 1.0},
+        patterns=(*_PRESETS["4step"].patterns, r"lightning"),
+        sources=("lightx2v/Wan2.2-Distill-Loras", "lightx2v/Wan2.2-Lightning", "lightx2v/Wan2.2-Distill-Models"),
+    ),
+    "8step": dataclasses.replace(_PRESETS["8step"], settings={**_PRESETS["8step"].settings, "guidance_scale_2": 1.0}),
+}
+
+_APACHE = "Apache 2.0"
+
 WAN21 = ModelCard(
     name="Wan 2.1",
     pipeline_classes=(_TEXT_PIPELINE,),
@@ -63,10 +102,10 @@ WAN21 = ModelCard(
         size_max=2048,
         frames_multiple=4,
         frames_max=1025,
-        schedulers=("unipc", "euler", "dpm++"),
+        schedulers=("unipc", "euler", "dpm++", "euler-trailing"),
     ),
     defaults=GenerationSettings(),
-    presets={
+    sizes={
         "720P": {"height": 720, "width": 1280, "flow_shift": 5.0},
         "480P": {"height": 480, "width": 848, "flow_shift": 3.0},
     },
@@ -76,7 +115,9 @@ WAN21 = ModelCard(
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": TRANSFORMER_14B,
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,
     },
+    licences=dict.fromkeys(("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), _APACHE),
     vae_backends=("torchax", "nnx"),
+    presets=_PRESETS,
     reads_single_files=True,
     reuse_curves={
         "wan21-t2v-14b.json": {"num_layers": 40, "num_attention_heads": 40},
@@ -94,6 +135,7 @@ WAN21_IMAGE = dataclasses.replace(
         "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": _TRANSFORMER_I2V,
         "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _TRANSFORMER_I2V,
     },
+    licences=dict.fromkeys(("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"), _APACHE),
     reuse_curves={},
 )
 
@@ -103,6 +145,7 @@ WAN21_FIRST_LAST = dataclasses.replace(
     matches=lambda index, config: _is_wan21(index) and config.get("pos_embed_seq_len") is not None,
     image=ImageInput("first_frame", required=True, last_image="required"),
     published={"Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": {**_TRANSFORMER_I2V, "pos_embed_seq_len": 514}},
+    licences={"Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": _APACHE},
 )
 
 WAN22 = dataclasses.replace(
@@ -120,8 +163,10 @@ WAN22 = dataclasses.replace(
         flow_shift=12.0,
         boundary=0.875,
     ),
-    presets={name: {**preset, "flow_shift": 12.0} for name, preset in WAN21.presets.items()},
+    sizes={name: {**size, "flow_shift": 12.0} for name, size in WAN21.sizes.items()},
     published={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": TRANSFORMER_14B},
+    licences={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": _APACHE},
+    presets=_PAIR_PRESETS,
     reuse_curves={},
 )
 
@@ -133,8 +178,9 @@ WAN22_IMAGE = dataclasses.replace(
     defaults=dataclasses.replace(
         WAN22.defaults, guidance_scale=3.5, guidance_scale_2=3.5, flow_shift=5.0, boundary=0.9
     ),
-    presets=WAN21.presets,
+    sizes=WAN21.sizes,
     published={"Wan-AI/Wan2.2-I2V-A14B-Diffusers": {**TRANSFORMER_14B, "in_channels": 36}},
+    licences={"Wan-AI/Wan2.2-I2V-A14B-Diffusers": _APACHE},
 )
 
 WAN22_5B = dataclasses.replace(
@@ -147,9 +193,11 @@ WAN22_5B = dataclasses.replace(
     defaults=dataclasses.replace(
         WAN21.defaults, height=704, width=1280, num_frames=121, fps=24, flow_shift=5.0, guidance_scale=5.0
     ),
-    presets={"720P": {"height": 704, "width": 1280, "flow_shift": 5.0}},
+    sizes={"720P": {"height": 704, "width": 1280, "flow_shift": 5.0}},
     spatial_scale=16,
     published={"Wan-AI/Wan2.2-TI2V-5B-Diffusers": _TRANSFORMER_5B},
+    licences={"Wan-AI/Wan2.2-TI2V-5B-Diffusers": _APACHE},
+    presets={name: _PRESETS[name] for name in ("4step", "8step")},
     vae_backends=("torchax",),
     reuse_curves={},
 )
@@ -158,7 +206,8 @@ _WORDS = Words(
     text_encoder="Wan's UMT5 encoder",
     native_text_encoder=" or from ComfyUI's CLIP Text Encode with Wan's encoder",
     languages="in English or Chinese",
-    schedulers="unipc is Wan's own; euler is the plainest; dpm++ is the multistep one",
+    schedulers="unipc is Wan's own; euler is the plainest; dpm++ is the multistep one; euler-trailing is for "
+    "distilled models",
     sizes="720P is 1280×720, 480P is 848×480.",
     frames="81 frames at 16 frames a second are 5 seconds.",
     flow_shift="5.0 for 720P, 3.0 for 480P",

@@ -50,7 +50,7 @@ Z_IMAGE_TURBO = ModelCard(
         flow_shift=TURBO_SHIFT,
         scheduler="euler",
     ),
-    presets={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1536)},
+    sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1536)},
     spatial_scale=8,
     temporal_scale=1,
     published={"Tongyi-MAI/Z-Image-Turbo": TRANSFORMER},

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import SCHEDULER_FILE
 from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
 from comfy_tpu.families.shared.schedulers import (
-    SCHEDULER_FILE,
     dpm,
     euler_from_one,
     own_shift,

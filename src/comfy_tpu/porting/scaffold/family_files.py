@@ -90,7 +90,7 @@ def _card_values(facts: Facts) -> dict[str, object]:
         "schedulers": facts.schedulers,
         "tokens_max": f"tokens_max={tokens}," if tokens > 512 else "",
         "defaults": _defaults_expression(facts.defaults),
-        "presets": {f"{width}×{height}": {"height": height, "width": width}},
+        "sizes": {f"{width}×{height}": {"height": height, "width": width}},
         "spatial_scale": facts.calls.spatial_scale,
         "temporal_scale": facts.calls.temporal_scale,
         "conditioning_keys": _conditioning_keys(facts),
