@@ -1,5 +1,6 @@
 """LTX-2 against diffusers' own pipelines: whole videos with their sound, guidance, first frames, files."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -16,10 +17,14 @@ from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
+from comfy_tpu.facade import Pipeline, Video
 from comfy_tpu.families.ltx2 import text as ltx2_text
 from comfy_tpu.families.ltx2 import vae as ltx2_vae
 from comfy_tpu.families.ltx2.sound import SOUND
+from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.stages import run_stage
 from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.pipeline.stage_messages import pack, pack_settings, unpack
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.families import small_ltx2
@@ -237,3 +242,28 @@ def test_settings_of_sound_are_named_where_they_have_no_effect(caplog: pytest.Lo
 def test_what_is_not_understood_is_refused(spec: Any, config: Any, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         Component(spec, config, make_placement("single"), dtype=torch.float32)
+
+
+def test_the_stage_of_a_server_returns_the_sound(tmp_path: Path) -> None:
+    """As a client sends latents and reads the waveform."""
+    pipeline = opened("dp=2,sp=4")
+    chosen = settings(pipeline, "64x64x9")
+    latents = pipeline.denoise(pipeline.encode(SHORT, chosen), chosen)
+    given = tmp_path / "input"
+    given.write_bytes(pack({"latents": latents}, {"settings": pack_settings(chosen)}))
+    run_stage(pipeline, {"stage": "decode_sound", "input": str(given)}, Folder(str(tmp_path)), "sound.safetensors")
+    message = unpack((tmp_path / "sound.safetensors").read_bytes())
+    assert message.metadata["sample_rate"] == "8000"
+    assert psnr(message.tensors["sound"], made(pipeline, "64x64x9")[1]) >= SAME
+    assert message.tensors["sound"].shape == (1, 2, 3000), "nine frames of a twenty-fourth of a second"
+
+
+def test_python_gets_the_sound_with_the_frames(tmp_path: Path) -> None:
+    pipeline = opened("dp=2,sp=4")
+    chosen = dataclasses.asdict(settings(pipeline, "64x64x9"))
+    video = Pipeline(pipeline)(SHORT, **chosen)
+    assert isinstance(video, Video)
+    assert video.sound is not None
+    assert (video.sound.shape, video.sample_rate, len(video)) == ((2, 3000), 8000, 9)
+    with av.open(str(video.save(tmp_path / "video.mp4"))) as container:
+        assert [stream.type for stream in container.streams] == ["video", "audio"]
