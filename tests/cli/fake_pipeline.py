@@ -121,6 +121,9 @@ class FakePipeline:
         count = settings.num_inference_steps
         return [types.SimpleNamespace(sigma=1 - step / count) for step in range(count)]
 
+    def decode_sound(self, latents, settings):
+        return None
+
     def decode(self, latents, settings):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"
         self._begin("decode", "vae", size)
