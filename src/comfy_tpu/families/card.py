@@ -314,6 +314,11 @@ class FamilyCard:
     title: str
     """The family's name in tables."""
     node_sets: tuple[NodeSet, ...]
+    float32_repositories: tuple[str, ...] = ()
+    """Globs of hub ids whose files are float32; those of all others are bfloat16."""
+    noise_words: str = ""
+    """A regular expression for the names of LoRA files, whose one group is high, low, or their first letter: the
+    transformer of two that a file is for. Words that anybody may use are known without it."""
 
     @property
     def name(self) -> str:
