@@ -35,6 +35,7 @@ class FakePipeline:
         name="Fake",
         card=types.SimpleNamespace(
             guidance="classifier_free",
+            is_guided=lambda scale: scale > 1,
             image=None,
             starts_from_image=False,
             sizes={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
