@@ -44,6 +44,7 @@ TYPES = {
     "Clip": "CLIP",
     "Image": "IMAGE",
     "Video": "VIDEO",
+    "Audio": "AUDIO",
     "AnyType": "*",
 }
 HEAVY = ("jax", "jaxlib", "torchax", "diffusers", "transformers", "av", "PIL")

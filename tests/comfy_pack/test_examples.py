@@ -18,6 +18,7 @@ NAMES = [
     "flux_tpu_image_to_image",
     "hunyuanvideo15_tpu_basic",
     "hunyuanvideo15_tpu_image_to_video",
+    "ltx2_tpu_basic",
     "ltxv_tpu_basic",
     "ltxv_tpu_image_to_video",
     "qwen_image_tpu_basic",
@@ -35,7 +36,7 @@ NAMES = [
     "wan22_tpu_image_to_video",
     "z_image_tpu_basic",
 ]
-OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "ZImage", "QwenImage")
+OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "LTX2", "ZImage", "QwenImage")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 WIDTH_MAX = 1600

@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_videos": 0}, "num_videos=0 is not allowed; give a whole number from 1 to 64"),
     ({"fps": 0}, "fps=0 is not allowed; give a whole number from 1 to 240"),
     ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
-    ({"steps": 3}, "steps is not a setting; choose from boundary, cfg_normalization, context"),
+    ({"steps": 3}, "steps is not a setting; choose from audio_guidance_rescale, audio_guidance_scale"),
 ]
 
 

@@ -4,7 +4,7 @@ from comfy_tpu.bridge.boundary import alias_torch_tensor, check_host_data, is_on
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
 from comfy_tpu.bridge.joint import joint_attention, video_attention
-from comfy_tpu.bridge.layers import BlockCall, map_layers, run_layer, run_layers, tensor_content
+from comfy_tpu.bridge.layers import BlockCall, fold_layers, map_layers, run_layer, run_layers, tensor_content
 from comfy_tpu.bridge.loops import scan
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.rotary import rotary_attention, rotate_pairs
@@ -22,6 +22,7 @@ __all__ = [
     "check_host_data",
     "constrain",
     "current_trace",
+    "fold_layers",
     "is_on_one_gpu",
     "joint_attention",
     "map_layers",

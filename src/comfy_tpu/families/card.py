@@ -44,7 +44,18 @@ class Limits:
     videos_max: int = 64
     fps_max: int = 240
     tokens_max: int = 512
+    tokens_multiple: int = 1
+    """max_sequence_length is this many times n."""
+    blocks: int = 0
+    """Blocks that stg_block chooses from."""
     reuse_max: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SoundFacts:
+    """The sound that a model makes with a video."""
+
+    latents_per_second: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +130,8 @@ class ModelCard:
     image: ImageInput | None = None
     reads_fps: bool = False
     """Whether the frame rate is an input of the transformer."""
+    sound: SoundFacts | None = None
+    """None: videos are silent."""
     vae_backends: tuple[VaeBackend, ...] = (VAE_BACKEND,)
     """The backends of the VAE, the default first."""
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
@@ -156,10 +169,18 @@ class ModelCard:
     def latent_frames(self, settings: GenerationSettings) -> int:
         return (settings.num_frames - 1) // self.temporal_scale + 1
 
+    def sound_tokens(self, settings: GenerationSettings) -> int:
+        """Latents of the sound; 0 where there is none."""
+        if self.sound is None:
+            return 0
+        return max(1, round(settings.num_frames / settings.fps * self.sound.latents_per_second))
+
     def latent_size(self, settings: GenerationSettings) -> tuple[int, int, int]:
-        """Frames, height and width of the latents."""
+        """Frames, height and width of the latents, with the frames that hold the sound: a latent of it takes the place
+        of one of the video."""
         height, width = settings.height // self.spatial_scale, settings.width // self.spatial_scale
-        return self.latent_frames(settings), height, width
+        sound = -(-self.sound_tokens(settings) // (height * width))
+        return self.latent_frames(settings) + sound, height, width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +271,10 @@ class NodeSet:
     @property
     def normalizes_guidance(self) -> bool:
         return any(model.normalizes_guidance for model in self.models)
+
+    @property
+    def makes_sound(self) -> bool:
+        return any(model.sound is not None for model in self.models)
 
     @property
     def reads_fps(self) -> bool:

@@ -17,11 +17,11 @@ from comfy_tpu.parallel.global_arrays import fetch_global
 from comfy_tpu.pipeline.checks import check_finite, check_latents
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.init_image import InitImage
-from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
+from comfy_tpu.pipeline.noise import image_noise, initial_noise, sound_noise
 from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
-from comfy_tpu.pipeline.step import StepPrograms, latent_shape, split_prepared
+from comfy_tpu.pipeline.step import StepPrograms, count_branches, latent_shape, split_prepared
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
 from comfy_tpu.pipeline.windows import WindowedVideo, find_context
 
@@ -48,7 +48,7 @@ def denoise_steps(
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
-    done, size = 0, running.size
+    done, size, frames = 0, running.size, running.family.card.latent_frames(settings)
 
     def report_again() -> None:
         """Reports the steps that are done, so that a run may also be cancelled within one."""
@@ -62,7 +62,8 @@ def denoise_steps(
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
-                rows = _prompt_rows(running, current, guided, settings, video)
+                branches = count_branches(running.family, settings, guided=guided)
+                rows = _prompt_rows(running, current, branches, settings, video)
                 prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
             if done == 0:
@@ -70,7 +71,8 @@ def denoise_steps(
             for step in steps:
                 with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
                     if video is None or step.reused:
-                        samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                        state = (samples, outputs)
+                        samples, outputs = _advance(programs, step, loaded, weights, prepared, state, branches)
                     else:
                         velocity = video.compute_velocity(
                             programs, step, done, (loaded, weights), prepared, samples[0], outputs.pop(), report_again
@@ -83,7 +85,7 @@ def denoise_steps(
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
-                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma)
+                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, frames=frames)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
@@ -105,11 +107,22 @@ def _first_sample(
 ) -> torch.Tensor:
     shape = latent_shape(running.family, running.files.latent_channels, settings)
     if init_image is None:
-        noise = rows_noise(shape, seeds) if seeds else initial_noise(shape, settings.seed)
+        rows = [(shape, settings.seed)] if not seeds else [((1, *shape[1:]), seed) for seed in seeds]
+        noise = torch.cat([_draw_noise(running, settings, each, seed) for each, seed in rows])
         return noise if video is None else video.shuffle_noise(noise, seeds or (settings.seed,))
     check_latents(init_image.latents.expand(shape[0], -1, -1, -1, -1), shape, settings)
     sigma = plan.steps[0].sigma
     return sigma * image_noise(shape, settings.seed)[1] + (1 - sigma) * init_image.latents
+
+
+def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The noise that diffusers draws for this seed."""
+    card, sound = running.family.card, running.family.sound
+    if sound is None:
+        return initial_noise(shape, seed)
+    channels, bins = sound.latent_shape(running.files.config(sound.vae))
+    video = (*shape[:2], card.latent_frames(settings), *shape[3:])
+    return sound_noise(video, (shape[0], channels, card.sound_tokens(settings), bins), seed)
 
 
 def _windowed_video(
@@ -124,28 +137,32 @@ def _windowed_video(
 def _prompt_rows(
     running: RunningModel,
     embeddings: PromptEmbeddings,
-    guided: bool,
+    branches: int,
     settings: GenerationSettings,
     video: WindowedVideo | None,
 ) -> dict[str, torch.Tensor]:
-    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt. With windows, a
-    row for each of a call."""
+    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt and of the branches
+    that the family adds, which read the prompt. With windows, a row for each of a call."""
     denoiser = running.family.denoiser
     inputs = denoiser.settings_inputs(settings if video is None else video.window_settings)
-    shared = {**(embeddings.shared if video is None else video.first_window(embeddings.shared)), **inputs}
-    copies = 1 if video is None else video.windows_per_call(guided)
-    names = [*embeddings.positive, *shared]
-    branches = [
-        {**branch, **shared}
-        for branch in (embeddings.positive, embeddings.negative if guided else None)
-        if branch is not None
+    shared = embeddings.shared if video is None else video.first_window(embeddings.shared)
+    copies = 1 if video is None else video.windows_per_call(branches > 1)
+    negative = embeddings.positive if embeddings.negative is None else embeddings.negative
+    prompts = [embeddings.positive, negative, *[embeddings.positive] * (branches - 2)][:branches]
+    named = [
+        {
+            **prompt,
+            **shared,
+            **{name: row[number : number + 1] if len(row) > 1 else row for name, row in inputs.items()},
+        }
+        for number, prompt in enumerate(prompts)
     ]
 
     def expand(row: torch.Tensor) -> torch.Tensor:
         videos = row.expand(settings.num_videos, *row.shape[1:])
         return videos if copies == 1 else videos.repeat(copies, *(1,) * (row.ndim - 1))
 
-    rows = {name: torch.cat([expand(branch[name]) for branch in branches]) for name in names}
+    rows = {name: torch.cat([expand(branch[name]) for branch in named]) for name in named[0]}
     return rows | merge_padding(rows["text"]) if denoiser.merges_padding and running.skips_padding else rows
 
 
@@ -156,6 +173,7 @@ def _advance(
     weights: dict[str, jax.Array],
     prepared: dict[str, jax.Array],
     state: State,
+    branches: int,
 ) -> State:
     """Runs one step. `weights` are the transformer's and those that were prepared from the prompt."""
     samples, outputs = state
@@ -171,18 +189,19 @@ def _advance(
             timestep=torch.tensor([step.timestep], dtype=torch.float32),
             guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
             prepared=prepared,
-            guided=step.guided,
+            branches=branches,
         )
     return after[0], after[1]
 
 
-def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, row: int = 0) -> torch.Tensor:
-    """The latents of a video without noise, as the velocity predicts them: 19 MB at 1280×720×81."""
+def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, row: int = 0, *, frames: int) -> torch.Tensor:
+    """The latents of a video without noise and without its sound, as the velocity predicts them: 19 MB at
+    1280×720×81."""
     # From this process's own copies: the others may not look, and would not take part in a collective.
     arrays = (fetch_global(array) for array in (sample, velocity))
     # The row is an input of the slice: one program for all rows.
     sample, velocity = (jax.lax.dynamic_slice_in_dim(array, row, 1) for array in arrays)
-    return to_host(sample - sigma * velocity)
+    return to_host(sample - sigma * velocity)[:, :, :frames]
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:

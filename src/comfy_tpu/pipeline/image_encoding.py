@@ -27,6 +27,8 @@ def fit_images(family: ModelFamily, images: Sequence[Image.Image], settings: Gen
     images = [as_rgb(image) for image in images]
     if family.image is not None and family.image.fit_reference is not None:
         return [family.image.fit_reference(image) for image in images]
+    if family.image is not None and family.image.fit_frame is not None:
+        return [family.image.fit_frame(image, settings) for image in images]
     crops = family.card.image is not None and family.card.image.resize == "crop"
     return [crop_to_frame(image, settings) for image in images] if crops else images
 

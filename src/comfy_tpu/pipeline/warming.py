@@ -31,7 +31,9 @@ def warm_request(
     pipeline.running.place_steps(pipeline.choose_placement(settings))
     for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings, init_image):
         latents = samples[0]
-    for _ in pipeline.decode(to_host(latents), settings):
+    made = to_host(latents)
+    pipeline.decode_sound(made, settings)
+    for _ in pipeline.decode(made, settings):
         pass
 
 
