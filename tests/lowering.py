@@ -99,12 +99,12 @@ def _counted_operators() -> Iterator[list[str]]:
         yield traced
 
 
-def assert_bounded_work(seen: Mapping[str, Any], *, operators: int) -> None:
+def assert_bounded_work(seen: Mapping[str, Any], *, operators: int, operations: int = OPERATIONS) -> None:
     """`operators`: a quarter more than were traced when this was written. Blocks that are not scanned, or are traced
     anew for every frame, are over it; how long the machine took is not asked."""
     assert seen["operators"] <= operators
     for name, program in seen["programs"].items():
-        assert program["operations"] <= OPERATIONS, name
+        assert program["operations"] <= operations, name
     assert seen["peak"] < PEAK_BYTES
 
 

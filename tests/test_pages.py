@@ -78,7 +78,7 @@ def test_an_installed_family_has_no_pages_here(nodes, monkeypatch):
     assert "web/docs/FluxTextEncoder/en.md" in names
     assert not {name for name in names if "LTXVideo" in name}
     assert "LTXVideo" not in names["locales/en/nodeDefs.json"]
-    assert "Lightricks" not in model_rows(names["README.md"])
+    assert "Lightricks/LTX-Video" not in model_rows(names["README.md"])
 
 
 def model_rows(page):

@@ -34,6 +34,7 @@ THUMBNAILS = {
         "a purple circle moving left on a white background",
         "Image Hunyuan* Decoder* Video",
     ),
+    "ltx2_tpu_basic": ("a green circle moving right on a black background", "LTX-2* Sampler* Decoder* Video"),
     "ltxv_tpu_basic": ("a pink circle moving down on a gray background", "LTX-Video* Sampler* Decoder* Video"),
     "ltxv_tpu_image_to_video": ("a red star moving up on a white background", "Image LTX-Video* Decoder* Video"),
     "z_image_tpu_basic": ("an orange star growing on a black background", "Z-Image* Sampler* Decoder* Image"),

@@ -4,6 +4,12 @@
 
 Each step is `comfy-tpu plan … --schedule --json` in a process of its own, with libtpu installed (x86_64), two to six
 minutes each on two cores. Of the plan the chosen layout is kept, without the schedules of single programs.
+
+With --programs, steps are read from NAME.zip in that directory, which another version may have exported: so one reader
+estimates both. The kernel with a running maximum is in the programs of commit a27639c:
+
+    comfy-tpu plan Wan-AI/Wan2.1-T2V-14B-Diffusers --tpu v6e-8 --size 1280x720x81 --mesh seed --no-compile \\
+        --export programs/wan-720p-seed.zip
 """
 
 from __future__ import annotations
@@ -35,10 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", choices=STEPS, nargs="*", default=list(STEPS))
+    parser.add_argument("--programs", type=Path, help="a directory of exported programs to read instead")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
-        command = [sys.executable, "-m", "comfy_tpu.cli", "plan", *STEPS[name], "--tpu", TPU, "--schedule", "--json"]
+        program = ("--from", arguments.programs / f"{name}.zip") if arguments.programs else (*STEPS[name], "--tpu", TPU)
+        command = [sys.executable, "-m", "comfy_tpu.cli", "plan", *program, "--schedule", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not done.stdout.startswith("{"):
             sys.exit(f"{name}: {done.stderr.strip()}")

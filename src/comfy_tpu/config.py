@@ -337,6 +337,20 @@ class GenerationSettings:
     and a model that was trained on fixed ones. Empty: the scheduler's own."""
     cfg_normalization: float = 0.0
     """The largest norm of a guided velocity, in norms of the prompt's own, for models that limit it. 0: no limit."""
+    stg_scale: float = 0.0
+    """Spatio-temporal guidance of models that make sound: how far to go from what the model says without the
+    self-attention of one block. 0: no such branch."""
+    stg_block: int = 0
+    """The number, from 0, of that block."""
+    modality_scale: float = 1.0
+    """How closely video and sound follow each other, as guidance_scale says it of the prompt. 1: no such branch."""
+    guidance_rescale: float = 0.0
+    """The share of the change of contrast by guidance that is taken back, of models that make sound."""
+    audio_guidance_scale: float = 0.0
+    """guidance_scale of the sound. 0, here and below: the same as the video's."""
+    audio_stg_scale: float = 0.0
+    audio_modality_scale: float = 0.0
+    audio_guidance_rescale: float = 0.0
     context: str = "auto"
     """One of `Context`."""
     context_frames: int = 0

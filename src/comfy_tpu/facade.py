@@ -29,6 +29,7 @@ from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
 from comfy_tpu.pipeline.images import as_rgb, read_image
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames, VideoSource, open_video
 
@@ -81,6 +82,14 @@ class Settings(TypedDict, total=False):
     guidance_until: float
     sigmas: str
     cfg_normalization: float
+    stg_scale: float
+    stg_block: int
+    modality_scale: float
+    guidance_rescale: float
+    audio_guidance_scale: float
+    audio_stg_scale: float
+    audio_modality_scale: float
+    audio_guidance_rescale: float
     context: str
     context_frames: int
     context_overlap: int
@@ -103,13 +112,18 @@ class Video:
     settings: GenerationSettings
     metadata: Mapping[str, str] = dataclasses.field(repr=False)
     """The metadata that `save` writes into files."""
+    sound: np.ndarray | None = None
+    """float32 [channels, samples] in -1..1, as long as the frames; None of a model that makes no sound."""
+    sample_rate: int = 0
+    """Samples of the sound per second."""
 
     def save(self, path: str | Path) -> Path:
         """Writes the video and returns its path. The name chooses the format: .mp4, .gif, .npy, .png, frames/."""
         with _own_names(output="path"):
             (target,) = media.check_output(path, dataclasses.replace(self.settings, num_videos=1))
         parts = (torch.from_numpy(frame).float().div(255)[None, None] for frame in self.frames)
-        media.write_videos([target], parts, fps=self.settings.fps, metadata=[self.metadata])
+        sound = None if self.sound is None else Waveform(torch.from_numpy(self.sound).unsqueeze(0), self.sample_rate)
+        media.write_videos([target], parts, fps=self.settings.fps, metadata=[self.metadata], sound=sound)
         return target
 
     def numpy(self) -> np.ndarray:
@@ -189,8 +203,9 @@ class Pipeline:
         for each in prompts:
             request = self._request(each, images, on_progress, settings)
             # Bytes at once: of a long video, float32 parts would take four times as much.
-            parts = [_as_bytes(part) for part in self._parts(request)]
-            videos += self._videos(request, np.concatenate(parts, axis=1))
+            sounds: list[Waveform] = []
+            parts = [_as_bytes(part) for part in self._parts(request, sounds)]
+            videos += self._videos(request, np.concatenate(parts, axis=1), sounds)
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -267,18 +282,22 @@ class Pipeline:
         stages.warn_of_preset(made)
         return _Request(prompt, stages.settle_context(made, given.images), given, on_progress)
 
-    def _parts(self, request: _Request) -> Generator[torch.Tensor, None, None]:
-        """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded."""
+    def _parts(self, request: _Request, sounds: list[Waveform] | None = None) -> Generator[torch.Tensor, None, None]:
+        """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded. `sounds` gets the sound of the
+        videos, if the model makes one."""
         stages, settings = self.stages, request.settings
         before, stages.on_progress = stages.on_progress, request.on_progress
         try:
             with _own_names(image="images", reference="references"):
                 embeddings = stages.encode(request.prompt, settings, request.given)
-            yield from stages.decode(stages.denoise(embeddings, settings), settings)
+            latents = stages.denoise(embeddings, settings)
+            if sounds is not None and (sound := stages.decode_sound(latents, settings)) is not None:
+                sounds.append(sound)
+            yield from stages.decode(latents, settings)
         finally:
             stages.on_progress = before
 
-    def _videos(self, request: _Request, frames: np.ndarray) -> list[Video]:
+    def _videos(self, request: _Request, frames: np.ndarray, sounds: Sequence[Waveform]) -> list[Video]:
         described = artifacts.describe(
             request.prompt,
             request.settings,
@@ -289,10 +308,13 @@ class Pipeline:
             quantization=self.stages.quantization,
             preset=self.stages.preset.name or "",
         )
-        return [
-            Video(each, request.prompt, request.settings, {**described, "video": str(number)})
-            for number, each in enumerate(frames)
-        ]
+        videos = []
+        for number, each in enumerate(frames):
+            video = Video(each, request.prompt, request.settings, {**described, "video": str(number)})
+            for sound in sounds:
+                video = dataclasses.replace(video, sound=sound.samples[number].numpy(), sample_rate=sound.rate)
+            videos.append(video)
+        return videos
 
 
 def open(

@@ -35,6 +35,7 @@ class FakePipeline:
         name="Fake",
         card=types.SimpleNamespace(
             guidance="classifier_free",
+            is_guided=lambda scale: scale > 1,
             image=None,
             starts_from_image=False,
             sizes={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
@@ -120,6 +121,9 @@ class FakePipeline:
     def plan(self, settings):
         count = settings.num_inference_steps
         return [types.SimpleNamespace(sigma=1 - step / count) for step in range(count)]
+
+    def decode_sound(self, latents, settings):
+        return None
 
     def decode(self, latents, settings):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"

@@ -22,6 +22,7 @@ from comfy_tpu.hub.download import Transfer
 from comfy_tpu.hub.inventory import DEMO_DIRECTORY, list_models
 from tests.hub.fake_hub import FakeHub, serve
 from tests.hub.test_download import MODEL, NEEDED, OTHERS, SHARDS
+from tests.waiting import wait_for
 
 HUB_ID = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
@@ -223,6 +224,8 @@ def test_an_interrupted_download_goes_on_in_the_next_process(home):
         first = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert hub.on_stall.wait(60)
         hub.stalls_after.clear()
+        partial = home / "own" / ".cache" / "comfy-tpu"
+        wait_for(lambda: any(path.stat().st_size >= 10_000 for path in partial.iterdir()), 60)
         first.send_signal(signal.SIGINT)
         hub.on_resume.set()
         _, error = first.communicate(timeout=60)

@@ -14,7 +14,7 @@ from comfy_tpu.config import MeshSizes
 from comfy_tpu.parallel.chips import CHIPS, parse_slice
 from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.planning import plan as planning
-from comfy_tpu.planning.compilation import ProgramCounts
+from comfy_tpu.planning.compilation import CompilationError, ProgramCounts, explain_refusal
 from comfy_tpu.planning.plan import LayoutPlan
 from comfy_tpu.planning.program_file import read_program
 from tests.counted_work import published_work
@@ -52,7 +52,8 @@ def test_text(capsys, exported):
     assert "unexplained" not in out
     (sharding,) = (line for line in lines if line.startswith("Weights of the transformer, mesh dp=2,sp=2,tp=1: "))
     assert " stored in pieces and gathered (" in sharding
-    assert "Times are estimates" in lines[-1]
+    assert lines[-1].startswith("Times are estimates: ")
+    assert lines[-1].endswith("; nothing ran on a TPU.")
     assert "counting dp=2,sp=2,tp=1" in err
 
 
@@ -82,6 +83,37 @@ def test_without_a_schedule_the_formula_stays(planned):
         layout = dataclasses.replace(planned.chosen, compiled=counts)
         lines = plan_report.as_lines(dataclasses.replace(wanted, layouts=(layout,), chosen=layout))
         assert f"No schedule: {refused}. The step's time is the formula's." in lines
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("Error: unknown topology v9x:2x2", "the TPU compiler does not know this topology"),
+        (
+            "RESOURCE_EXHAUSTED: scoped vmem limit exceeded",
+            "the TPU compiler refused the program, because a kernel does",
+        ),
+    ],
+    ids=["topology", "VMEM"],
+)
+def test_what_the_compiler_refuses_is_said_and_the_formula_stays(
+    capsys, monkeypatch, exported, planned, tmp_path, reason, said
+):
+    def count(_program, mode, **_):
+        if mode == "compile":
+            raise CompilationError(explain_refusal("the TPU compiler", reason))
+        return planned.chosen.partitioned
+
+    monkeypatch.setattr(planning, "has_tpu_compiler", lambda: True)
+    monkeypatch.setattr(planning, "count_program", count)
+    image = tmp_path / "step.svg"
+    assert cli.main(["plan", "--from", str(exported), "--schedule", "--schedule-image", str(image)]) == 0
+    captured = capsys.readouterr()
+    (line,) = (line for line in captured.out.splitlines() if line.startswith("No schedule: "))
+    assert line == f"No schedule: {explain_refusal('the TPU compiler', reason)}. The step's time is the formula's."
+    assert said in line
+    assert f"{image} was not written: there is no schedule to draw" in captured.err
+    assert not image.exists()
 
 
 def test_temporaries_of_other_generations_are_said_to_be_a_guess(capsys):
@@ -135,6 +167,7 @@ def test_json(capsys, exported, planned, monkeypatch):
     assert layout["partitioned"]["unexplained"] == 0
     assert layout["partitioned"]["sent_bytes"] == sum(item["nbytes"] for item in layout["partitioned"]["traffic"]) > 0
     assert layout["seconds"]["step"] > 0
+    assert document["estimate"].endswith("; nothing ran on a TPU.")
     sharding = layout["sharding"]
     assert sharding["mesh"] == layout["mesh"]
     assert sharding["gathered"]["bytes_per_device"] * 2 == sharding["gathered"]["nbytes"] > 0

@@ -45,6 +45,7 @@ TYPES = {
     "Image": "IMAGE",
     "Mask": "MASK",
     "Video": "VIDEO",
+    "Audio": "AUDIO",
     "AnyType": "*",
 }
 HEAVY = ("jax", "jaxlib", "torchax", "diffusers", "transformers", "av", "PIL")

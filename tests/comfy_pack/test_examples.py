@@ -18,6 +18,7 @@ NAMES = [
     "flux_tpu_image_to_image",
     "hunyuanvideo15_tpu_basic",
     "hunyuanvideo15_tpu_image_to_video",
+    "ltx2_tpu_basic",
     "ltxv_tpu_basic",
     "ltxv_tpu_image_to_video",
     "qwen_image_tpu_basic",
@@ -38,7 +39,7 @@ NAMES = [
     "wan_vace_tpu_basic",
     "z_image_tpu_basic",
 ]
-OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "ZImage", "QwenImage", "WanVACE", "WanAnimate")
+OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "LTX2", "ZImage", "QwenImage", "WanVACE", "WanAnimate")
 """What the types of nodes with a model of their own begin with."""
 TITLE_HEIGHT = 30
 WIDTH_MAX = 1600

@@ -17,7 +17,15 @@ from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.images import decode_video
 from tests.comfyui.server import ComfyServer, running
 from tests.comfyui.workflows import load_example, nodes_of, to_prompt
-from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx, wan_pipelines
+from tests.families import (
+    small_flux,
+    small_flux2,
+    small_hunyuan,
+    small_hunyuan_image,
+    small_ltx,
+    small_ltx2,
+    wan_pipelines,
+)
 from tests.families.wan_pipelines import picture
 from tools.demo_model import evaluate_image
 from tools.demo_model.score import observe
@@ -37,6 +45,7 @@ RUNS = (
     ("hunyuanvideo15_tpu_image_to_video.json", "small/hunyuan-from-images"),
     ("ltxv_tpu_basic.json", "small/ltx"),
     ("ltxv_tpu_image_to_video.json", "small/ltx"),
+    ("ltx2_tpu_basic.json", "small/ltx2"),
 )
 """Every family's example workflow, and a model that is small."""
 DIRECTORIES: dict[str, Callable[[], Path]] = {
@@ -49,6 +58,7 @@ DIRECTORIES: dict[str, Callable[[], Path]] = {
     "small/hunyuan": small_hunyuan.directory,
     "small/hunyuan-from-images": small_hunyuan_image.directory,
     "small/ltx": small_ltx.directory,
+    "small/ltx2": small_ltx2.directory,
 }
 SIZE = {"height": 64, "width": 96}
 

@@ -7,6 +7,7 @@ from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.ltx_video import model as ltx_model
 from comfy_tpu.families.ltx_video import text as ltx_text
 from comfy_tpu.families.ltx_video import vae as ltx_vae
+from comfy_tpu.families.shared import all_frames_vae
 from comfy_tpu.families.shared.published_configs import T5_XXL
 from comfy_tpu.families.shared.text_encoders import t5_component
 from comfy_tpu.parallel.mesh import abstract_placement
@@ -32,10 +33,10 @@ def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
         programs |= {f"{program}{name}": exported for program, exported in made.items()}
 
     vae = component(ltx_vae.VAE, {}, PLACEMENT)
-    programs["decode_frame"] = vae.program(ltx_vae.decode_frame, input_axes={"latent": COLUMNS}).export(
+    programs["decode_frame"] = vae.program(all_frames_vae.decode_frame, input_axes={"latent": COLUMNS}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
-    programs["encode_frames"] = vae.program(ltx_vae.encode_frames, input_axes={"pixels": COLUMNS}).export(
+    programs["encode_frames"] = vae.program(all_frames_vae.encode_frames, input_axes={"pixels": COLUMNS}).export(
         "tpu", vae.abstract_weights(), pixels=array(1, 3, 1, height, width), cache=None
     )
     return {name: facts(exported, sequence=13_000) for name, exported in programs.items()}

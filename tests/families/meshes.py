@@ -15,6 +15,7 @@ AUTO: dict[str, tuple[str, ...]] = {
     "Flux.2": ("sp=2,tp=4", "tp=8"),
     "HunyuanVideo-1.5": (),
     "LTX-Video": ("dp=2,sp=2,tp=2",),
+    "LTX-2": ("sp=4,tp=2",),
     "Z-Image": ("sp=4,tp=2", "dp=2,sp=2,tp=2"),
     "Qwen-Image": (),
 }

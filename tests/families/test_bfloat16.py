@@ -94,8 +94,8 @@ def test_an_image_is_as_close_to_diffusers_as_diffusers_is_to_itself(model: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", GUIDED)
 def test_a_guided_image_is_as_close_as_two_roundings_are(model: str) -> None:
-    """Guidance multiplies the differences of two branches, which torch.compile rounds alike. Two results that are
-    rounded independently differ by √2 of what each differs from float32: 1.40 and 1.28 of it were found."""
+    """Two results that are rounded independently differ by √2 of what each differs from float32: 1.40 and 1.28 of it
+    were found. diffusers under torch.compile is closer to itself than that."""
     expected, exact = theirs(model, torch.bfloat16), theirs(model, torch.float32)
     rounding, made = difference(expected, exact), ours(model)
     assert difference(made, expected) <= 1.6 * rounding

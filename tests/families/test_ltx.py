@@ -20,9 +20,10 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import MESH_AXES, MeshSizes, RuntimeConfig, ShardingConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
 from comfy_tpu.families.ltx_video import model as ltx_model
-from comfy_tpu.families.ltx_video import schedulers as ltx_schedulers
 from comfy_tpu.families.ltx_video import transformer as ltx_transformer
 from comfy_tpu.families.ltx_video import vae as ltx_vae
+from comfy_tpu.families.shared import all_frames_vae
+from comfy_tpu.families.shared import terminal_shift_schedulers as ltx_schedulers
 from comfy_tpu.parallel.layouts import _weight_bytes
 from comfy_tpu.parallel.mesh import abstract_placement, make_placement
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
@@ -311,7 +312,7 @@ def test_all_frames_are_decoded_together(mesh: str, sides: tuple[int, int]) -> N
     mean, deviation = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
     wanted = vae.decode(latents * deviation / vae.config.scaling_factor + mean, return_dict=False)[0]
     component = Component(model.spec, model.config, make_placement(mesh), dtype=torch.float32)
-    program = component.program(ltx_vae.decode_frame, input_axes={"latent": (None, None, None, None, MESH_AXES)})
+    program = component.program(all_frames_vae.decode_frame, input_axes={"latent": (None, None, None, None, MESH_AXES)})
     frames, _ = program(component.load(Checkpoint.open(model.checkpoint)), latent=latents, cache=None)
     assert frames.shape[1] == 17
     assert relative_error(to_host(frames), wanted.clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1)) <= 1e-4

@@ -138,7 +138,12 @@ def test_steps_and_noise_levels_decide_each_other():
     assert settings_of(wan.WAN21, "causvid", num_inference_steps=4).sigmas == ""
     assert settings_of(wan.WAN21, "4step", sigmas="1,0.5").num_inference_steps == 2
     assert make_settings(GenerationSettings(scheduler="euler"), {"sigmas": "1,0.5"}, wan.WAN21.limits) == (
-        dataclasses.replace(GenerationSettings(), scheduler="euler", sigmas="1,0.5", num_inference_steps=2)
+        dataclasses.replace(
+            make_settings(GenerationSettings(), {}, wan.WAN21.limits),
+            scheduler="euler",
+            sigmas="1,0.5",
+            num_inference_steps=2,
+        )
     )
 
 

@@ -12,6 +12,7 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.config import GenerationSettings, MeshSizes, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
+from comfy_tpu.families.model_family import GuidanceInputs
 from comfy_tpu.families.qwen_image import text as qwen_text
 from comfy_tpu.families.qwen_image import transformer as qwen_transformer
 from comfy_tpu.families.qwen_image.model import QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS
@@ -121,7 +122,9 @@ def test_without_guidance_one_branch_is_computed() -> None:
 def test_guidance_keeps_the_norm_of_every_token() -> None:
     generator = torch.Generator().manual_seed(1)
     positive, negative = torch.randn(2, 3, 4, 1, 2, 6, generator=generator)
-    guided = qwen_transformer.guide(positive, negative, torch.tensor(4.0), {})
+    guided = qwen_transformer.guide(
+        (positive, negative), GuidanceInputs(torch.tensor(4.0), positive, torch.ones(1), {})
+    )
 
     def tokens(x: torch.Tensor) -> torch.Tensor:
         """[batch, 3 tokens, 16], by hand: two rows and two columns of all channels."""

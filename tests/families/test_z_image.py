@@ -13,6 +13,7 @@ from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.config import GenerationSettings, MeshSizes, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
+from comfy_tpu.families.model_family import GuidanceInputs
 from comfy_tpu.families.z_image import text as z_image_text
 from comfy_tpu.families.z_image import transformer as z_image_transformer
 from comfy_tpu.families.z_image.model import Z_IMAGE, Z_IMAGE_TURBO
@@ -125,10 +126,14 @@ def test_a_limit_on_guidance(limit: float) -> None:
         most, norm = limit * torch.linalg.vector_norm(one), torch.linalg.vector_norm(guided)
         wanted.append(guided * (most / norm) if norm > most else guided)
     prepared = {"cfg_normalization": torch.full((1, 1), limit)}
-    found = z_image_transformer.guide(positive, negative, torch.tensor(0.3), prepared)
+    found = z_image_transformer.guide(
+        (positive, negative), GuidanceInputs(torch.tensor(0.3), positive, torch.ones(1), prepared)
+    )
     torch.testing.assert_close(found, torch.stack(wanted))
     prepared = {"cfg_normalization": torch.zeros(1, 1)}
-    unlimited = z_image_transformer.guide(positive, negative, torch.tensor(0.3), prepared)
+    unlimited = z_image_transformer.guide(
+        (positive, negative), GuidanceInputs(torch.tensor(0.3), positive, torch.ones(1), prepared)
+    )
     torch.testing.assert_close(unlimited, positive + 0.3 * (positive - negative))
 
 

@@ -70,10 +70,3 @@ def wait_all(processes, seconds=600):
             process.kill()
             process.communicate()
     return results
-
-
-def wait_for(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

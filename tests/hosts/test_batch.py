@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.hosts.processes import find_port, start, start_all, wait_all, wait_for
+from tests.hosts.processes import find_port, start, start_all, wait_all
+from tests.waiting import wait_for
 
 COMMAND = ("-m", "comfy_tpu.cli", "batch")
 COMMON = ("--num-frames", "5", "--steps", "2", "--mesh", "dp=2,sp=2", "--batch-size", "1")

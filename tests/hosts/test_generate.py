@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.hosts.processes import find_port, start, start_all, wait_all, wait_for
+from tests.hosts.processes import find_port, start, start_all, wait_all
+from tests.waiting import wait_for
 
 COMMAND = ("-m", "comfy_tpu.cli")
 PROMPT = "a red circle moves right"

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -85,14 +84,6 @@ def kill(process, number=signal.SIGKILL):
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_for(condition, seconds=300, what="a condition"):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what} did not come true in {seconds} s"
-        time.sleep(0.05)
-    return found
 
 
 def write_jobs(path, count, **values):

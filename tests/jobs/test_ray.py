@@ -30,9 +30,9 @@ from tests.jobs.ray_processes import (
     read_attempts,
     read_results,
     read_states,
-    wait_for,
     write_jobs,
 )
+from tests.waiting import wait_for
 
 pytest.importorskip("ray", reason="an extra that make test does not install: pip install 'comfy-tpu[ray]'")
 

@@ -19,7 +19,8 @@ from comfy_tpu.jobs.ray_cluster import Place, find_places, find_slices, import_r
 from comfy_tpu.jobs.ray_slices import parse_slice_name
 from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers, resolve_paths
 from comfy_tpu.jobs.request import Request, parse_lora
-from tests.jobs.ray_processes import SOURCE, wait_for
+from tests.jobs.ray_processes import SOURCE
+from tests.waiting import wait_for
 
 MODULE = "tests.jobs.ray_stand_in"
 

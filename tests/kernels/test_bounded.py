@@ -11,6 +11,8 @@ import pytest
 
 from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.kernels import attention, splash
+from comfy_tpu.kernels.masking import Masking
+from comfy_tpu.kernels.tuning import block_sizes
 from tests.kernels.attention_reference import Case, relative_error, run
 
 CONFIG = AttentionConfig(
@@ -104,6 +106,53 @@ def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.Mo
     for head, kind in enumerate(ALL.kinds):
         error = relative_error(got[:, head], expected[:, head])
         assert error <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_exact_form_of_a_block_in_several_parts(dtype: Any) -> None:
+    config = dataclasses.replace(CONFIG, block_sizes=BlockSizes(query=384, key=256, key_compute=128))
+    case = Adversarial(heads=4, kv_heads=4, queries=380, scale=1.0, kinds=EXACT)
+    got, expected = run(case, config, dtype=dtype)
+    for head, kind in enumerate(case.kinds):
+        assert relative_error(got[:, head], expected[:, head]) <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
+
+
+def test_steps_of_different_size() -> None:
+    case = Adversarial(heads=2, kv_heads=2, keys=700, scale=1.0, kinds=("random", "one huge key"))
+    inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
+    blocks = BlockSizes(query=128, key=1024, key_compute=512)
+    assert block_sizes("v6e", 150, 700, 128, blocks) == BlockSizes(query=128, key=768, key_compute=512)
+    got, _ = splash.splash_attention(
+        **inputs,
+        masking=Masking(),
+        scale=1.0,
+        chip="v6e",
+        blocks=blocks,
+        interpret=True,
+        partial=False,
+        smooth_keys=False,
+    )
+    assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5
+
+
+@pytest.mark.parametrize(("chip", "is_close"), [("v6e", True), ("v7x", True), ("v5e", False)])
+def test_scores_of_thousands_keep_what_bfloat16_rounds_off_queries(chip: str, is_close: bool) -> None:
+    # One of 380 rows has two keys whose scores of 2^100 differ by less than that.
+    case = Adversarial(heads=4, kv_heads=4, queries=380, scale=1.0, kinds=EXACT)
+    inputs = {name: jnp.asarray(array, jnp.bfloat16) for name, array in case.inputs().items()}
+    got, _ = splash.splash_attention(
+        **inputs,
+        masking=Masking(),
+        scale=1.0,
+        chip=chip,
+        blocks=BlockSizes(query=384, key=256, key_compute=128),
+        interpret=True,
+        partial=False,
+        smooth_keys=False,
+    )
+    head = EXACT.index("scores over 2^100")
+    error = relative_error(np.asarray(got, np.float32)[:, head], case.expected(inputs)[:, head])
+    assert (error <= 2e-2) == is_close
 
 
 class ShiftedKeys(Adversarial):

@@ -9,9 +9,10 @@ import pytest
 
 from comfy_tpu.config import BlockSizes
 from comfy_tpu.kernels import tuning
-from comfy_tpu.planning.schedule_files import parse_schedule
+from comfy_tpu.planning.schedule_files import Region, parse_schedule
 from tools.tune_attention.__main__ import choose_tiles, count_bundles
-from tools.tune_attention.kernel_schedule import describe_kernel
+from tools.tune_attention.hidden_keys import describe_bodies
+from tools.tune_attention.kernel_schedule import describe_kernel, read_vmem
 
 # The splash kernel for v6e with tiles of 512, head size 128, bfloat16, by libtpu 0.0.51. Of the listing only the lines
 # with the ends of regions are kept.
@@ -55,6 +56,27 @@ def test_equal_tiles_that_pad_little(length: int, size: int) -> None:
     assert tuning.block_sizes("cpu", length, 2048, 128, None).query == size
 
 
+def test_a_half_empty_matrix_unit_costs_as_much_as_some_padding() -> None:
+    assert tuning.block_sizes("v6e", 112_856, 2048, 128, None).query == 1792
+    assert tuning.block_sizes("v5e", 112_856, 2048, 128, None).query == 1920
+    assert tuning.block_sizes("v6e", 4099, 2048, 128, None).query == 1408, "less padding than 1536"
+
+
+@pytest.mark.parametrize(
+    ("chip", "keys", "expected"),
+    [
+        ("v6e", 33_390, (1792, 1024)),  # and 768: whole matrix units
+        ("v7x", 33_390, (1792, 512)),
+        ("v5e", 33_390, (1792, 896)),
+        ("v6e", 2048, (2048, 1024)),
+        ("v6e", 100, (256, 256)),
+    ],
+)
+def test_keys_are_taken_in_steps_of_whole_matrix_units(chip: str, keys: int, expected: tuple[int, int]) -> None:
+    tile = tuning.block_sizes(chip, 4096, keys, 128, None)
+    assert (tile.key, tile.key_compute) == expected
+
+
 def complete_listing(kept: str) -> str:
     """The kept lines, and empty bundles between them."""
     lines, bundles = [], 0
@@ -90,3 +112,33 @@ def test_the_tile_with_the_fewest_bundles_is_chosen() -> None:
     assert [row["tile"] for row in chosen] == [[1024, 1024, 512]] * len(tuning.LENGTHS)
     close = {**small, "bounded": {"bundles": 1470}}
     assert [row["tile"] for row in choose_tiles([default, close])][-1] == [2048, 2048, 1024], "no gain over noise"
+
+
+@pytest.mark.parametrize(("offset", "used"), [(0, 13_787_136), (67_108_864, 80_900_096)])
+def test_vmem_of_a_kernel_without_what_lies_before_it(offset: int, used: int) -> None:
+    line = (
+        '%splash = bf16[1,65536,512] custom-call(), backend_config={"flag_configs":[],"scoped_memory_configs":'
+        f'[{{"memory_space":"1","offset":"{offset}","size":"67108864"}}],"used_scoped_memory_configs":'
+        f'[{{"memory_space":"1","offset":"0","size":"{used}"}}]}}'
+    )
+    assert read_vmem(line) == used - offset
+    assert read_vmem("%splash = bf16[1,65536,512] custom-call()") == 0
+
+
+def make_region(number: int, **used: int) -> Region:
+    slots = {"MATMUL": 0, "EUP": 0, "VALU": 0, **used}
+    return Region(number, 1000 * number, 1000 * number + 100 + number, 0.0, slots, dict.fromkeys(slots, 1))
+
+
+def test_bodies_of_a_kernel_that_hides_keys() -> None:
+    bodies = [
+        make_region(1, MATMUL=90, EUP=64, VALU=300),
+        make_region(2, MATMUL=91, EUP=66, VALU=400),
+        make_region(3, MATMUL=92, EUP=64, VALU=200),
+        make_region(4, MATMUL=92, EUP=66, VALU=310),
+    ]
+    others = [make_region(5, MATMUL=9, EUP=2), make_region(0, VALU=1000)]
+    found = describe_bodies([*bodies, *others])
+    assert found == {"bounded": 104, "bounded, cut": 102, "exact": 105, "exact, cut": 103}
+    with pytest.raises(ValueError, match="expected two forms for whole and cut tiles, got 2 bodies"):
+        describe_bodies(bodies[:2])

@@ -142,7 +142,7 @@ def test_an_exchange_on_a_long_ring_takes_longer():
     assert transfer_seconds(long, parse_slice("v6e-256")) > 3 * transfer_seconds(short, parse_slice("v6e-256"))
 
 
-@pytest.mark.parametrize("length", [4097, 4725, 9450, 18_900, 33_390, 75_600, 512])
+@pytest.mark.parametrize("length", [4097, 4725, 9450, 18_900, 33_390, 75_600, 112_856, 512])
 def test_lengths_are_padded_as_the_kernel_pads_them(length):
     tile = block_sizes("v6e", length, length, 128, None)
     assert pad_length(length, 128) == -(-length // tile.query) * tile.query

@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_videos": 0}, "num_videos=0 is not allowed; give a whole number from 1 to 64"),
     ({"fps": 0}, "fps=0 is not allowed; give a whole number from 1 to 240"),
     ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
-    ({"steps": 3}, "steps is not a setting; choose from boundary, cfg_normalization, context"),
+    ({"steps": 3}, "steps is not a setting; choose from audio_guidance_rescale, audio_guidance_scale"),
 ]
 
 
@@ -51,7 +51,8 @@ def test_a_bad_value_is_named_with_what_would_do(chosen: dict[str, Any], text: s
 
 def test_what_is_not_chosen_stays_the_default() -> None:
     settings = make_settings(WAN21.card.defaults, {"seed": 3, "height": None}, WAN21.card.limits)
-    assert settings == dataclasses.replace(GenerationSettings(), seed=3)
+    own = {"context_frames": 81, "context_overlap": 30}  # those of windows follow from the model's length
+    assert settings == dataclasses.replace(GenerationSettings(), seed=3, **own)
 
 
 def test_every_default_and_preset_is_allowed() -> None:

@@ -83,6 +83,12 @@ def test_work():
     assert module.kernels() == 1
 
 
+def test_a_loop_may_count_with_unsigned_numbers():
+    assert "s32[] constant(40)" in PROGRAM
+    counted = Module(PROGRAM.replace("s32[] constant(40)", "u32[] constant(40)")).collectives()
+    assert [item.times for item in counted] == [item.times for item in Module(PROGRAM).collectives()]
+
+
 def test_a_known_trip_count_goes_first():
     told = PROGRAM.replace("body=%outer_body", 'body=%outer_body, backend_config={"known_trip_count":{"n":"7"}}')
     assert {item.times for item in Module(told).collectives()} == {1, 7, 21}

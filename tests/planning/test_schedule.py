@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.export
@@ -18,7 +19,12 @@ from comfy_tpu.parallel.chips import CHIPS, parse_slice
 from comfy_tpu.parallel.constraints import constrain
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.planning import compilation
-from comfy_tpu.planning.compilation import explain_refusal
+from comfy_tpu.planning.compilation import (
+    CompilationError,
+    compile_exported,
+    explain_refusal,
+    partition_exported,
+)
 from comfy_tpu.planning.hlo import Module
 from comfy_tpu.planning.hlo_bytes import array_bytes, count_bytes
 from comfy_tpu.planning.schedule import kernel_cycles, read_step
@@ -113,6 +119,24 @@ def test_an_array_that_is_updated_in_place_is_not_read():
     module = Module(IN_PLACE)
     fusion = next(item for item in module.computation("main") if item.name == "fused")
     assert count_bytes(module, fusion) <= 2 * 256 * 1024 * 2 + 4
+
+
+SLICES = """
+ENTRY %main (a: bf16[4096,1024], c: s32[]) -> bf16[4096,1024] {
+  %a = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %c = s32[] parameter(1)
+  %part = bf16[256,1024]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%a, %c, %c), dynamic_slice_sizes={256,1024}
+  %copied = bf16[256,1024]{1,0:T(8,128)(2,1)} slice(%a), slice={[0:256], [0:1024]}
+  ROOT %set = bf16[4096,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %part, %c, %c)
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "parts"), [("part", 1), ("copied", 2), ("set", 1)])
+def test_a_slice_outside_of_a_fusion_touches_a_part_too(name, parts):
+    module = Module(SLICES)
+    (instruction,) = (item for item in module.computation("main") if item.name == name)
+    assert count_bytes(module, instruction) == parts * 256 * 1024 * 2
 
 
 def test_of_regions_that_exclude_each_other_the_smaller_is_counted():
@@ -254,11 +278,8 @@ def test_the_tpu_compiler_writes_schedules(capsys):
     assert "One step by schedule: " in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.tpu
-@needs_tpu_compiler
-def test_the_tpu_compiler_puts_gathers_beside_products(tmp_path):
-    sizes = MeshSizes(dp=2, sp=4)
+def gathering_program(sizes):
+    """A scan of four layers on v6e, each with a gather of weights over sp beside a product, as jax.export writes it."""
     placement = abstract_placement(sizes, platform="tpu", chip="v6e")
 
     def step(x, first, second):
@@ -273,12 +294,77 @@ def test_the_tpu_compiler_puts_gathers_beside_products(tmp_path):
 
     shape = (4, 4096, 4096)
     arguments = array((65_536, 4096), ("dp", "sp")), array(shape), array(shape, None, "sp")
-    (tmp_path / "program").write_bytes(jax.export.export(jax.jit(step), platforms=["tpu"])(*arguments).serialize())
-    request = compilation._request(V6E, sizes, "compile", tmp_path, schedule=True)
-    (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    compilation._run_process(tmp_path, "compile")
-    text = (tmp_path / "program.hlo").read_text(encoding="utf-8")
-    (gather,) = read_step(Path(request["schedule"]), text, V6E, sizes, "").collectives
+    return bytes(jax.export.export(jax.jit(step), platforms=["tpu"])(*arguments).serialize())
+
+
+GATHERING = MeshSizes(dp=2, sp=4)
+
+
+def test_any_exported_program_is_partitioned():
+    module = partition_exported(gathering_program(GATHERING), V6E, GATHERING)
+    (gather,) = module.collectives()
+    assert (gather.kind, gather.times, gather.axes(GATHERING)) == ("all-gather", 4, ("sp",))
+    assert gather.nbytes == 2 * 4096 * 4096
+    assert module.product_flops() == 4 * 2 * 2 * (65_536 // 8) * 4096 * 4096
+
+
+def test_a_program_that_is_none_is_refused():
+    with pytest.raises(CompilationError, match=r"XLA's partitioner refused the program: \w+"):
+        partition_exported(b"no program", V6E, GATHERING)
+
+
+def test_a_compiler_that_writes_no_schedule_leaves_the_formula(tmp_path, monkeypatch):
+    def compile_without(directory, mode):
+        (directory / "program.hlo").write_text(PROGRAM, encoding="utf-8")
+        report = {"seconds": 1.0, "compiler": "libtpu 0.0", "memory": {}, "cost": {}}
+        (directory / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+    monkeypatch.setattr(compilation, "_run_process", compile_without)
+    monkeypatch.setattr(compilation, "has_tpu_compiler", lambda: True)
+    said = "libtpu wrote no schedule: this version does not know the flags that ask for one"
+    with pytest.raises(ScheduleError, match=said):
+        compile_exported(b"", V6E, SIZES)
+    facts = SimpleNamespace(
+        slice=V6E, sizes=SIZES, weight_shapes=(), work=SimpleNamespace(sequence=1, dense_max_tokens=2)
+    )
+    counts = compilation.count_program(SimpleNamespace(facts=facts, serialized=b""), "compile", schedule=True)
+    assert (counts.schedule, counts.schedule_refused) == (None, said)
+
+
+def test_short_steps_are_told_in_milliseconds(step):
+    short = dataclasses.replace(step, operations=(dataclasses.replace(step.operations[0], times=1, seconds=4e-4),))
+    lines = list(schedule_report.schedule_lines(short, _table))
+    assert [line.split()[:3] for line in lines if line.split()[:1] == ["part"]] == [["part", "ms", "share"]]
+    assert any("0.400" in line for line in lines)
+    assert "0.400 ms, 100%" in draw_schedule(short, "")
+
+
+def test_nothing_is_compiled_without_the_tpu_compiler(monkeypatch):
+    monkeypatch.setattr(compilation, "has_tpu_compiler", lambda: False)
+    with pytest.raises(CompilationError, match=r"libtpu, the TPU's compiler, is not installed; pip install"):
+        compile_exported(b"no program", V6E, GATHERING)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_tpu_compiler
+def test_a_program_that_names_no_mesh_is_compiled_for_the_tpu():
+    given = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    exported = jax.export.export(jax.jit(lambda x: x @ x), platforms=["tpu"])(given)
+    step, _ = compile_exported(bytes(exported.serialize()), parse_slice("v6e-1"), MeshSizes())
+    assert step.seconds_by_part["products"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_tpu_compiler
+def test_the_tpu_compiler_puts_gathers_beside_products():
+    step, report = compile_exported(gathering_program(GATHERING), V6E, GATHERING)
+    (gather,) = step.collectives
     assert gather.times == 4
     assert gather.hidden_seconds == pytest.approx(gather.times * gather.transfer_seconds)
     assert gather.beside
+    assert step.seconds_by_part["products"] >= 2 * 4 * 2 * (65_536 // 8) * 4096 * 4096 / V6E.chip.flops
+    assert step.compiler == report["compiler"]
+    assert report["compiler"].startswith("libtpu ")
+    assert report["memory"]["argument_size_in_bytes"] > 0

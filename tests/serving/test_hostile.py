@@ -349,13 +349,18 @@ SETTINGS = [field.name for field in dataclasses.fields(GenerationSettings) if fi
 
 @pytest.mark.parametrize("name", [*SETTINGS, "steps", "guidance", "frames", "seconds", "size"])
 def test_hostile_numbers(name: str, tmp_path: Path) -> None:
+    allowed = {"-1", '"-1"'} if name == "context_overlap" else set()  # there it is the default
     with running(tmp_path) as (client, service, _):
         for literal in LITERALS:
+            if literal in allowed:
+                continue
             content = f'{{"prompt": "a", "{name}": {literal}}}'
             answer = client.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
             assert answer.status_code == 400, (literal[:40], answer.text[:200])
             assert len(answer.content) < 5000  # nothing is sent back at length
         for literal in NUMBERS:
+            if literal in allowed:
+                continue
             answer = client.post("/v1/videos", data={"prompt": "a", name: literal})
             assert answer.status_code == 400, (literal[:40], answer.text[:200])
         assert service.ledger.counts().total == 0

@@ -13,8 +13,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.jobs.ray_processes import command_line, find_processes, wait_for
+from tests.jobs.ray_processes import command_line, find_processes
 from tests.serving.real_server import RealServer
+from tests.waiting import wait_for
 
 pytest.importorskip("ray", reason="an extra that make test does not install: pip install 'comfy-tpu[ray]'")
 

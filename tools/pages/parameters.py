@@ -12,9 +12,13 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from comfy_tpu.families.card import Config
 from comfy_tpu.hub.sizes import BFLOAT16_BYTES, PARAMETERS
+
+if TYPE_CHECKING:
+    from comfy_tpu.compiler.component import ComponentSpec
 
 
 def format_size(parameters: Mapping[str, int]) -> str:
@@ -28,20 +32,23 @@ def count_parameters(hub_id: str) -> dict[str, int]:
     from comfy_tpu.bench.models import find_bench_model
 
     model = find_bench_model(hub_id)
-    return {spec.name: _count(spec.classes, model.config(spec)) for spec in model.family.components}
+    return {spec.name: _count(spec, model.config(spec)) for spec in model.family.components}
 
 
-def _count(classes: tuple[str, ...], config: Config) -> int:
-    """Of a module of the first of the classes that is installed."""
+def _count(spec: ComponentSpec, config: Config) -> int:
+    """Of a module of the first of the classes that is installed; of the family's own where none is public."""
     import copy
 
     import diffusers
     import torch
     import transformers
 
-    name = next(name for name in classes if hasattr(diffusers, name) or hasattr(transformers, name))
+    public = [name for name in spec.classes if hasattr(diffusers, name) or hasattr(transformers, name)]
+    name = next(iter(public), "")
     with torch.device("meta"):
-        if hasattr(diffusers, name):
+        if not public:
+            module = spec.build(config)
+        elif hasattr(diffusers, name):
             module = getattr(diffusers, name)(**config)
         else:
             module_class = getattr(transformers, name)

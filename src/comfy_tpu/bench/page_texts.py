@@ -92,7 +92,8 @@ because a float32 copy of a large model does not fit beside the others.
 _FIGURES = """\
 This project has not measured a TPU. The two documents below did, on a v6e-8 with their own code, {model},
 81 frames and {steps} steps. On such a machine the command of a row measures the same with ours; `--json
-benchmarks/results/v6e-8.json` keeps the result, and `make performance` puts it on this page.
+benchmarks/results/v6e-8.json` keeps the result, and `make performance` puts it on this page. What a step takes by the
+TPU compiler's schedules, without a TPU, is an estimate, and stands in [plan.md](plan.md).
 
 * **Transformer**: with `dp=2` a forward has both branches of the guidance, so its median is a step, and {steps} of
   them are the later run. The first run is the row's first call.

@@ -207,9 +207,7 @@ class Forward:
         state.append([jnp.zeros_like(sample) for _ in range(HISTORY)])
 
         def call() -> jax.Array:
-            state[:] = compute(
-                {**weights, **prompt_weights}, samples=state[0], outputs=state[1], guided=False, **inputs
-            )
+            state[:] = compute({**weights, **prompt_weights}, samples=state[0], outputs=state[1], branches=1, **inputs)
             jax.block_until_ready(state)
             return state[1][0]
 

@@ -44,7 +44,9 @@ def measure_vae(job: Job, emit: Emit) -> None:
 def vae_inputs(bench: Bench, size: str) -> dict[Direction, tuple[int, ...]]:
     """Shapes of what diffusers' VAE is given: latents; and pixels, where the model's card says that it takes images."""
     family, settings = bench.model.family, bench.model.settings(size)
-    shapes: dict[Direction, tuple[int, ...]] = {"decode": latent_shape(family, bench.model.latent_channels, settings)}
+    videos, channels, _, *sides = latent_shape(family, bench.model.latent_channels, settings)
+    latents = (videos, channels, family.card.latent_frames(settings), *sides)  # without those of a sound
+    shapes: dict[Direction, tuple[int, ...]] = {"decode": latents}
     if family.card.image is not None:
         is_first_only = family.media is not None and family.media.clips is first_frame_clips
         frames = 1 if is_first_only else settings.num_frames

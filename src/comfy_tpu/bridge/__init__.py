@@ -7,6 +7,7 @@ from comfy_tpu.bridge.joint import joint_attention, video_attention
 from comfy_tpu.bridge.layers import (
     BlockCall,
     StackedLayers,
+    fold_layers,
     map_layers,
     run_layer,
     run_layers,
@@ -32,6 +33,7 @@ __all__ = [
     "check_host_data",
     "constrain",
     "current_trace",
+    "fold_layers",
     "is_on_one_gpu",
     "joint_attention",
     "map_layers",

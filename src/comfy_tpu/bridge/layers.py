@@ -103,6 +103,28 @@ def tensor_content(tensor: torch.Tensor) -> object:
     return traced._memory.value
 
 
+def fold_layers(
+    block: torch.nn.Module,
+    function: Callable[[torch.nn.Module, Any], tuple[Any, Any]],
+    carry: Any,
+    *,
+    count: int,
+    path: str,
+) -> tuple[Any, Any]:
+    """`carry, result = function(block, carry)` for every layer of stacked weights, in order. Returns the last carry,
+    and the results with a leading layer dimension. A carry keeps its shapes and dtypes."""
+    bridge, trace = environment(), current_trace()
+
+    def layer(before: Any, weights: dict[str, jax.Array]) -> tuple[Any, Any]:
+        weights = {name: trace.constrain_weight(f"{path}.*.{name}", array) for name, array in weights.items()}
+        with torch.nn.utils.stateless._reparametrize_module(block, bridge.as_torch(weights), tie_weights=True):
+            after, result = function(block, bridge.as_torch(before))
+        return bridge.as_jax(after), bridge.as_jax(result)
+
+    last, results = jax.lax.scan(layer, bridge.as_jax(carry), bridge.as_jax(weight_shapes(block)), length=count)
+    return bridge.as_torch(last), bridge.as_torch(results)
+
+
 def map_layers(block: torch.nn.Module, function: Callable[[torch.nn.Module], Any], *, count: int, path: str) -> Any:
     """`function(block)` for every layer of stacked weights; results have a leading layer dimension."""
     stack = StackedLayers(block, path, count, ())

@@ -75,6 +75,11 @@ def normalizing_models() -> str:
     return models_with(lambda model: model.normalizes_guidance)
 
 
+def sounding_models() -> str:
+    """The models that make sound."""
+    return models_with(lambda model: model.sound is not None)
+
+
 def _by_family(describe: Callable[[FamilyCard], str]) -> str:
     groups: dict[str, list[str]] = {}
     for card in family_cards():

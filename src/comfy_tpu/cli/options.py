@@ -71,6 +71,20 @@ SETTINGS = (
         card_texts.normalizing_models,
     ),
     Option(
+        "stg_scale",
+        ("--stg-scale",),
+        "how far to go from the model without the self-attention of a block; 0: that branch is saved; this and the "
+        "following are read where --guidance-scale is over 1 by ",
+        card_texts.sounding_models,
+    ),
+    Option("stg_block", ("--stg-block",), "the number of that block, from 0"),
+    Option("modality_scale", ("--modality-scale",), "how closely video and sound follow each other; 1: saves a branch"),
+    Option("guidance_rescale", ("--guidance-rescale",), "share of guidance's contrast that is taken back"),
+    Option("audio_guidance_scale", ("--audio-guidance-scale",), "of the sound; 0: as --guidance-scale"),
+    Option("audio_stg_scale", ("--audio-stg-scale",), "of the sound; 0: as --stg-scale"),
+    Option("audio_modality_scale", ("--audio-modality-scale",), "of the sound; 0: as --modality-scale"),
+    Option("audio_guidance_rescale", ("--audio-guidance-rescale",), "of the sound; 0: as --guidance-rescale"),
+    Option(
         "context",
         ("--context",),
         f"how a video beyond the model's own length is made: {', '.join(get_args(Context))}; auto: by static windows, "

@@ -52,11 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.cli.plan_report import as_json, as_text
     from comfy_tpu.cli.schedule_image import write_image
+    from comfy_tpu.cli.terminal import print_message
 
     _check_schedule(arguments)
     plan = _plan_from_file(arguments) if arguments.from_ else _plan_from_model(arguments)
-    if arguments.schedule_image is not None and plan.chosen.schedule is not None:
-        write_image(arguments.schedule_image, plan.chosen.schedule, f"{plan.model}, {plan.size}, {plan.chosen.sizes}")
+    if arguments.schedule_image is not None:
+        if plan.chosen.schedule is None:
+            print_message(f"{arguments.schedule_image} was not written: there is no schedule to draw")
+        else:
+            title = f"{plan.model}, {plan.size}, {plan.slice.name}, {plan.chosen.sizes}"
+            write_image(arguments.schedule_image, plan.chosen.schedule, title)
     print(as_json(plan) if arguments.json else as_text(plan, sys.stdout.encoding))
     return 0 if plan.fits else 1
 

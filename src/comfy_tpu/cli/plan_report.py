@@ -20,6 +20,7 @@ One object. Its keys stay; new ones may be added:
                     gathered, replicated and in total, and could_not_split (names), or null where nothing was counted
     seed            mesh of the seed's layout, and share: bytes sent by the chosen one, of its own; or null
     larger          tpu and mesh that would fit, or null
+    estimate        a sentence: by what the times are estimated
     compiler        "libtpu", or null; refused: why it did not compile, or null
 
 With --schedule, `compiled` of the chosen layout has schedule: estimate (a sentence), compiler, clock, seconds, by_part,
@@ -76,6 +77,7 @@ def as_document(plan: Plan) -> dict[str, Any]:
         "layouts": [_layout_document(layout, plan) for layout in layouts],
         "seed": seed,
         "larger": larger,
+        "estimate": describe_times(plan),
         "compiler": "libtpu" if has_tpu_compiler() else None,
         "refused": plan.compiler_refused,
     }
@@ -289,10 +291,16 @@ def _source_lines(plan: Plan) -> Iterable[str]:
             f"{plan.slice.chip.name} after what its compiler wants for one 14B model: they may be larger ({page})."
         )
     yield f"+ collectives counted in the program as XLA's partitioner splits it; the rest are formulas ({page})."
-    if plan.chosen.schedule is not None:
-        yield f"Times are estimates: {plan.chosen.sizes} by schedule, the others by formula."
+    yield describe_times(plan)
+
+
+def describe_times(plan: Plan) -> str:
+    step = plan.chosen.schedule
+    if step is not None:
+        how = f"{plan.chosen.sizes} by the schedules of {step.compiler}, the others by formula"
     else:
-        yield "Times are estimates: the share of the peak that a chip reaches is an assumption."
+        how = "the share of the peak that a chip reaches is an assumption"
+    return f"Times are estimates: {how}; nothing ran on a TPU."
 
 
 def _schedule_section(plan: Plan) -> Iterable[str]:

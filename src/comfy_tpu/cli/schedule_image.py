@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from comfy_tpu.cli.schedule_report import disclaimer
+from comfy_tpu.cli.schedule_report import choose_unit, disclaimer
 from comfy_tpu.pipeline.atomic import replacing, write_errors
 from comfy_tpu.planning.schedule import StepSchedule
 
@@ -30,6 +30,7 @@ def draw_schedule(step: StepSchedule, title: str) -> str:
         _text(10, 38, disclaimer(step), size=10),
     ]
     y = 62
+    unit, factor = choose_unit(step.seconds)
     for (name, seconds), colour in zip(groups, _COLOURS, strict=True):
         lines.append(_text(10, y, name, bold=True))
         y += _ROW
@@ -37,7 +38,7 @@ def draw_schedule(step: StepSchedule, title: str) -> str:
             length = (_WIDTH - _LEFT - 120) * value / max(step.seconds, 1e-12)
             lines.append(_text(20, y, label))
             lines.append(f'<rect x="{_LEFT}" y="{y - 12}" width="{length:.1f}" height="15" fill="{colour}"/>')
-            lines.append(_text(_LEFT + length + 6, y, f"{value:.3f} s, {value / step.seconds:.0%}"))
+            lines.append(_text(_LEFT + length + 6, y, f"{value * factor:.3f} {unit}, {value / step.seconds:.0%}"))
             y += _ROW
         y += 10
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" font-family="sans-serif">'

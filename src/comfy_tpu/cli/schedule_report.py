@@ -24,14 +24,18 @@ def disclaimer(step: StepSchedule) -> str:
     )
 
 
+def choose_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which parts of so much time are printed with three decimals, and how many of it a second has."""
+    return ("s", 1.0) if seconds >= 1.0 else ("ms", 1e3)
+
+
 def schedule_lines(step: StepSchedule, table: Table) -> Iterable[str]:
     yield f"One step by schedule: {step.seconds:.3g} s. {disclaimer(step)}"
     yield ""
+    by_bound = {k: v for k, v in step.seconds_by_bound.items() if v > 1e-4 * step.seconds}
     yield from table(_share_rows("part", {str(part): value for part, value in step.seconds_by_part.items()}))
     yield ""
-    yield from table(
-        _share_rows("bound by", {k: v for k, v in step.seconds_by_bound.items() if v > 1e-4 * step.seconds})
-    )
+    yield from table(_share_rows("bound by", by_bound))
     yield ""
     yield from table(_operation_rows(step))
     yield ""
@@ -46,20 +50,22 @@ def schedule_lines(step: StepSchedule, table: Table) -> Iterable[str]:
 
 def _share_rows(title: str, seconds: dict[str, float]) -> Iterable[Sequence[str]]:
     total = sum(seconds.values()) or 1.0
-    yield ("", title, "s", "share", "")
+    unit, factor = choose_unit(total)
+    yield ("", title, unit, "share", "")
     for name, value in seconds.items():
-        yield ("", name, f"{value:.3f}", f"{value / total:.0%}", "#" * round(_BAR_WIDTH * value / total))
+        yield ("", name, f"{value * factor:.3f}", f"{value / total:.0%}", "#" * round(_BAR_WIDTH * value / total))
 
 
 def _operation_rows(step: StepSchedule) -> Iterable[Sequence[str]]:
-    yield ("", "longest", "times", "ms each", "s", "bound", "cycles", "GB r/w", *_UNITS, "spills")
+    unit, factor = choose_unit(step.seconds)
+    yield ("", "longest", "times", "ms each", unit, "bound", "cycles", "GB r/w", *_UNITS, "spills")
     for item in sorted(step.operations, key=lambda item: -item.total_seconds)[:_LONGEST]:
         yield (
             "",
             item.name,
             str(item.times),
             f"{item.seconds * 1e3:.3f}",
-            f"{item.total_seconds:.3f}",
+            f"{item.total_seconds * factor:.3f}",
             item.bound,
             f"{item.cycles:,.0f}" if item.cycles is not None else "",
             f"{item.memory_bytes / 1e9:.3f}",
@@ -90,7 +96,8 @@ def _collective_line(step: StepSchedule) -> str:
     hidden = sum(item.hidden_seconds for item in step.collectives)
     beside = dict.fromkeys(name for item in step.collectives for name in item.beside[:1])
     behind = f", behind {', '.join(list(beside)[:4])}" if beside else ""
-    return f"Collectives: {exposed:.3f} s in the open, {hidden:.3f} s hidden{behind}."
+    unit, factor = choose_unit(step.seconds)
+    return f"Collectives: {exposed * factor:.3f} {unit} in the open, {hidden * factor:.3f} {unit} hidden{behind}."
 
 
 def schedule_document(step: StepSchedule) -> dict[str, Any]:

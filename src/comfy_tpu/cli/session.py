@@ -142,6 +142,7 @@ class Session:
         return paths
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
+        sound = self.pipeline.decode_sound(latents, settings)
         if not is_first_host():
             for _ in self.pipeline.decode(latents, settings):  # the first host writes what all of them compute
                 pass
@@ -153,6 +154,7 @@ class Session:
             fps=settings.fps,
             metadata=[{**description, "video": str(index)} for index in range(len(paths))],
             sheet=self.arguments.contact_sheet,
+            sound=sound,
         )
 
     def report(

@@ -16,6 +16,7 @@ from comfy_tpu.finite import is_finite
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from comfy_tpu.pipeline.sound import Waveform
     from comfy_tpu.pipeline.video_files import Frames
 
 Conditioning = list[list[Any]]
@@ -214,5 +215,14 @@ def node_output(*results: Any) -> io.NodeOutput:
     return io.NodeOutput(*results)
 
 
-def to_video(images: torch.Tensor, fps: float) -> Any:
-    return InputImpl.VideoFromComponents(Types.VideoComponents(images=images, frame_rate=Fraction(fps)))
+def to_audio(sound: Waveform) -> dict[str, Any]:
+    """ComfyUI's AUDIO."""
+    return {"waveform": sound.samples, "sample_rate": sound.rate}
+
+
+def to_video(images: torch.Tensor, fps: float, audio: dict[str, Any] | None = None) -> Any:
+    """ComfyUI's VIDEO: of several videos all frames, with the sounds one after the other."""
+    if audio is not None and len(audio["waveform"]) > 1:
+        audio = {**audio, "waveform": torch.cat(tuple(audio["waveform"]), dim=-1).unsqueeze(0)}
+    components = Types.VideoComponents(images=images, frame_rate=Fraction(fps), **({"audio": audio} if audio else {}))
+    return InputImpl.VideoFromComponents(components)

@@ -23,6 +23,7 @@ from comfy_tpu.comfy.exchange import (
     from_latent,
     from_mask,
     node_output,
+    to_audio,
     to_conditioning,
     to_images,
     to_latent,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from comfy_tpu.config import GenerationSettings
     from comfy_tpu.pipeline.embeddings import PromptEmbeddings
     from comfy_tpu.pipeline.given_media import GivenMedia
+    from comfy_tpu.pipeline.sound import Waveform
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +207,8 @@ class Sampler(FamilyNode):
             inputs.lora(),
         ]
         frames = io.Int.Output("num_frames_out", display_name="num_frames", tooltip="Frames that the latents hold.")
-        latents = io.Latent.Output(
-            "latents", tooltip=f"For {family.name} TPU VAE Decoder, or for ComfyUI's own VAE Decode."
-        )
+        others = ", with the sound" if family.makes_sound else ", or for ComfyUI's own VAE Decode"
+        latents = io.Latent.Output("latents", tooltip=f"For {family.name} TPU VAE Decoder{others}.")
         return cls.schema(
             "TPU Sampler",
             f"Denoises {_noun(family)}'s latents from the prompt, on all chips.",
@@ -282,8 +283,10 @@ class VAEDecoder(FamilyNode):
         stages = {"decoding": samples.shape[2]}
         with open_run(cls.FAMILY, model, stages, server, runtime=run_options.runtime) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps, **run_options.context_settings)
-            images = to_images(pipeline.decode(pipeline.from_vae_scale(samples), settings), settings.num_frames)
-        return _frames_output(images, fps)
+            own = pipeline.from_vae_scale(samples)
+            sound = pipeline.decode_sound(own, settings)
+            images = to_images(pipeline.decode(own, settings), settings.num_frames)
+        return _frames_output(images, fps, sound)
 
 
 class Pipeline(FamilyNode):
@@ -336,8 +339,9 @@ class Pipeline(FamilyNode):
             embeddings = pipeline.encode(prompt, settings, given)
             _warn_of_cut(embeddings.cut)
             latents = pipeline.denoise(embeddings, settings)
+            sound = pipeline.decode_sound(latents, settings)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
-        return _frames_output(images, fps)
+        return _frames_output(images, fps, sound)
 
 
 def open_run(
@@ -376,10 +380,15 @@ def _pick_counts(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {name: chosen[name] for name in ("num_frames", "num_inference_steps") if name in chosen}
 
 
-def _frames_output(images: torch.Tensor, fps: int | None) -> io.NodeOutput:
-    """The node's outputs: images, and for a video model also the frame rate and the video (`fps` is None for
-    images)."""
-    return node_output(images) if fps is None else node_output(images, float(fps), to_video(images, fps))
+def _frames_output(images: torch.Tensor, fps: int | None, sound: Waveform | None) -> io.NodeOutput:
+    """The node's outputs: images, for a video model also the frame rate and the video (`fps` is None for images), and
+    the sound if there is one."""
+    if fps is None:
+        return node_output(images)
+    if sound is None:
+        return node_output(images, float(fps), to_video(images, fps))
+    audio = to_audio(sound)
+    return node_output(images, float(fps), to_video(images, fps, audio), audio)
 
 
 def _check_frames(family: NodeSet, num_frames: int | None) -> bool | str:

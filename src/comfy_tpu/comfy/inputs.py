@@ -141,6 +141,7 @@ def sampling_inputs(family: NodeSet) -> list[io.Input]:
         ),
         *([_second_guidance(family)] if family.has_second_guidance else []),
         *([_cfg_normalization(family)] if family.normalizes_guidance else []),
+        *(_sound_guidance(family) if family.makes_sound else []),
         io.Int.Input(
             "seed",
             default=family.defaults.seed,
@@ -233,6 +234,37 @@ def _cfg_normalization(family: NodeSet) -> io.Input:
     )
 
 
+_SOUND_GUIDANCE: dict[str, tuple[float, str]] = {
+    "stg_scale": (
+        10.0,
+        "How far to go from what the model says without the self-attention of block stg_block. 0 saves that branch.",
+    ),
+    "modality_scale": (20.0, "How closely video and sound follow each other. 1 saves the branch that compares them."),
+    "guidance_rescale": (1.0, "How much of the contrast that guidance adds is taken back."),
+    "audio_guidance_scale": (20.0, "guidance_scale of the sound. 0 takes the video's."),
+    "audio_stg_scale": (10.0, "stg_scale of the sound. 0 takes the video's."),
+    "audio_modality_scale": (20.0, "modality_scale of the sound. 0 takes the video's."),
+    "audio_guidance_rescale": (1.0, "guidance_rescale of the sound. 0 takes the video's."),
+}
+"""The largest value of a widget, and what it does."""
+
+
+def _sound_guidance(family: NodeSet) -> list[io.Input]:
+    """Guidance beyond the prompt's, which is computed where guidance_scale is over 1."""
+    block = io.Int.Input(
+        "stg_block",
+        default=family.defaults.stg_block,
+        min=0,
+        max=family.limits.blocks - 1,
+        tooltip="The block, from 0, whose self-attention stg_scale compares with.",
+    )
+    scales = [
+        io.Float.Input(name, default=getattr(family.defaults, name), min=0.0, max=most, step=0.05, tooltip=text)
+        for name, (most, text) in _SOUND_GUIDANCE.items()
+    ]
+    return [scales[0], block, *scales[1:]]
+
+
 def image_inputs(family: NodeSet) -> list[io.Input]:
     """The image inputs of a full pipeline node."""
     if family.has_video_encoder and not family.has_image_encoder:
@@ -294,9 +326,8 @@ def image_embeds(family: NodeSet) -> io.Input:
 
 def latents(family: NodeSet) -> io.Input:
     name = family.name
-    return io.Latent.Input(
-        "latents", tooltip=f"From {name} TPU Sampler, or from any ComfyUI sampler or VAE Encode of {name}."
-    )
+    others = "" if family.makes_sound else f", or from any ComfyUI sampler or VAE Encode of {name}"
+    return io.Latent.Input("latents", tooltip=f"From {name} TPU Sampler{others}.")
 
 
 def fps(family: NodeSet) -> io.Input:
@@ -372,10 +403,12 @@ def server() -> io.Input:
 def frame_outputs(family: NodeSet) -> list[io.Output]:
     if family.makes_images:
         return [io.Image.Output("images", tooltip="The image, or one for each latent, for ComfyUI's image nodes.")]
+    sound = " with its sound" if family.makes_sound else ""
     return [
         io.Image.Output("frames", tooltip="Every frame, for ComfyUI's image and video nodes and VideoHelperSuite."),
         io.Float.Output("fps_out", display_name="fps", tooltip="Frames per second, for nodes that make a video."),
-        io.Video.Output("video", tooltip="The same frames as a video, for Save Video."),
+        io.Video.Output("video", tooltip=f"The same frames as a video{sound}, for Save Video."),
+        *([io.Audio.Output("audio", tooltip="The sound, as long as the frames.")] if family.makes_sound else []),
     ]
 
 

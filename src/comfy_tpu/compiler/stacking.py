@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from comfy_tpu.bridge import StackedLayers, map_layers, run_layers, weight_shapes
+from comfy_tpu.bridge import StackedLayers, fold_layers, map_layers, run_layers, weight_shapes
 from comfy_tpu.errors import InvalidValueError, StackingError, see
 
 INDEX = "*"
@@ -96,6 +96,10 @@ class ScannedLayers(StackedBlocks):
     def map(self, function: Callable[[torch.nn.Module], Any]) -> Any:
         """`function(block)` for every layer, with a leading layer dimension in its results."""
         return map_layers(self.template, function, count=self.count, path=self.stack.path)
+
+    def fold(self, function: Callable[[torch.nn.Module, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+        """`carry, result = function(block, carry)` for every layer; the last carry, and all results."""
+        return fold_layers(self.template, function, carry, count=self.count, path=self.stack.path)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.template.forward).bind(*args, **kwargs)

@@ -57,7 +57,18 @@ class Limits:
     segment_multiple: int = 4
     """A segment has this many frames times n, plus one."""
     tokens_max: int = 512
+    tokens_multiple: int = 1
+    """max_sequence_length is this many times n."""
+    blocks: int = 0
+    """Blocks that stg_block chooses from."""
     reuse_max: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SoundFacts:
+    """The sound that a model makes with a video."""
+
+    latents_per_second: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +168,8 @@ class ModelCard:
     """Whether the effect of given videos and references on the result can be weakened."""
     reads_fps: bool = False
     """Whether the frame rate is an input of the transformer."""
+    sound: SoundFacts | None = None
+    """None: videos are silent."""
     vae_backends: tuple[VaeBackend, ...] = (VAE_BACKEND,)
     """The backends of the VAE, the default first."""
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)
@@ -224,10 +237,18 @@ class ModelCard:
             return (settings.num_frames - 1) // self.temporal_scale + 1
         return self.segment_count(settings) * ((settings.context_frames - 1) // self.temporal_scale + 1)
 
+    def sound_tokens(self, settings: GenerationSettings) -> int:
+        """Latents of the sound; 0 where there is none."""
+        if self.sound is None:
+            return 0
+        return max(1, round(settings.num_frames / settings.fps * self.sound.latents_per_second))
+
     def latent_size(self, settings: GenerationSettings) -> tuple[int, int, int]:
-        """Frames, height and width of the latents."""
+        """Frames, height and width of the latents, with the frames that hold the sound: a latent of it takes the place
+        of one of the video."""
         height, width = settings.height // self.spatial_scale, settings.width // self.spatial_scale
-        return self.latent_frames(settings), height, width
+        sound = -(-self.sound_tokens(settings) // (height * width))
+        return self.latent_frames(settings) + sound, height, width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +341,10 @@ class NodeSet:
         return any(model.normalizes_guidance for model in self.models)
 
     @property
+    def makes_sound(self) -> bool:
+        return any(model.sound is not None for model in self.models)
+
+    @property
     def reads_fps(self) -> bool:
         return any(model.reads_fps for model in self.models)
 
@@ -386,6 +411,11 @@ class FamilyCard:
     title: str
     """The family's name in tables."""
     node_sets: tuple[NodeSet, ...]
+    float32_repositories: tuple[str, ...] = ()
+    """Globs of hub ids whose files are float32; those of all others are bfloat16."""
+    noise_words: str = ""
+    """A regular expression for the names of LoRA files, whose one group is high, low, or their first letter: the
+    transformer of two that a file is for. Words that anybody may use are known without it."""
 
     @property
     def name(self) -> str:

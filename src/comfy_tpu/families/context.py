@@ -60,7 +60,8 @@ def choose_method(card: ModelCard, settings: GenerationSettings, *, begins_with_
     chosen, own = settings.context, settings.context_frames
     if card.makes_segments:
         return "none" if chosen == "none" else "continue"
-    if chosen == "none" or card.makes_images or not 0 < own < settings.num_frames:
+    # A window of a video with sound would need the sound of its seconds: check_context refuses what is chosen.
+    if chosen == "none" or card.makes_images or card.sound is not None or not 0 < own < settings.num_frames:
         return "none"
     if chosen == "auto":
         if settings.num_frames <= CONTEXT_WHOLE * own:

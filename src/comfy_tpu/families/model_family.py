@@ -60,6 +60,8 @@ class TextEncoder:
     images. None: it reads the prompt alone."""
     image_processor: str = "processor"
     """The folder of the image processor of `read_images`."""
+    takes: tuple[str, ...] = ()
+    """Embeddings of the encoders before it, more inputs of `encode`, which are not kept: they stay on the devices."""
     zeroes_padding: bool = False
     """Whether the embeddings of padding are zeros, and those of the prompt do not depend on its length."""
 
@@ -79,14 +81,23 @@ class TextEncoding:
     clean_prompt: Callable[[str], str] = str
 
 
-def guide(
-    positive: torch.Tensor,
-    negative: torch.Tensor,
-    guidance_scale: torch.Tensor,
-    prepared: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
+@dataclasses.dataclass(frozen=True)
+class GuidanceInputs:
+    """What guidance may read besides the velocities of its branches."""
+
+    scale: torch.Tensor
+    """settings.guidance_scale."""
+    latents: torch.Tensor
+    """The sample at the beginning of the step, of all videos."""
+    timestep: torch.Tensor
+    prepared: Mapping[str, torch.Tensor]
+    """The outputs of `prepare` that are inputs of a step: rows of all branches."""
+
+
+def guide(velocities: Sequence[torch.Tensor], given: GuidanceInputs) -> torch.Tensor:
     """Classifier-free guidance: from the negative prompt's velocity to the prompt's, and beyond."""
-    return negative + guidance_scale * (positive - negative)
+    positive, negative = velocities
+    return negative + given.scale * (positive - negative)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +119,13 @@ class Denoiser:
     """Whether `prepare` also takes `padding_count`, [batch]: the number of tokens that the last one of `text` stands
     for."""
     settings_inputs: Callable[[GenerationSettings], Mapping[str, torch.Tensor]] = lambda settings: {}
-    """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts."""
-    guide: Callable[..., torch.Tensor] = guide
-    """(velocity of the prompt, of the negative prompt, guidance_scale, outputs of `prepare`) -> the guided velocity, in
+    """Inputs of `prepare` that come from the settings: by name, one row, the same for all prompts, or a row for each
+    branch of guidance."""
+    extra_branches: Callable[[GenerationSettings], int] = lambda settings: 0
+    """Branches of a guided step besides those of the two prompts. They read the prompt's embeddings; `settings_inputs`
+    says in what they differ."""
+    guide: Callable[[Sequence[torch.Tensor], GuidanceInputs], torch.Tensor] = guide
+    """(velocities of the prompt, of the negative prompt and of the extra branches; the rest) -> the guided velocity, in
     float32."""
     frame_inputs: tuple[str, ...] = ()
     """Inputs of `predict`, [batch, channels, latent frames, …], which `prepare` passes on as they are. A window of a
@@ -177,6 +192,22 @@ class Vae:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sound:
+    """From latents of a sound to a waveform."""
+
+    vae: ComponentSpec
+    decode: Callable[..., torch.Tensor]
+    """(the VAE's module, latents of the transformer [batch, tokens, features]) -> spectrogram."""
+    vocoder: ComponentSpec
+    synthesize: Callable[..., torch.Tensor]
+    """(the vocoder's module, spectrogram) -> waveform [batch, channels, samples] in -1..1."""
+    latent_shape: Callable[[Config], tuple[int, int]]
+    """The VAE's configuration -> channels and bins of frequency of a latent, whose product is that of the features."""
+    sample_rate: Callable[[Config], int]
+    """The vocoder's configuration -> samples per second."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SegmentEncoding:
     """What each segment of a video reads, where a video is made segment by segment."""
 
@@ -227,6 +258,8 @@ class MediaEncoding:
     """(the transformer's configuration) -> the number of strengths that a control has."""
     fit_reference: Callable[[Image], Image] | None = None
     """Resizes a reference image to a size that the VAE takes, or raises InvalidValueError."""
+    fit_frame: Callable[[Image, GenerationSettings], Image] | None = None
+    """Makes a frame of an RGB image, or raises InvalidValueError. None: it is resized as the card says."""
     finish: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     """(latents after the last step, embeddings) -> latents, on the host."""
 
@@ -255,6 +288,7 @@ class ModelFamily:
     media: MediaEncoding | None = None
     single_files: Mapping[str, PartFile] = dataclasses.field(default_factory=dict)
     """How components are read from single files, by the component's name. Empty: the model needs a directory."""
+    sound: Sound | None = None
 
     @property
     def name(self) -> str:
@@ -268,4 +302,5 @@ class ModelFamily:
     def components(self) -> tuple[ComponentSpec, ...]:
         media = (self.media.encoder,) if self.media is not None and self.media.encoder is not None else ()
         text = (encoder.component for encoder in self.text.encoders)
-        return (*text, *media, *self.denoiser.transformers, self.vae.component)
+        sound = () if self.sound is None else (self.sound.vae, self.sound.vocoder)
+        return (*text, *media, *self.denoiser.transformers, self.vae.component, *sound)

@@ -25,6 +25,7 @@ BUILT_IN = (
     "comfy_tpu.families.flux2",
     "comfy_tpu.families.hunyuan_video",
     "comfy_tpu.families.ltx_video",
+    "comfy_tpu.families.ltx2",
     "comfy_tpu.families.z_image",
     "comfy_tpu.families.qwen_image",
 )
@@ -109,6 +110,7 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
         ("transformer_count", card.transformer_count, len(family.denoiser.transformers)),
         ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
         ("an image or a video as input", encodes, family.media is not None),
+        ("a sound", card.sound is not None, family.sound is not None),
         ("reads_single_files", card.reads_single_files, bool(family.single_files)),
         (
             "seen_by_text_encoder",

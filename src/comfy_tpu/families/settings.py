@@ -99,16 +99,22 @@ def settings_of_latents(
     videos, _, frames, height, width = shape
     # First: a wrong choice is not the latents' fault.
     settings = make_settings(defaults, chosen, card.limits)
-    sizes = {
-        "num_videos": videos,
-        "num_frames": _frames_of_latents(frames, card, settings),
-        "height": height * card.spatial_scale,
-        "width": width * card.spatial_scale,
-    }
+    sizes = {"num_videos": videos, "height": height * card.spatial_scale, "width": width * card.spatial_scale}
+    # Those of the sound are the last ones, as many as the frame rate makes them.
+    counts = range(frames, 0, -1) if card.sound is not None else (frames,)
     try:
-        return make_settings(settings, sizes, card.limits)
+        for count in counts:
+            made: dict[str, Any] = {**sizes, "num_frames": _frames_of_latents(count, card, settings)}
+            found = dataclasses.replace(settings, **made)
+            if card.latent_size(found)[0] == frames:
+                return make_settings(settings, made, card.limits)
     except InvalidValueError as error:
         raise InvalidValueError(f"latents have shape {shape}, which cannot be decoded: {error}") from error
+    raise InvalidValueError(
+        f"latents have shape {shape}, and no video of {settings.fps} frames per second has as many with its sound; "
+        "decode with the frame rate they were made with",
+        field="fps",
+    )
 
 
 def _frames_of_latents(count: int, card: ModelCard, settings: GenerationSettings) -> int:
@@ -161,7 +167,18 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
     _check_number("reuse", settings.reuse, 0.0, limits.reuse_max)
     _check_number("guidance_until", settings.guidance_until, 0.0, 1.0)
     _check_number("cfg_normalization", settings.cfg_normalization, 0.0, limits.guidance_max)
+    for name in ("stg_scale", "modality_scale", "audio_guidance_scale", "audio_stg_scale", "audio_modality_scale"):
+        _check_number(name, getattr(settings, name), 0.0, limits.guidance_max)
+    for name in ("guidance_rescale", "audio_guidance_rescale"):
+        _check_number(name, getattr(settings, name), 0.0, 1.0)
+    _check_block(settings.stg_block, limits)
     _check_count("max_sequence_length", settings.max_sequence_length, limits.tokens_max)
+    if settings.max_sequence_length % limits.tokens_multiple:
+        raise InvalidValueError(
+            f"max_sequence_length={settings.max_sequence_length} is not divisible by {limits.tokens_multiple}; use "
+            f"{-(-settings.max_sequence_length // limits.tokens_multiple) * limits.tokens_multiple}",
+            field="max_sequence_length",
+        )
     _check_context(settings, limits)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")
@@ -363,6 +380,14 @@ def _check_segments(settings: GenerationSettings, limits: Limits) -> None:
             f"context_frames={frames} is not {step}n+1 and over context_overlap={overlap}; use {below} or "
             f"{below + step}",
             field="context_frames",
+        )
+
+
+def _check_block(value: int, limits: Limits) -> None:
+    largest = max(limits.blocks - 1, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
+        raise InvalidValueError(
+            f"stg_block={value!r} is not allowed; give a whole number from 0 to {largest}", field="stg_block"
         )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from comfy_tpu.compiler.weight_names import choose_weights, group_weights
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
@@ -156,7 +154,7 @@ def _is_complete(directory: Path) -> bool:
         shared = directory / "shared_parts.json"
         elsewhere = read_json(shared)["from_parent"] if shared.is_file() else []
         return all(_has_component(directory, name) for name in components if name not in elsewhere)
-    except (ComfyTpuError, OSError, ValueError, KeyError):
+    except (ComfyTpuError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -169,5 +167,4 @@ def _has_component(directory: Path, name: str) -> bool:
     index = next((group.index for group in groups if group.index), None)
     if index is None:
         return bool(groups)
-    weight_map: Mapping[str, Any] = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
-    return set(weight_map.values()) <= set(names)
+    return set(read_json(folder / index)["weight_map"].values()) <= set(names)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from comfy_tpu.families.registry import family_cards
+
 PARAMETERS = Path(__file__).with_name("parameters.json")
 """Parameters of every published model, by component; `make pages` counts them."""
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
-_FLOAT32_REPOSITORIES = "Wan-AI/Wan2.1-"
-"""The beginning of hub ids whose files are float32."""
 
 
 @functools.cache
@@ -28,7 +29,8 @@ def download_bytes(hub_id: str) -> int | None:
     parameters = read_parameters().get(hub_id)
     if parameters is None:
         return None
-    width = FLOAT32_BYTES if hub_id.startswith(_FLOAT32_REPOSITORIES) else BFLOAT16_BYTES
+    in_float32 = [glob for card in family_cards() for glob in card.float32_repositories]
+    width = FLOAT32_BYTES if any(fnmatch.fnmatchcase(hub_id, glob) for glob in in_float32) else BFLOAT16_BYTES
     return width * sum(parameters.values())
 
 

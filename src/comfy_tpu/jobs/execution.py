@@ -339,8 +339,11 @@ class Executor:
         for old in list(self._rows_compiled)[:-_SHAPES_MAX]:
             self._rows_compiled.pop(old, None)
         seconds["denoising"] = time.monotonic() - begun
-        frames = self._learn_colours(pipeline, latents, pipeline.decode(latents, settings))
-        writer.write(rows, frames, started=started, seconds=seconds)
+        sound = pipeline.decode_sound(latents, settings)
+        frames = self._learn_colours(
+            pipeline, latents[:, :, : pipeline.family.card.latent_frames(settings)], pipeline.decode(latents, settings)
+        )
+        writer.write(rows, frames, started=started, seconds=seconds, sound=sound)
         self._warm_shape = shape_key
         for row in rows:
             self._open_jobs.pop(row.job.id, None)  # the writer tells their outcome

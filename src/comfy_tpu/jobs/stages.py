@@ -3,6 +3,7 @@
 encode      prompt, images and videos  →  embeddings
 denoise     embeddings  →  latents, the artifact of `comfy-tpu denoise`
 decode      latents  →  frames
+decode_sound    latents  →  the waveform of a model that makes sound
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import OutputFile
 from comfy_tpu.pipeline import artifacts, atomic
@@ -85,7 +87,14 @@ def _decode(pipeline: VideoPipeline, message: StageMessage, settings: Generation
         frames.flush()
 
 
-_STAGES = {"encode": _encode, "denoise": _denoise, "decode": _decode}
+def _decode_sound(pipeline: VideoPipeline, message: StageMessage, settings: GenerationSettings, path: Path) -> None:
+    sound = pipeline.decode_sound(message.tensors["latents"], settings)
+    if sound is None:
+        raise InvalidValueError(f"model={pipeline.model_name} makes no sound; choose another stage", field="stage")
+    _write(path, {"sound": sound.samples}, settings, {"sample_rate": str(sound.rate)})
+
+
+_STAGES = {"encode": _encode, "denoise": _denoise, "decode": _decode, "decode_sound": _decode_sound}
 STAGES = tuple(_STAGES)
 
 

@@ -19,6 +19,7 @@ from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.frame_names import frame_name_pattern
+from comfy_tpu.pipeline.sound import Waveform
 
 _CHUNKS_AHEAD = 2
 """Decoded parts of a video that may wait for the writer."""
@@ -44,6 +45,7 @@ class _Writing:
     started: float
     chunks: queue.Queue[torch.Tensor | BaseException | None]
     seconds: dict[str, float]
+    sound: Waveform | None
     is_decoded: bool = False
     """Whether the last chunk was taken: nothing more comes."""
 
@@ -67,7 +69,13 @@ class Writer:
         self._thread.start()
 
     def write(
-        self, rows: Sequence[Row], parts: Iterable[torch.Tensor], *, started: float, seconds: dict[str, float]
+        self,
+        rows: Sequence[Row],
+        parts: Iterable[torch.Tensor],
+        *,
+        started: float,
+        seconds: dict[str, float],
+        sound: Waveform | None = None,
     ) -> None:
         """Takes frames as they are decoded, [rows, t, height, width, 3], and returns after the last of them.
 
@@ -75,7 +83,7 @@ class Writer:
         `seconds`: by stage; that of decoding is added.
         """
         chunks: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=_CHUNKS_AHEAD)
-        self._writings.put(_Writing(rows, started, chunks, seconds))
+        self._writings.put(_Writing(rows, started, chunks, seconds, sound))
         begun = time.monotonic()
         try:
             for part in parts:
@@ -133,6 +141,7 @@ class Writer:
                 fps=rows[0].settings.fps,
                 metadata=[{**row.metadata, "video": str(index)} for row in rows for index in range(len(row.paths))],
                 sheet=None if sheet is None else directory / sheet,
+                sound=writing.sound,
             )
             files = [
                 self._folder.place(directory, [name for path in row.paths for name in _list_files(directory, path)])

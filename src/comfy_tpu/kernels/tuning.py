@@ -48,6 +48,10 @@ VMEM_LIMIT = {"v5e": 64 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB
 that a user tries, beyond the compiler's default of 16 or 32 MiB. The rest is left to what XLA keeps there."""
 VMEM_LIMIT_UNKNOWN_CHIP = 32 * MIB
 
+MATRIX_SIDE = {"v5e": 128, "v5p": 128, "v6e": 256, "v7x": 256}
+"""Rows and columns of a chip's matrix units. Keys are multiplied in steps of whole units: v6e takes 6,568 bundles for
+2048×2048 scores in tiles of 1792×1792 with steps of 1024 and 768 keys, 6,793 with two of 896 (libtpu 0.0.51). Queries
+are where that pads a length little: tiles of 1920 take 6,678 with the same keys."""
 
 TABLE_FILE = Path(__file__).with_name("tiles.json")
 """The tuned table; it says what made it. `python -m tools.tune_attention` writes it."""
@@ -78,9 +82,12 @@ def block_sizes(chip: str, queries: int, keys: int, head_dim: int, chosen: Block
         chosen = tuned_tiles().get(TuningKey(chip, length, head_dim)) or untuned_tile(head_dim)
     else:
         check_blocks(chosen)
-    steps = chosen.key // chosen.key_compute
-    key = _fit(chosen.key, keys, LANES * steps)
-    return BlockSizes(query=_fit(chosen.query, queries, LANES), key=key, key_compute=key // steps)
+    side = MATRIX_SIDE.get(chip, LANES)
+    query = _fit(chosen.query, queries, LANES, side)
+    key = _fit(chosen.key, keys, _common(chosen.key, 2 * LANES), side)
+    step = -(-key // (chosen.key // chosen.key_compute))
+    step = _round_up(step, _common(chosen.key_compute, side))
+    return BlockSizes(query=query, key=key, key_compute=min(key, step))
 
 
 def check_blocks(chosen: BlockSizes) -> None:
@@ -94,16 +101,23 @@ def check_blocks(chosen: BlockSizes) -> None:
         )
 
 
-def _fit(block: int, length: int, multiple: int) -> int:
+def _common(block: int, multiple: int) -> int:
+    """What sizes are multiples of: `multiple`, or whole lanes where the tile that they come from is none of it."""
+    return LANES if block % multiple else multiple
+
+
+def _fit(block: int, length: int, multiple: int, side: int) -> int:
     """The size of equal tiles, of at most `block` rounded up, that cover the length at the least cost.
 
     A tile costs as much as 128 rows beside its own, for what the schedule cannot overlap at its ends: 4,099 tokens take
-    3 tiles of 1408, not 3 of 2048, and 33,390 take 19 of 1792 rather than 17 of 2048, which are 768 more.
+    3 tiles of 1408, not 3 of 2048, and 33,390 take 19 of 1792 rather than 17 of 2048, which are 768 more. A matrix unit
+    that is half empty costs 64 rows: 112,856 take 63 of 1792 rather than 59 of 1920.
     """
     fewest = -(-length // block)
     counts = range(fewest, fewest + min(fewest // 2, 16) + 1)
     sizes = {count: _round_up(-(-length // count), multiple) for count in counts}
-    return sizes[min(counts, key=lambda count: count * (sizes[count] + LANES))]
+    ends = {count: LANES + LANES // 2 * (sizes[count] % side != 0) for count in counts}
+    return sizes[min(counts, key=lambda count: count * (sizes[count] + ends[count]))]
 
 
 def _round_up(value: int, multiple: int) -> int:

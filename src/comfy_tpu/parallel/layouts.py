@@ -41,6 +41,7 @@ _TILE = 2048
 _QUERY_STEP = 128
 _KEY_STEP = 256
 _LANES = 128
+_MATRIX_SIDE = 256
 _REGISTER_ROWS = 16
 
 
@@ -218,11 +219,14 @@ def fits(nbytes: int, chip: Chip) -> bool:
 
 
 def pad_length(length: int, step: int) -> int:
-    """A length as splash pads it (kernels/tuning.py): equal tiles, each counted as `_LANES` rows more."""
+    """A length as splash pads it on v6e (kernels/tuning.py): equal tiles, each counted as `_LANES` rows more, or as
+    half as many again where it leaves a matrix unit half empty."""
     fewest = -(-length // _TILE)
     counts = range(fewest, fewest + min(fewest // 2, 16) + 1)
-    padded = {count: count * -(-length // (count * step)) * step for count in counts}
-    return padded[min(padded, key=lambda count: padded[count] + count * _LANES)]
+    sizes = {count: -(-length // (count * step)) * step for count in counts}
+    ends = {count: _LANES + _LANES // 2 * (sizes[count] % _MATRIX_SIDE != 0) for count in counts}
+    count = min(counts, key=lambda count: count * (sizes[count] + ends[count]))
+    return count * sizes[count]
 
 
 class _Share:

@@ -21,6 +21,18 @@ from comfy_tpu.terminal_text import excerpt
 
 logger = logging.getLogger(__name__)
 
+SOUND_GUIDANCE = (
+    "stg_scale",
+    "stg_block",
+    "modality_scale",
+    "guidance_rescale",
+    "audio_guidance_scale",
+    "audio_stg_scale",
+    "audio_modality_scale",
+    "audio_guidance_rescale",
+)
+"""Settings of models that make sound."""
+
 
 def check_embeddings(
     files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
@@ -147,6 +159,14 @@ def check_boundary(family: ModelFamily, model_name: str, settings: GenerationSet
         )
 
 
+def check_context(family: ModelFamily, model_name: str, settings: GenerationSettings) -> None:
+    if family.card.sound is not None and settings.context not in ("auto", "none"):
+        raise InvalidValueError(
+            f"context={settings.context} is for silent videos, and {model_name} makes sound with them; choose none",
+            field="context",
+        )
+
+
 def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: GenerationSettings) -> None:
     if tuple(latents.shape) != expected:
         raise InvalidValueError(
@@ -175,12 +195,14 @@ def warn_of_ignored(family: ModelFamily, defaults: GenerationSettings, settings:
     reasons = {
         "guidance_scale": "was distilled to do without guidance",
         "guidance_scale_2": "has one transformer",
+        **dict.fromkeys(SOUND_GUIDANCE, "makes no sound"),
         **dict.fromkeys(of_branches, "has no branch for a negative prompt"),
         **({"cfg_normalization": "has no limit on its guidance"} if family.card.guidance == "classifier_free" else {}),
     }
     of_pairs = ("guidance_scale_2",) if len(family.denoiser.transformers) == 1 else ()
     of_norms = () if family.card.normalizes_guidance else ("cfg_normalization",)
-    for name in dict.fromkeys((*ignored[family.card.guidance], *of_pairs, *of_norms)):
+    of_sound = () if family.card.sound is not None else SOUND_GUIDANCE
+    for name in dict.fromkeys((*ignored[family.card.guidance], *of_pairs, *of_norms, *of_sound)):
         if getattr(settings, name) != getattr(defaults, name):
             value = excerpt(str(getattr(settings, name)))
             logger.warning("%s=%s has no effect: %s %s", name, value, family.name, reasons[name], extra={"field": name})

@@ -17,11 +17,11 @@ from comfy_tpu.parallel.global_arrays import fetch_global
 from comfy_tpu.pipeline.checks import check_finite
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
-from comfy_tpu.pipeline.noise import image_noise, initial_noise, rows_noise
+from comfy_tpu.pipeline.noise import image_noise, initial_noise, sound_noise
 from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
-from comfy_tpu.pipeline.step import StepPrograms, split_prepared, step_shape
+from comfy_tpu.pipeline.step import StepPrograms, count_branches, split_prepared, step_shape
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
 from comfy_tpu.pipeline.windows import WindowedVideo, find_context
 
@@ -48,7 +48,9 @@ def denoise_steps(
     # Put, not made on the devices: that would be a program to compile.
     samples: list[Any] = [to_device(first), *(to_device(torch.zeros_like(first)) for _ in range(HISTORY - 1))]
     outputs: list[Any] = [to_device(torch.zeros_like(first)) for _ in range(HISTORY)]
-    front = first.shape[2] - running.family.card.latent_frames(settings)
+    card = running.family.card
+    front = first.shape[2] - card.latent_size(settings)[0]
+    shown = slice(front, front + card.latent_frames(settings))
     done, size = 0, running.size
 
     def report_again() -> None:
@@ -63,7 +65,8 @@ def denoise_steps(
         programs = running.step_programs(number)
         with running.weights(running.family.denoiser.transformers[number]) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
-                rows = _prompt_rows(running, current, guided, settings, video)
+                branches = count_branches(running.family, settings, guided=guided)
+                rows = _prompt_rows(running, current, branches, settings, video)
                 prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
             if done == 0:
@@ -71,7 +74,8 @@ def denoise_steps(
             for step in steps:
                 with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
                     if video is None or step.reused:
-                        samples, outputs = _advance(programs, step, loaded, weights, prepared, (samples, outputs))
+                        state = (samples, outputs)
+                        samples, outputs = _advance(programs, step, loaded, weights, prepared, state, branches)
                     else:
                         velocity = video.compute_velocity(
                             programs, step, done, (loaded, weights), prepared, samples[0], outputs.pop(), report_again
@@ -84,7 +88,7 @@ def denoise_steps(
                 done += 1
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
-                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, front)
+                preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, frames=shown)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
@@ -106,18 +110,27 @@ def _first_sample(
 ) -> torch.Tensor:
     shapes = {name: tuple(rows.shape) for name, rows in shared.items()}
     shape = step_shape(running.family, running.files.latent_channels, settings, shapes)
-    if seeds:
-        noise = rows_noise(shape, seeds)
-    elif INITIAL in shared and running.family.card.starts_from_image:
+    if INITIAL in shared and running.family.card.starts_from_image and not seeds:
         noise = image_noise(shape, settings.seed)[1]
     else:
-        noise = initial_noise(shape, settings.seed)
+        rows = [(shape, settings.seed)] if not seeds else [((1, *shape[1:]), seed) for seed in seeds]
+        noise = torch.cat([_draw_noise(running, settings, each, seed) for each, seed in rows])
     if video is not None:
         noise = video.shuffle_noise(noise, seeds or (settings.seed,))
     if INITIAL not in shared:
         return noise
     sigma = plan.steps[0].sigma
     return sigma * noise + (1 - sigma) * shared[INITIAL]
+
+
+def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The noise that diffusers draws for this seed."""
+    card, sound = running.family.card, running.family.sound
+    if sound is None:
+        return initial_noise(shape, seed)
+    channels, bins = sound.latent_shape(running.files.config(sound.vae))
+    video = (*shape[:2], card.latent_frames(settings), *shape[3:])
+    return sound_noise(video, (shape[0], channels, card.sound_tokens(settings), bins), seed)
 
 
 def _windowed_video(
@@ -132,28 +145,35 @@ def _windowed_video(
 def _prompt_rows(
     running: RunningModel,
     embeddings: PromptEmbeddings,
-    guided: bool,
+    branches: int,
     settings: GenerationSettings,
     video: WindowedVideo | None,
 ) -> dict[str, torch.Tensor]:
-    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt. With windows, a
-    row for each of a call."""
+    """What is prepared for the steps: rows of the prompt and, with guidance, of the negative prompt and of the branches
+    that the family adds, which read the prompt. With windows, a row for each of a call."""
     denoiser = running.family.denoiser
     inputs = denoiser.settings_inputs(settings if video is None else video.window_settings)
     given = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
-    shared = {**(given if video is None else video.first_window(given)), **inputs}
-    copies = 1 if video is None else video.windows_per_call(guided)
-    names = [*embeddings.positive, *shared]
+    shared = given if video is None else video.first_window(given)
+    copies = 1 if video is None else video.windows_per_call(branches > 1)
+    negative = embeddings.positive if embeddings.negative is None else embeddings.negative
+    prompts = [embeddings.positive, negative, *[embeddings.positive] * (branches - 2)][:branches]
     constants = {name: torch.full_like(shared[name], value) for name, value in denoiser.negative_values.items()}
-    branches = [{**embeddings.positive, **shared}]
-    if guided and embeddings.negative is not None:
-        branches.append({**embeddings.negative, **shared, **constants})
+    named = [
+        {
+            **prompt,
+            **shared,
+            **{name: row[number : number + 1] if len(row) > 1 else row for name, row in inputs.items()},
+            **(constants if number == 1 else {}),
+        }
+        for number, prompt in enumerate(prompts)
+    ]
 
     def expand(row: torch.Tensor) -> torch.Tensor:
         videos = row.expand(settings.num_videos, *row.shape[1:])
         return videos if copies == 1 else videos.repeat(copies, *(1,) * (row.ndim - 1))
 
-    rows = {name: torch.cat([expand(branch[name]) for branch in branches]) for name in names}
+    rows = {name: torch.cat([expand(branch[name]) for branch in named]) for name in named[0]}
     return rows | merge_padding(rows["text"]) if denoiser.merges_padding and running.skips_padding else rows
 
 
@@ -164,6 +184,7 @@ def _advance(
     weights: dict[str, jax.Array],
     prepared: dict[str, jax.Array],
     state: State,
+    branches: int,
 ) -> State:
     """Runs one step. `weights` are the transformer's and those that were prepared from the prompt."""
     samples, outputs = state
@@ -179,19 +200,21 @@ def _advance(
             timestep=torch.tensor([step.timestep], dtype=torch.float32),
             guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
             prepared=prepared,
-            guided=step.guided,
+            branches=branches,
         )
     return after[0], after[1]
 
 
-def _predict_video(sample: jax.Array, velocity: jax.Array, sigma: float, front: int, row: int = 0) -> torch.Tensor:
-    """The latents of a video without noise, as the velocity predicts them: 19 MB at 1280×720×81. `front`: the number of
-    frames before the video's own."""
+def _predict_video(
+    sample: jax.Array, velocity: jax.Array, sigma: float, row: int = 0, *, frames: slice
+) -> torch.Tensor:
+    """The latents of a video without noise, as the velocity predicts them: 19 MB at 1280×720×81. `frames`: those of the
+    video, without references before it and its sound behind it."""
     # From this process's own copies: the others may not look, and would not take part in a collective.
     arrays = (fetch_global(array) for array in (sample, velocity))
     # The row is an input of the slice: one program for all rows.
     sample, velocity = (jax.lax.dynamic_slice_in_dim(array, row, 1) for array in arrays)
-    return to_host(sample - sigma * velocity)[:, :, front:]
+    return to_host(sample - sigma * velocity)[:, :, frames]
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:

@@ -18,6 +18,7 @@ from comfy_tpu.compiler.merging import WeightChange
 from comfy_tpu.config import Lora, LoraNoise
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.model_family import Rows
+from comfy_tpu.families.registry import family_cards
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, LoraMatch, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
@@ -143,16 +144,13 @@ def open_loras(loras: Sequence[Lora], files: ModelFiles) -> Loras:
     return Loras(opened)
 
 
-_NOISE_NAMES = (
-    re.compile(r"(?:^|[^a-z])(high|low)[-_ ]?noise", re.I),
-    # Of files for Wan 2.2 A14B only: a style may have such a word in its name, too.
-    re.compile(r"(?=.*(?:a14b|wan[-_. ]?2[-_.]?2|lightning|lightx2v)).*(?:^|[-_. ])(high|low|h|l)(?:[-_. ]|$)", re.I),
-)
+_NOISE_WORDS = r"(?:^|[^a-z])(high|low)[-_ ]?noise"
 
 
 def noise_of_name(path: Path) -> str | None:
     """The transformer of two that a file is for, as its name says: "high" or "low"; None where it says nothing."""
-    found = next((match for pattern in _NOISE_NAMES if (match := pattern.search(path.stem))), None)
+    patterns = (_NOISE_WORDS, *(card.noise_words for card in family_cards() if card.noise_words))
+    found = next((match for words in patterns if (match := re.search(words, path.stem, re.I))), None)
     return None if found is None else {"h": "high", "l": "low"}[found[1][0].lower()]
 
 

@@ -1,6 +1,6 @@
 """Reads and writes video files. The name determines the format:
 
-    video.mp4               H.264, with the metadata as title and comment
+    video.mp4               H.264, with the metadata as title and comment, and the sound as AAC
     video.gif               loops, with the metadata as comment
     video.npy               uint8 [frames, height, width, 3], without metadata
     frames/                 frames/frame_0000.png and so on; also the name of a directory that exists
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from comfy_tpu.pipeline.frame_names import (
     is_sequence,
     number_videos,
 )
+from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.video_formats import (
     Encoder,
     Frame,
@@ -52,7 +54,10 @@ from comfy_tpu.pipeline.video_formats import (
     write_png,
 )
 
+logger = logging.getLogger(__name__)
+
 _FORMATS: Mapping[str, type[Encoder]] = {".mp4": Mp4, ".gif": Gif, ".npy": Npy, ".png": Png}
+_SOUND_FORMAT = ".mp4"
 _CHOICES = "video.mp4, video.gif, video.npy, frames/ or frames/%04d.png"
 
 
@@ -96,23 +101,36 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
 
 
 @contextlib.contextmanager
-def open_writer(output: str | Path, *, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
+def open_writer(
+    output: str | Path, *, fps: int, metadata: Mapping[str, str], sound: Waveform | None = None
+) -> Iterator[FrameWriter]:
     """Opens a writer. The video is at its place when the block ends; if the block raises, nothing has changed."""
-    with open_writers(output_paths(output), fps=fps, metadata=[metadata]) as (writer,):
+    with open_writers(output_paths(output), fps=fps, metadata=[metadata], sound=sound) as (writer,):
         yield writer
 
 
 @contextlib.contextmanager
 def open_writers(
-    paths: Sequence[Path], *, fps: int, metadata: Sequence[Mapping[str, str]]
+    paths: Sequence[Path], *, fps: int, metadata: Sequence[Mapping[str, str]], sound: Waveform | None = None
 ) -> Iterator[tuple[FrameWriter, ...]]:
-    """Opens writers of several videos: all of them are at their places when the block ends, or none."""
+    """Opens writers of several videos: all of them are at their places when the block ends, or none. `sound`: those of
+    the videos; formats without sound leave it out, and the log says so."""
+    if sound is not None and paths and paths[0].suffix != _SOUND_FORMAT:
+        logger.warning(
+            "output=%s is written without the video's sound; write %s to have it",
+            paths[0],
+            paths[0].with_suffix(_SOUND_FORMAT).name,
+            extra={"field": "output"},
+        )
+        sound = None
     with contextlib.ExitStack() as placing, contextlib.ExitStack() as encoding:
         # All encoders finish before the first video is moved to its place.
         partials = [placing.enter_context(_open_partial(path)) for path in paths]
         yield tuple(
-            encoding.enter_context(_open_frame_writer(path, partial, fps, texts))
-            for path, partial, texts in zip(paths, partials, metadata, strict=True)
+            encoding.enter_context(
+                _open_frame_writer(path, partial, fps, texts, None if sound is None else sound.row(number))
+            )
+            for number, (path, partial, texts) in enumerate(zip(paths, partials, metadata, strict=True))
         )
 
 
@@ -151,11 +169,12 @@ def write_videos(
     fps: int,
     metadata: Sequence[Mapping[str, str]],
     sheet: Path | None = None,
+    sound: Waveform | None = None,
 ) -> None:
     """Writes the frames of all videos as they are decoded; `sheet`: an image of every second frame of the first video,
     or of every fourth, eighth, … of a long one."""
     contact = ContactSheet(every=2, most=_CELLS_MAX)
-    with open_writers(paths, fps=fps, metadata=metadata) as writers:
+    with open_writers(paths, fps=fps, metadata=metadata, sound=sound) as writers:
         for chunk in chunks:
             for writer, frames in zip(writers, chunk, strict=True):
                 writer.write(frames)
@@ -275,8 +294,12 @@ def _open_partial(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _open_frame_writer(path: Path, partial: Path, fps: int, metadata: Mapping[str, str]) -> Iterator[FrameWriter]:
+def _open_frame_writer(
+    path: Path, partial: Path, fps: int, metadata: Mapping[str, str], sound: Waveform | None
+) -> Iterator[FrameWriter]:
     encoder: Callable[..., Encoder] = _FORMATS[path.suffix]
+    if sound is not None:
+        encoder = functools.partial(Mp4, sound=sound)
     if is_sequence(path):
         encoder = functools.partial(PngSequence, name=path.name)
     writer = FrameWriter(path, lambda: encoder(partial, fps, metadata))

@@ -79,6 +79,8 @@ def _fit_images(family: ModelFamily, images: Sequence[Image.Image], settings: Ge
     images = [as_rgb(image) for image in images]
     if family.media is not None and family.media.fit_reference is not None:
         return [family.media.fit_reference(image) for image in images]
+    if family.media is not None and family.media.fit_frame is not None:
+        return [family.media.fit_frame(image, settings) for image in images]
     crops = family.card.image is not None and family.card.image.resize == "crop"
     return [crop_to_frame(image, settings) for image in images] if crops else images
 

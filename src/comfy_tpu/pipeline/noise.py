@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from comfy_tpu.families.context import ContextWindows
+from comfy_tpu.families.shared.packed_sound import join_sound
 
 
 def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -14,9 +13,12 @@ def initial_noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
-def rows_noise(shape: tuple[int, ...], seeds: Sequence[int]) -> torch.Tensor:
-    """The noise of several videos, each as if it were drawn by itself."""
-    return torch.cat([initial_noise((1, *shape[1:]), seed) for seed in seeds])
+def sound_noise(video: tuple[int, ...], sound: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The noise of latents of a video and its sound, which diffusers draws after it, as one array. `sound`: videos,
+    channels, tokens, and bins of frequency."""
+    generator = torch.Generator().manual_seed(seed)
+    frames = torch.randn(video, generator=generator)
+    return join_sound(frames, torch.randn(sound, generator=generator).transpose(1, 2).flatten(2))
 
 
 def image_noise(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.context import call_settings
-from comfy_tpu.families.model_family import Denoiser, ModelFamily, TokenGrid
+from comfy_tpu.families.model_family import Denoiser, GuidanceInputs, ModelFamily, TokenGrid
 from comfy_tpu.parallel.constraints import Axes, even_spec
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.schedule import HISTORY
@@ -52,7 +52,7 @@ class StepPrograms:
         """A step with the transformer."""
         return self.make_program(
             make_step(self.denoiser.predict, self.denoiser.guide, self.denoiser.token_grid),
-            static=("guided",),
+            static=("branches",),
             donate=_STATE,
             input_axes={"prepared": _BRANCHES},
             output_axes=(),
@@ -99,9 +99,9 @@ def make_step(
         timestep: torch.Tensor,
         guidance_scale: torch.Tensor,
         prepared: dict[str, torch.Tensor],
-        guided: bool,
+        branches: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        velocity = predict_guided(module, samples[0], timestep, guidance_scale, prepared, guided)
+        velocity = predict_guided(module, samples[0], timestep, guidance_scale, prepared, branches)
         return _advance(samples, [velocity, *outputs[:-1]], coefficients)
 
     return denoise_step
@@ -125,7 +125,7 @@ def make_window_step(
     ) -> torch.Tensor:
         """`frame_inputs`: inputs of `predict` that were gathered like the latents, the same for both branches."""
         rows = {name: torch.cat((rows, rows)) if guided else rows for name, rows in frame_inputs.items()}
-        return predict_guided(module, latents, timestep, guidance_scale, {**prepared, **rows}, guided)
+        return predict_guided(module, latents, timestep, guidance_scale, {**prepared, **rows}, 2 if guided else 1)
 
     return predict_windows
 
@@ -146,14 +146,13 @@ def _make_guided(
         timestep: torch.Tensor,
         guidance_scale: torch.Tensor,
         prepared: Mapping[str, torch.Tensor],
-        guided: bool,
+        branches: int,
     ) -> torch.Tensor:
-        if not guided:
+        if branches == 1:
             return predict_in_grid(module, latents, timestep, guidance_scale, **prepared).float()
-        # Both branches in one batch, which dp divides between two halves of the mesh.
-        both = predict_in_grid(module, torch.cat((latents, latents)), timestep, guidance_scale, **prepared)
-        positive, negative = both.float().chunk(2)
-        return guide(positive, negative, guidance_scale, prepared)
+        # All branches in one batch, which dp divides between parts of the mesh.
+        every = predict_in_grid(module, torch.cat((latents,) * branches), timestep, guidance_scale, **prepared)
+        return guide(every.float().chunk(branches), GuidanceInputs(guidance_scale, latents, timestep, prepared))
 
     return predict_guided
 
@@ -220,13 +219,18 @@ def split_prepared(prepared: Mapping[str, _Array]) -> tuple[dict[str, _Array], d
 
 
 def is_guided(family: ModelFamily, settings: GenerationSettings) -> bool:
-    """Whether the first transformer's steps compute two branches."""
+    """Whether the first transformer's steps compute several branches."""
     return family.card.is_guided(settings.guidance_scale)
+
+
+def count_branches(family: ModelFamily, settings: GenerationSettings, *, guided: bool) -> int:
+    """Branches of a step: the prompt's; and if it is guided, that of the negative prompt and the family's own."""
+    return 2 + family.denoiser.extra_branches(settings) if guided else 1
 
 
 def batch_rows(family: ModelFamily, settings: GenerationSettings) -> int:
     """Rows of a step's batch: videos, times the branches of guidance."""
-    return settings.num_videos * (2 if is_guided(family, settings) else 1)
+    return settings.num_videos * count_branches(family, settings, guided=is_guided(family, settings))
 
 
 BUSY_TOKENS = 8192
@@ -249,6 +253,7 @@ def count_tokens(family: ModelFamily, settings: GenerationSettings) -> float:
 
 
 def latent_shape(family: ModelFamily, channels: int, settings: GenerationSettings) -> tuple[int, ...]:
+    """With the sound, if the model makes one: families/shared/packed_sound.py."""
     return (settings.num_videos, channels, *family.card.latent_size(settings))
 
 
@@ -336,7 +341,10 @@ def export_step(
     guided = is_guided(family, settings)
     every = {**weights, **prompt_weights}
     if windows is None:
-        compute = programs.compute().export(platform, every, **abstract_state(shape), prepared=inputs, guided=guided)
+        branches = count_branches(family, settings, guided=guided)
+        compute = programs.compute().export(
+            platform, every, **abstract_state(shape), prepared=inputs, branches=branches
+        )
         return ExportedStep(prepare, compute, prepared, shape)
     call = abstract_state(latent_shape(family, latent_channels, call_settings(settings, windows)))
     compute = programs.predict_windows().export(

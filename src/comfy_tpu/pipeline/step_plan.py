@@ -42,6 +42,8 @@ class PlannedStep:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     steps: tuple[PlannedStep, ...]
+    branches: int = 2
+    """Branches of a guided step."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -64,8 +66,8 @@ class Plan:
 
     @property
     def forwards(self) -> int:
-        """Forward passes of one video through the transformer: a guided step that is computed is two."""
-        return sum(1 + step.guided for step in self.steps if not step.reused)
+        """Forward passes of one video through the transformer: a guided step that is computed is two or more."""
+        return sum(self.branches if step.guided else 1 for step in self.steps if not step.reused)
 
 
 def make_plan(
@@ -75,8 +77,10 @@ def make_plan(
     config: ReuseConfig = ReuseConfig(),
     *,
     is_guided: Callable[[float], bool] = lambda scale: scale > 1,
+    branches: int = 2,
 ) -> Plan:
-    """The plan of a schedule. `curve` None: every step is computed. `is_guided`: that of the model's card."""
+    """The plan of a schedule. `curve` None: every step is computed. `is_guided`: that of the model's card. `branches`:
+    those of a guided step."""
     count = len(schedule)
     low_noise = [timestep < settings.boundary * TIMESTEPS for timestep in schedule.timesteps.tolist()]
     guidance = [guidance_scales(settings)[second] for second in low_noise]
@@ -93,7 +97,7 @@ def make_plan(
         PlannedStep(timestep, sigma, coefficients, guided[index], guidance[index], int(low_noise[index]), scales[index])
         for index, (timestep, sigma, coefficients) in enumerate(schedule.rows())
     )
-    return Plan(tuple(steps))
+    return Plan(tuple(steps), branches)
 
 
 def _scales(

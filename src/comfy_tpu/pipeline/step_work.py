@@ -35,6 +35,7 @@ from comfy_tpu.pipeline.step import (
     abstract_embeddings,
     abstract_state,
     batch_rows,
+    count_branches,
     is_guided,
     latent_shape,
     split_prepared,
@@ -152,7 +153,7 @@ def count_step(
     latents = step_shape(family, latent_channels, settings, family.text.embedding_shapes(config, settings))
     return Workload(
         batch=batch_rows(family, settings),
-        tokens=math.prod(latents[1:]) // found.output_features + found.other_tokens,
+        tokens=_count_tokens(family, latents, settings, found.output_features) + found.other_tokens,
         text_tokens=settings.max_sequence_length + found.other_text_tokens,
         text="keys" if found.has_keys else "joint",
         heads=found.heads,
@@ -165,6 +166,14 @@ def count_step(
         latent_bytes=math.prod(latents) * 4,
         models=family.card.transformer_count,
     )
+
+
+def _count_tokens(
+    family: ModelFamily, latents: tuple[int, ...], settings: GenerationSettings, output_features: int
+) -> int:
+    """Tokens of a video, without those of its sound."""
+    values = latents[1] * family.card.latent_frames(settings) * math.prod(latents[3:])
+    return values // output_features
 
 
 @functools.lru_cache(maxsize=64)
@@ -191,7 +200,8 @@ def _structure(model: _Model) -> _Structure:
         each.stack for each in weights if each.stack and each.kind in ("column", "row") and each.name in used
     )
     last = max(calls.values(), key=lambda call: call.order)
-    tokens = max(last.rows, math.prod(latents[1:]) // last.outputs)
+    own_tokens = _count_tokens(family, latents, settings, last.outputs)
+    tokens, sound_tokens = max(last.rows, own_tokens), family.card.sound_tokens(settings)
     stacked_rows = {
         path: {
             calls[each.module].rows
@@ -206,7 +216,7 @@ def _structure(model: _Model) -> _Structure:
     def matrices(stack: str) -> tuple[Matrix, ...]:
         inside = [each for each in weights if each.is_matrix and (each.stack if each.stack in divided else "") == stack]
         return tuple(
-            _matrix(each, calls[each.module] if each.name in used else None, sizes, per_layer=bool(stack))
+            _matrix(each, calls[each.module] if each.name in used else None, sizes, sound_tokens, per_layer=bool(stack))
             for each in inside
         )
 
@@ -226,7 +236,7 @@ def _structure(model: _Model) -> _Structure:
         hidden=next(matrix.shape[1] for stack in stacks for matrix in _columns(stack)),
         output_features=last.outputs,
         has_keys=has_keys,
-        other_tokens=tokens - math.prod(latents[1:]) // last.outputs,
+        other_tokens=tokens - own_tokens,
         other_text_tokens=text_tokens - settings.max_sequence_length,
     )
 
@@ -244,10 +254,10 @@ def _trace(
     weights = component.abstract_weights()
     embeddings = abstract_embeddings(family, config, settings)
     keys, inputs = split_prepared(programs.prepare(embeddings).shapes(weights, **embeddings))
-    guided = is_guided(family, settings)
+    branches = count_branches(family, settings, guided=is_guided(family, settings))
     with _record_calls(component.module, batch_rows(family, settings)) as calls:
         used = programs.compute().used_weights(
-            {**weights, **keys}, **abstract_state(latents), prepared=inputs, guided=guided
+            {**weights, **keys}, **abstract_state(latents), prepared=inputs, branches=branches
         )
     return calls, used, bool(keys)
 
@@ -309,8 +319,11 @@ def _stack(
     return Stack(inside[0].layers, matrices, norms=norms, attends=attends)
 
 
-def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, per_layer: bool) -> Matrix:
-    """The matrix of a weight. `call` None: a step does not use it."""
+def _matrix(
+    weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], sound_tokens: int, *, per_layer: bool
+) -> Matrix:
+    """The matrix of a weight. `call` None: a step does not use it. The tokens of a sound count as rows of a sample: 126
+    beside 6,144 of the video, of a model of half the width."""
     return Matrix(
         weight.kind,
         weight.shape,
@@ -318,7 +331,7 @@ def _matrix(weight: _Weight, call: _Call | None, sizes: Mapping[int, Rows], *, p
         count=1 if per_layer else weight.layers,
         used=call is not None,
         rows=sizes.get(call.rows, "samples") if call is not None else "tokens",
-        sample_rows=call.rows if call is not None and call.is_of_samples else 1,
+        sample_rows=call.rows if call is not None and (call.is_of_samples or call.rows == sound_tokens) else 1,
     )
 
 

@@ -38,10 +38,12 @@ from comfy_tpu.families.settings import (
     make_settings,
     settings_of_latents,
 )
+from comfy_tpu.families.shared.packed_sound import split_sound
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.checks import (
     check_boundary,
+    check_context,
     check_embeddings,
     check_finite,
     check_latents,
@@ -73,7 +75,8 @@ from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.runtime_checks import check_runtime
 from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
-from comfy_tpu.pipeline.step import batch_rows, latent_shape
+from comfy_tpu.pipeline.sound import Waveform
+from comfy_tpu.pipeline.step import batch_rows, count_branches, latent_shape
 from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
@@ -289,6 +292,7 @@ class VideoPipeline:
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
+        check_context(self.family, self.model_name, settings)
         check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
@@ -300,6 +304,7 @@ class VideoPipeline:
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
         rows: dict[str, torch.Tensor] = {}
+        held: dict[str, Any] = {}
         cut = ""
         running.size = f"{settings.max_sequence_length} tokens"
         for done, encoder in enumerate(encoders):
@@ -313,7 +318,12 @@ class VideoPipeline:
             with running.weights(encoder.component) as weights:
                 running.report("encoding", "prompt", done, len(encoders))
                 with jax.profiler.TraceAnnotation(f"encode prompt with {encoder.component.name}"):
-                    made = {name: to_host(array) for name, array in program(weights, **inputs).items()}
+                    taken = {name: held.pop(name) for name in encoder.takes}
+                    arrays = dict(program(weights, **inputs, **taken))
+                    del taken
+                    later = {name for following in encoders[done + 1 :] for name in following.takes}
+                    held |= {name: arrays.pop(name) for name in list(arrays) if name in later}
+                    made = {name: to_host(array) for name, array in arrays.items()}
                 if trims:
                     made = {name: restore_padding(row, tokens.length) for name, row in made.items()}
                 check_finite(f"the {encoder.component.name}", made, self.dtype_name)
@@ -354,7 +364,8 @@ class VideoPipeline:
     def denoise(
         self, embeddings: PromptEmbeddings, settings: GenerationSettings, *, seeds: Sequence[int] = ()
     ) -> torch.Tensor:
-        """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale.
+        """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale. The sound's are
+        in the last frames (families/shared/packed_sound.py).
 
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`).
@@ -368,7 +379,7 @@ class VideoPipeline:
             latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
-        made = made[:, :, made.shape[2] - self.family.card.latent_frames(settings) :]  # without reference images
+        made = made[:, :, made.shape[2] - self.latent_shape(settings)[2] :]  # without reference images
         media = self.family.media
         return media.finish(made, embeddings.shared) if media and media.finish and embeddings.shared else made
 
@@ -380,9 +391,16 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
+        check_context(self.family, self.model_name, settings)
         begin = first_step(self.family.card, settings.num_inference_steps, strength)
         schedule = self._schedule(self._step_settings(settings), begin)
-        return make_plan(schedule, settings, self._curve_for(settings), is_guided=self.family.card.is_guided)
+        return make_plan(
+            schedule,
+            settings,
+            self._curve_for(settings),
+            is_guided=self.family.card.is_guided,
+            branches=count_branches(self.family, settings, guided=True),
+        )
 
     def _schedule(self, settings: GenerationSettings, begin: int) -> Schedule:
         def make() -> Schedule:
@@ -407,7 +425,27 @@ class VideoPipeline:
         if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
             decode = decode_media_segments if card.makes_segments else decode_continued
             return decode(self, card, latents, settings)
-        return self._decode(latents, settings)
+        return self._decode(latents[:, :, : card.latent_frames(settings)], settings)
+
+    def decode_sound(self, latents: torch.Tensor, settings: GenerationSettings) -> Waveform | None:
+        """The sounds of the videos, as long as their frames; None of a model that makes none."""
+        sound, card, running = self.family.sound, self.family.card, self.running
+        if sound is None:
+            return None
+        check_settings(settings, self.limits)
+        check_latents(latents, self.latent_shape(settings), settings)
+        running.check_components(sound.vae, sound.vocoder)
+        running.size = size_text(settings)
+        _, tokens = split_sound(latents, card.latent_frames(settings), card.sound_tokens(settings))
+        with jax.profiler.TraceAnnotation("decode sound"):
+            with running.weights(sound.vae) as weights:
+                spectrogram = running.program(sound.vae, sound.decode)(weights, latents=tokens.contiguous())
+            with running.weights(sound.vocoder) as weights:
+                made = running.program(sound.vocoder, sound.synthesize)(weights, spectrogram=spectrogram)
+        samples = to_host(made).float()
+        check_finite("the vocoder", {"sound": samples}, self.dtype_name)
+        rate = sound.sample_rate(self.files.config(sound.vocoder))
+        return Waveform(samples, rate).fitted(settings.num_frames / settings.fps)
 
     def part_count(self, latent_frames: int) -> int:
         """The parts in which latents of this many frames are decoded, as progress counts them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
 
@@ -17,6 +18,7 @@ from PIL import GifImagePlugin, Image, PngImagePlugin
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.frame_names import insert_number
 from comfy_tpu.pipeline.image_files import open_image_file
+from comfy_tpu.pipeline.sound import Waveform
 
 Frame = npt.NDArray[np.uint8]
 """[height, width, 3]"""
@@ -39,16 +41,33 @@ class Encoder(Protocol):
 
 
 class Mp4:
-    """H.264, 4:2:0, with the index first, so that a browser can start before the download ends."""
+    """H.264, 4:2:0, with the index first, so that a browser can start before the download ends; the sound is AAC."""
 
     bytes_per_pixel: ClassVar = 0.002
 
-    def __init__(self, partial: Path, fps: int, metadata: Metadata) -> None:
+    def __init__(self, partial: Path, fps: int, metadata: Metadata, sound: Waveform | None = None) -> None:
         self._container = av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"})
         self._container.metadata["title"] = metadata.get("prompt", "")
         self._container.metadata["comment"] = format_comment(metadata)
         self._stream = self._container.add_stream("libx264", rate=fps, options=_X264_OPTIONS)
         self._stream.codec_context.thread_type = "FRAME"
+        self._sound = sound
+        # Now: a container knows its streams before the first of their packets.
+        self._sound_stream = None if sound is None else self._add_sound_stream(sound)
+
+    def _add_sound_stream(self, sound: Waveform) -> av.AudioStream:
+        stream = self._container.add_stream("aac", rate=sound.rate, options=_AAC_OPTIONS)
+        stream.codec_context.layout = "mono" if sound.samples.shape[1] == 1 else "stereo"
+        return stream
+
+    def _write_sound(self, sound: Waveform, stream: av.AudioStream) -> None:
+        samples = sound.samples[0].float().clamp(-1, 1).contiguous().numpy()
+        for begin in range(0, samples.shape[1], _AAC_FRAME):
+            part = np.ascontiguousarray(samples[:, begin : begin + _AAC_FRAME])
+            frame = av.AudioFrame.from_ndarray(part, format="fltp", layout=stream.codec_context.layout.name)
+            frame.sample_rate, frame.pts, frame.time_base = sound.rate, begin, Fraction(1, sound.rate)
+            self._container.mux(stream.encode(frame))
+        self._container.mux(stream.encode(None))
 
     def add(self, frame: Frame) -> None:
         # 4:2:0 has one colour sample for 2×2 pixels. An odd side gets its last row or column twice.
@@ -60,6 +79,10 @@ class Mp4:
             context = self._stream.codec_context
             context.color_primaries = context.color_trc = context.colorspace = _BT709
             context.color_range = _LIMITED
+            if self._sound is not None and self._sound_stream is not None:
+                # All of it before the first frame: the muxer keeps packets until it has one of every stream, and five
+                # seconds of sound are 120 kB.
+                self._write_sound(self._sound, self._sound_stream)
         encoded = av.VideoFrame.from_ndarray(frame, format="rgb24")
         encoded = encoded.reformat(format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED)
         self._container.mux(self._stream.encode(encoded))
@@ -72,6 +95,9 @@ class Mp4:
         with contextlib.suppress(av.error.FFmpegError):  # it writes the index on closing: the disk may be full
             self._container.close()
 
+
+_AAC_OPTIONS = {"b": "192k"}
+_AAC_FRAME = 1024
 
 _X264_OPTIONS = {
     # Not x264's 23: demo videos have 64 pixels a side, where every artefact is a pixel large.

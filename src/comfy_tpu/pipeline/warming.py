@@ -36,8 +36,10 @@ def warm_request(
         embeddings = encode_segment(pipeline.running, embeddings, 0, None, settings)
         settings = window_settings(settings)
     for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings):
-        latents = to_host(samples[0])
-    for _ in pipeline.decode(latents[:, :, -card.latent_frames(settings) :], settings):
+        latents = samples[0]
+    made = to_host(latents)[:, :, -card.latent_size(settings)[0] :]
+    pipeline.decode_sound(made, settings)
+    for _ in pipeline.decode(made, settings):
         pass
 
 

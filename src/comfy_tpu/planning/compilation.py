@@ -26,7 +26,8 @@ from comfy_tpu.planning.program import ProgramFacts, StepProgram, square_arrays
 from comfy_tpu.planning.schedule import StepSchedule, read_step
 from comfy_tpu.planning.schedule_files import ScheduleError
 
-_TIMEOUT = 1800
+# HunyuanVideo-1.5 at 720p took over half an hour on two cores that others used, too.
+_TIMEOUT = 3600
 _REASON_CHARACTERS_MAX = 1000
 
 SCHEDULE_DIRECTORY = "schedule"
@@ -94,6 +95,10 @@ def compile_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> tupl
 
     Raises CompilationError, ScheduleError.
     """
+    if not has_tpu_compiler():
+        raise CompilationError(
+            "libtpu, the TPU's compiler, is not installed; pip install 'comfy-tpu[tpu]' on Linux with x86_64"
+        )
     with _run_worker(serialized, slice_, sizes, "compile", schedule=True) as directory:
         text = (directory / "program.hlo").read_text(encoding="utf-8")
         report = json.loads((directory / "report.json").read_text(encoding="utf-8"))

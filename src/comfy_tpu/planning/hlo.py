@@ -264,7 +264,8 @@ class Module:
         constants = {
             instruction.name: int(value[1])
             for instruction in body
-            if (value := re.match(r"s32\[\]\S* constant\((\d+)\)", instruction.text))
+            # Unsigned in loops of libtpu's own, which copy an array in parts.
+            if (value := re.match(r"[su]32\[\]\S* constant\((\d+)\)", instruction.text))
         }
         for instruction in body:
             if instruction.operation == "compare" and "direction=LT" in instruction.text:

@@ -19,6 +19,8 @@ _RENAMES = ("bitcast", "reshape", "convert", "copy")
 
 def count_bytes(module: Module, instruction: Instruction) -> int:
     """Bytes of device memory that one execution reads and writes."""
+    if instruction.operation in ("dynamic-update-slice", *_SLICES):
+        return _count_slice(module, instruction)
     called = module.called_computations(instruction) if instruction.operation == "fusion" else []
     body = module.computation(called[0]) if called else []
     total = _written_bytes(instruction, body)
@@ -29,6 +31,17 @@ def count_bytes(module: Module, instruction: Instruction) -> int:
         # A kernel's own estimate: it reads keys and values once for every tile of queries.
         total = max(total, int(told[1]))
     return total
+
+
+def _count_slice(module: Module, instruction: Instruction) -> int:
+    """A part of the first operand is read, or written in place; the rest of it is not touched."""
+    operands = module.operands(instruction)
+    is_update = instruction.operation == "dynamic-update-slice"
+    part = operands[1] if is_update else instruction
+    if part is None or operands[0] is None:
+        return array_bytes(instruction.result)
+    moved = sum(_padded_bytes(*found) for found in _ARRAY.findall(part.result))
+    return array_bytes(part.result) + (moved if array_bytes(operands[0].result) else 0)
 
 
 def array_bytes(type_text: str) -> int:

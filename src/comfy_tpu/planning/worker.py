@@ -82,7 +82,7 @@ def _lower(request: Mapping[str, Any]) -> Any:
     import jax.export
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import Mesh
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from comfy_tpu.config import MESH_AXES, MeshSizes
     from comfy_tpu.parallel.mesh import arrange_devices
@@ -97,10 +97,15 @@ def _lower(request: Mapping[str, Any]) -> Any:
     else:
         devices = np.array(jax.devices()).reshape(sizes.dp, sizes.sp, sizes.tp)
     exported = jax.export.deserialize(bytearray(Path(request["program"]).read_bytes()))
-    shardings = exported.in_shardings_jax(Mesh(devices, MESH_AXES))
+    mesh = Mesh(devices, MESH_AXES)
+    shardings = exported.in_shardings_jax(mesh)
     kept = exported.module_kept_var_idx
+    # A program that names no mesh has no shardings, and without one its arguments would be compiled for the CPU.
+    whole = NamedSharding(mesh, PartitionSpec())
     arguments = [
-        jax.ShapeDtypeStruct(exported.in_avals[index].shape, exported.in_avals[index].dtype, sharding=shardings[index])
+        jax.ShapeDtypeStruct(
+            exported.in_avals[index].shape, exported.in_avals[index].dtype, sharding=shardings[index] or whole
+        )
         for index in kept
     ]
 

@@ -27,6 +27,7 @@ from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.preview_colours import PreviewColours
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback
+from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.stage_messages import (
     StageMessage,
     embedding_tensors,
@@ -238,6 +239,15 @@ class RemotePipeline:
             raise RefusedError("the server's frames have another shape; queue the prompt again", 200)
         return iter([frames])
 
+    def decode_sound(self, latents: torch.Tensor, settings: GenerationSettings) -> Waveform | None:
+        if self.model.card.sound is None:
+            return None
+        made = self._run("decode_sound", {"latents": latents}, settings, {})
+        samples, rate = made.tensors.get("sound"), made.metadata.get("sample_rate", "")
+        if samples is None or samples.ndim != 3 or samples.shape[0] != settings.num_videos or not rate.isdecimal():
+            raise RefusedError("the server's sound has another shape; queue the prompt again", 200)
+        return Waveform(samples.float(), int(rate))
+
     def to_vae_scale(self, latents: torch.Tensor) -> torch.Tensor:
         return to_vae_scale(latents, self.model.latent_statistics)
 
@@ -263,6 +273,7 @@ class RemotePipeline:
             "encode": Progress("encoding", "prompt" if "prompt" in described else "image", 1, 1),
             "denoise": Progress("denoising", "", settings.num_inference_steps, settings.num_inference_steps, size=size),
             "decode": Progress("decoding", "", self._latent_frames(settings), self._latent_frames(settings), size=size),
+            "decode_sound": Progress("decoding", "sound", 1, 1, size=size),
         }[stage]
         if stage == "denoise" and self.callbacks.read_preview is not None:
             metadata["preview"] = "true"

@@ -140,7 +140,7 @@ IMAGES: dict[str, Any] = {
 _STAGE_FIELDS: dict[str, dict[str, Any]] = {
     "id": {"type": "string"},
     "object": {"const": "stage"},
-    "stage": {"enum": ["encode", "denoise", "decode"]},
+    "stage": {"enum": ["encode", "denoise", "decode", "decode_sound"]},
     "model": {"type": "string"},
     "status": {"enum": ["queued", "in_progress", "completed", "failed", "cancelled"]},
     "created_at": {"type": "integer"},

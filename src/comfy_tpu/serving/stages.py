@@ -220,6 +220,8 @@ def _check_message(stage: str, message: StageMessage, model: ServedModel, limits
     else:
         if set(tensors) != {"latents"}:
             raise InvalidValueError("latents are expected, and nothing else", field="latents")
+        if stage == "decode_sound" and model.card.sound is None:
+            raise InvalidValueError(f"model={model.name} makes no sound; leave the stage out", field="model")
         check_latents(tensors["latents"], latent_shape(files.family, files.latent_channels, settings), settings)
 
 

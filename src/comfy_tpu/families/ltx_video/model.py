@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from comfy_tpu.families.ltx_video import card, schedulers, text, transformer, vae
+from comfy_tpu.families.ltx_video import card, text, transformer, vae
 from comfy_tpu.families.ltx_video.lora import lora_names
 from comfy_tpu.families.ltx_video.single_files import SINGLE_FILES
 from comfy_tpu.families.media import first_frame_clips
 from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
-from comfy_tpu.families.shared import first_frame
+from comfy_tpu.families.shared import all_frames_vae, first_frame
+from comfy_tpu.families.shared import terminal_shift_schedulers as schedulers
 
 LTX_VIDEO = ModelFamily(
     card.LTX_VIDEO,
@@ -23,15 +24,15 @@ LTX_VIDEO = ModelFamily(
     ),
     Vae(
         component=vae.VAE,
-        decode_frame=vae.decode_frame,
-        latent_channels=vae.latent_channels,
-        latent_statistics=vae.latent_statistics,
+        decode_frame=all_frames_vae.decode_frame,
+        latent_channels=all_frames_vae.latent_channels,
+        latent_statistics=all_frames_vae.latent_statistics,
         decodes_all_frames=True,
         tiles=Tiles(side=16, overlap=4, frames=33, frame_overlap=4),  # 512 pixels, 257 frames
     ),
     Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
     MediaEncoding(
-        vae.encode_frames,
+        all_frames_vae.encode_frames,
         first_frame_clips,
         first_frame.condition,
         optional_embeddings=("condition",),

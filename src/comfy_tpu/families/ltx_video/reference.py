@@ -9,8 +9,8 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.ltx_video import card
-from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.reference import Reference
+from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.published_configs import T5_SMALL, T5_XXL
 
 

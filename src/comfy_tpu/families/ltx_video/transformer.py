@@ -15,9 +15,9 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
+from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
-from comfy_tpu.families.shared.first_frame import replace_first_frame
+from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 
@@ -176,7 +176,7 @@ def predict(
     # Of one timestep or two, whatever the number of tokens: [timesteps, 6 · features] and [timesteps, features].
     modulation, embedded = module.time_embed(timestep, batch_size=timestep.numel(), hidden_dtype=torch.float32)
     modulation, embedded = (
-        _expand_to_tokens(x.to(dtype), batch, frames, height * width) for x in (modulation, embedded)
+        expand_to_tokens(x.to(dtype), batch, frames, height * width) for x in (modulation, embedded)
     )
     rotary = rope_tables(module.rope, frame_rate, (frames, height, width), module.config.num_attention_heads)
     visible = text_visible[:, None, None]
@@ -185,15 +185,6 @@ def predict(
     shift, scale = (module.scale_shift_table[None, None] + embedded[:, :, None]).unbind(dim=2)
     velocity = module.proj_out(module.norm_out(hidden) * (1 + scale) + shift)
     return velocity.reshape(batch, frames, height, width, -1).permute(0, 4, 1, 2, 3)
-
-
-def _expand_to_tokens(rows: torch.Tensor, batch: int, frames: int, frame_tokens: int) -> torch.Tensor:
-    """One row -> [batch, 1, features]; two rows -> the first for tokens of the first frame, the second for the
-    others."""
-    if rows.shape[0] == 1:
-        return rows.expand(batch, -1).unsqueeze(1)
-    is_first = torch.arange(frames * frame_tokens, device=rows.device).unsqueeze(-1) < frame_tokens
-    return torch.where(is_first, rows[:1], rows[1:]).unsqueeze(0).expand(batch, -1, -1)
 
 
 def rope_tables(

@@ -7,6 +7,8 @@ import dataclasses
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
 
+_APACHE = "Apache 2.0"
+
 TRANSFORMER: Config = {
     "patch_size": 2,
     "in_channels": 64,
@@ -48,6 +50,7 @@ QWEN_IMAGE = ModelCard(
     spatial_scale=8,
     temporal_scale=1,
     published={"Qwen/Qwen-Image": TRANSFORMER, "Qwen/Qwen-Image-2512": TRANSFORMER},
+    licences={"Qwen/Qwen-Image": _APACHE, "Qwen/Qwen-Image-2512": _APACHE},
     image=ImageInput("initial"),
     reads_single_files=True,
 )
@@ -57,6 +60,7 @@ QWEN_IMAGE_EDIT = dataclasses.replace(
     name="Qwen-Image-Edit",
     pipeline_classes=("QwenImageEditPipeline",),
     published={"Qwen/Qwen-Image-Edit": TRANSFORMER},
+    licences={"Qwen/Qwen-Image-Edit": _APACHE},
     image=ImageInput("reference", required=True, seen_by_text_encoder=True),
 )
 
@@ -66,6 +70,7 @@ QWEN_IMAGE_EDIT_PLUS = dataclasses.replace(
     pipeline_classes=("QwenImageEditPlusPipeline",),
     defaults=dataclasses.replace(QWEN_IMAGE.defaults, num_inference_steps=40),
     published={"Qwen/Qwen-Image-Edit-2511": _TRANSFORMER_2511, "Qwen/Qwen-Image-Edit-2509": TRANSFORMER},
+    licences={"Qwen/Qwen-Image-Edit-2511": _APACHE, "Qwen/Qwen-Image-Edit-2509": _APACHE},
     image=ImageInput("reference", required=True, max_images=4, seen_by_text_encoder=True),
 )
 

@@ -12,6 +12,7 @@ from comfy_tpu.bridge import constrain, joint_attention, rotate_pairs, round_to
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.model_family import GuidanceInputs
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
@@ -232,14 +233,12 @@ def _embed_time(embed: Any, share: torch.Tensor, dtype: torch.dtype) -> torch.Te
     return embedded
 
 
-def guide(
-    positive: torch.Tensor, negative: torch.Tensor, guidance_scale: torch.Tensor, prepared: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def guide(velocities: Sequence[torch.Tensor], given: GuidanceInputs) -> torch.Tensor:
     """Qwen-Image's guidance: as usual, with the norm of the prompt's own velocity for each token."""
-    height, width = positive.shape[3:]
+    height, width = velocities[0].shape[3:]
     # Whole on every device before their norms are taken, as they are afterwards anyway.
-    own, other = (as_tokens(constrain(x, None, None, None, None, None)) for x in (positive, negative))
-    guided = other + guidance_scale * (own - other)
+    own, other = (as_tokens(constrain(x, None, None, None, None, None)) for x in velocities)
+    guided = other + given.scale * (own - other)
     return as_latents(guided * (_norm(own) / _norm(guided)), height, width)
 
 

@@ -329,6 +329,9 @@ _WORDS = Words(
 CARD = FamilyCard(
     package="comfy_tpu.families.wan",
     title="Wan",
+    float32_repositories=("Wan-AI/Wan2.1-*",),
+    # With the name of a model or of its distillers only: a style may have such a word in its name, too.
+    noise_words=r"(?=.*(?:a14b|wan[-_. ]?2[-_.]?2|lightning|lightx2v)).*(?:^|[-_. ])(high|low|h|l)(?:[-_. ]|$)",
     node_sets=(
         NodeSet(
             key="Wan21",

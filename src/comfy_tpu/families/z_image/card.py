@@ -7,6 +7,8 @@ import dataclasses
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
 
+_APACHE = "Apache 2.0"
+
 TRANSFORMER: Config = {
     "all_patch_size": (2,),
     "all_f_patch_size": (1,),
@@ -54,6 +56,7 @@ Z_IMAGE_TURBO = ModelCard(
     spatial_scale=8,
     temporal_scale=1,
     published={"Tongyi-MAI/Z-Image-Turbo": TRANSFORMER},
+    licences={"Tongyi-MAI/Z-Image-Turbo": _APACHE},
     guidance_off=0.0,
     normalizes_guidance=True,
     image=ImageInput("initial"),
@@ -68,6 +71,7 @@ Z_IMAGE = dataclasses.replace(
         Z_IMAGE_TURBO.defaults, num_inference_steps=50, guidance_scale=4.0, flow_shift=BASE_SHIFT
     ),
     published={"Tongyi-MAI/Z-Image": TRANSFORMER},
+    licences={"Tongyi-MAI/Z-Image": _APACHE},
 )
 
 CARD = FamilyCard(

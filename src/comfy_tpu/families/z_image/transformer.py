@@ -7,7 +7,7 @@ prompt, at a place in time that depends on the number of the first ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.model_family import GuidanceInputs
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.joint_streams import concat_streams, split_streams
 from comfy_tpu.families.shared.modulation import Modulation
@@ -196,14 +197,12 @@ def predict(
     return -as_image(made[:, :count], rows, columns)
 
 
-def guide(
-    positive: torch.Tensor, negative: torch.Tensor, guidance_scale: torch.Tensor, prepared: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def guide(velocities: Sequence[torch.Tensor], given: GuidanceInputs) -> torch.Tensor:
     """Z-Image's guidance, which starts from the prompt's own velocity; its norm may be limited."""
     # Whole on every device before their norms are taken, as they are afterwards anyway.
-    positive, negative = (constrain(x, None, None, None, None, None) for x in (positive, negative))
-    guided = positive + guidance_scale * (positive - negative)
-    limit = prepared["cfg_normalization"].view(1, 1, 1, 1, 1)
+    positive, negative = (constrain(x, None, None, None, None, None) for x in velocities)
+    guided = positive + given.scale * (positive - negative)
+    limit = given.prepared["cfg_normalization"].view(1, 1, 1, 1, 1)
     most, norm = limit * _norm(positive), _norm(guided)
     return torch.where((limit > 0) & (norm > most), guided * (most / norm), guided)
 

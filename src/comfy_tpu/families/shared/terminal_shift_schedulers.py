@@ -1,4 +1,4 @@
-"""LTX-Video's schedules: the flow shift grows with the number of tokens."""
+"""The schedules of Lightricks' models: the flow shift grows with the number of tokens of the video."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import SCHEDULER_FILE, Config
-from comfy_tpu.families.ltx_video.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.model_family import ReadJson, SchedulerFactory
+from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.schedulers import token_shift_schedulers
 
 

@@ -1,0 +1,103 @@
+"""LTX-2: facts."""
+
+from __future__ import annotations
+
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, SoundFacts, Words
+
+TRANSFORMER: Config = {
+    "in_channels": 128,
+    "out_channels": 128,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "cross_attention_dim": 4096,
+    "vae_scale_factors": (8, 32, 32),
+    "audio_in_channels": 128,
+    "audio_out_channels": 128,
+    "audio_patch_size": 1,
+    "audio_patch_size_t": 1,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048,
+    "audio_scale_factor": 4,
+    "audio_sampling_rate": 16000,
+    "audio_hop_length": 160,
+    "num_layers": 48,
+    "caption_channels": 3840,
+    "rope_double_precision": True,
+    "rope_type": "split",
+}
+"""The configuration, with diffusers' defaults for values that config.json leaves out."""
+
+LTX2 = ModelCard(
+    name="LTX-2",
+    pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    limits=Limits(
+        size_multiple=32,
+        size_min=64,
+        size_max=4096,
+        frames_multiple=8,
+        frames_max=1025,
+        schedulers=("euler", "unipc", "dpm++"),
+        tokens_max=1024,
+        tokens_multiple=128,
+        blocks=48,
+    ),
+    defaults=GenerationSettings(
+        height=512,
+        width=768,
+        num_frames=121,
+        num_inference_steps=30,
+        guidance_scale=3.0,
+        flow_shift=1.0,
+        scheduler="euler",
+        fps=24,
+        max_sequence_length=1024,
+        modality_scale=3.0,
+        guidance_rescale=0.7,
+        audio_guidance_scale=7.0,
+        stg_block=28,
+    ),
+    sizes={
+        "512P": {"height": 512, "width": 768},
+        "704P": {"height": 704, "width": 1216},
+        "1088P": {"height": 1088, "width": 1920},
+    },
+    spatial_scale=32,
+    temporal_scale=8,
+    published={"Lightricks/LTX-2": TRANSFORMER},
+    licences={"Lightricks/LTX-2": "LTX-2 Community License"},
+    matches=lambda index, config: not config.get("cross_attn_mod"),
+    image=ImageInput("first_frame"),
+    reads_fps=True,
+    sound=SoundFacts(latents_per_second=25.0),
+)
+
+CARD = FamilyCard(
+    package="comfy_tpu.families.ltx2",
+    title="LTX-2",
+    node_sets=(
+        NodeSet(
+            key="LTX2",
+            name="LTX-2",
+            category="TPU/LTX-2",
+            models=(LTX2,),
+            latent_format="LTXV",
+            conditioning_keys={"audio_text": "tpu_audio_text"},
+            pads_text=False,  # learned registers stand behind a prompt
+            frames_max=257,
+            words=Words(
+                text_encoder="LTX-2's Gemma 3 encoder",
+                schedulers="euler is LTX-2's own; unipc and dpm++ are multistep ones",
+                sizes="768×512 is the model's own size.",
+                guidance="How closely to follow the prompt. At 1 or less a step computes the prompt's branch alone: "
+                "neither the negative prompt nor the scales below count.",
+                frames="121 frames at 24 frames a second are 5 seconds, with their sound.",
+                flow_shift="a factor on the model's own, which grows with size and length",
+                trained_fps="24",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,47 @@
+"""The model of LTX-2: a video and its sound, from a prompt, or from a first frame."""
+
+from __future__ import annotations
+
+from comfy_tpu.families.ltx2 import card, guidance, text, transformer, vae
+from comfy_tpu.families.ltx2.image import fit_frame
+from comfy_tpu.families.ltx2.lora import lora_names
+from comfy_tpu.families.ltx2.sound import SOUND
+from comfy_tpu.families.media import first_frame_clips
+from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
+from comfy_tpu.families.shared import all_frames_vae, first_frame
+from comfy_tpu.families.shared import terminal_shift_schedulers as schedulers
+
+LTX2 = ModelFamily(
+    card.LTX2,
+    TextEncoding(text.ENCODERS, text.embedding_shapes),
+    Denoiser(
+        transformers=(transformer.TRANSFORMER,),
+        prepare=transformer.prepare,
+        prepared_axes=transformer.PREPARED_AXES,
+        predict=transformer.predict,
+        settings_inputs=guidance.settings_inputs,
+        extra_branches=guidance.extra_branches,
+        guide=guidance.guide,
+        lora_names=lora_names,
+    ),
+    Vae(
+        component=vae.VAE,
+        decode_frame=all_frames_vae.decode_frame,
+        latent_channels=all_frames_vae.latent_channels,
+        latent_statistics=all_frames_vae.latent_statistics,
+        decodes_all_frames=True,
+        tiles=Tiles(side=16, overlap=4, frames=33, frame_overlap=4),  # 512 pixels, 257 frames
+    ),
+    Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
+    MediaEncoding(
+        all_frames_vae.encode_frames,
+        first_frame_clips,
+        first_frame.condition,
+        optional_embeddings=("condition",),
+        fit_frame=fit_frame,
+        finish=first_frame.finish,
+    ),
+    sound=SOUND,
+)
+
+MODELS = {LTX2.name: LTX2}
