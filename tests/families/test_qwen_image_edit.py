@@ -172,10 +172,10 @@ def test_what_is_refused_before_weights_are_loaded(
     assert not told
 
 
-def test_edit_takes_one_image_and_qwen_image_none() -> None:
+def test_edit_takes_one_image_and_qwen_image_starts_from_one() -> None:
     for variant, count, message in [
         ("edit", 2, r"image is given 2 times, but model .* takes 1 at most; leave the others out"),
-        ("image", 1, r"image is given, but model .* begins with a prompt alone; leave it out"),
+        ("image", 2, r"image is given 2 times, but model .* starts from one image; leave the others out"),
     ]:
         pipeline = opened(variant)
         with pytest.raises(InvalidValueError, match=message):
