@@ -114,10 +114,15 @@ def test_a_model_that_is_named_by_the_user_is_downloaded(cache, monkeypatch, cap
         asked.append((model, more.get("local_files_only", False)))
         raise OSError("no network here")
 
+    def list_files(model, **more):
+        asked.append(model)
+        raise ConnectionError("no network here")
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, model, **more: list_files(model, **more))
     text = artifact(Path("text.safetensors"), "demo")
     assert cli.main(["denoise", text, "--model", "owner/name"]) == 1
-    assert asked == [("owner/name", False)]
+    assert asked == ["owner/name", ("owner/name", False)]
     assert "could not be downloaded from the hub (no network here)" in capsys.readouterr().err
 
 

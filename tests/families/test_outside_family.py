@@ -322,7 +322,7 @@ def test_a_model_that_two_families_claim_is_refused(installed: Path, tmp_path: P
     write_distribution(place, "rival", "rival_family")
     code = (
         "from comfy_tpu.families.registry import find_model_card\n"
-        "find_model_card({'_class_name': 'OutsidePipeline'}, {})"
+        "find_model_card({'_class_name': 'OutsidePipeline'}, {}, {})"
     )
     both = Path(f"{installed}{os.pathsep}{place}")
     error = run(both, "-c", code, check=False).stderr

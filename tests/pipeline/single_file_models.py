@@ -57,7 +57,7 @@ def changed_file(path: Path, source: Path, change: Callable[[dict[str, torch.Ten
 def header(model: str, hub_id: str, rename: Callable[[original_names.Tensors], original_names.Tensors]) -> Any:
     """The header of a published transformer under its authors' names; its weights are not needed."""
     skeleton = {
-        name: torch.empty(shape, device="meta") for name, shape in single_files._published_shapes(model, hub_id).items()
+        name: torch.empty(shape, device="meta") for name, shape in single_files.published_shapes(model, hub_id).items()
     }
     path = Path(f"{model}.safetensors")
     infos = {name: TensorInfo(name, tuple(each.shape), torch.bfloat16, path) for name, each in rename(skeleton).items()}

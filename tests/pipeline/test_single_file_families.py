@@ -290,7 +290,7 @@ def test_the_shapes_tell_flux2_dev_and_ltx_video() -> None:
         (
             "Z-Image Turbo",
             "Tongyi-MAI/Z-Image-Turbo",
-            r"may be a Z-Image Turbo or a Z-Image, .*: Tongyi-MAI/Z-Image-Turbo or Tongyi-MAI/Z-Image$",
+            r"may be a Z-Image or a Z-Image Turbo, .*: Tongyi-MAI/Z-Image-Turbo or Tongyi-MAI/Z-Image$",
         ),
         pytest.param(
             "Qwen-Image-Edit",

@@ -89,7 +89,7 @@ def hub_errors(model: str, revision: str | None = None) -> Iterator[None]:
 
 def _is_network_error(error: Exception) -> bool:
     """By the package: requests in older versions of huggingface_hub, httpx in newer ones."""
-    return any(
+    return isinstance(error, (ConnectionError, TimeoutError)) or any(
         each.__module__.split(".")[0] in ("requests", "httpx", "httpx2", "httpcore", "urllib3")
         for each in type(error).__mro__
     )
