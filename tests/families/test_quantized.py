@@ -15,7 +15,7 @@ from comfy_tpu.pipeline.video import VideoPipeline
 from tests.tracing import relative_error
 from tools.aten_operators.usage import SMALL, SmallFamily
 
-ONE_ROW = {"norm1.linear", "norm1_context.linear", "norm.linear"}
+ONE_ROW = {"norm1.linear", "norm1_context.linear", "norm.linear", "img_mod.1", "txt_mod.1"}
 """Modulations: a product of one row for each video."""
 ONCE = {"attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"}
 """Keys and values of the prompt and of images, which are computed once for all steps."""
