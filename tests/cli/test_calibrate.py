@@ -47,9 +47,9 @@ def test_images_go_to_every_prompt_and_are_noted(directory, capsys, monkeypatch)
     given = []
     encode = FakePipeline.encode
 
-    def recording(self, prompt, settings, images=()):
-        given.append([image.size for image in images])
-        return encode(self, prompt, settings, images)
+    def recording(self, prompt, settings, media):
+        given.append([image.size for image in media.images])
+        return encode(self, prompt, settings, media)
 
     monkeypatch.setattr(FakePipeline, "encode", recording)
     flags = ["--prompt", "a", "--prompt", "b", "--steps", "3", "-o", "x.json"]

@@ -90,7 +90,7 @@ def run() -> dict[str, object]:
 
     family_nodes.pipeline_run = pipeline_run
     family_nodes.to_video = lambda images, fps: None
-    encoder, _, sampler, decoder, pipeline = family_nodes.make_nodes(CARD.node_sets[0])
+    encoder, *_, sampler, decoder, pipeline = family_nodes.make_nodes(CARD.node_sets[0])
     seed_layout, other = node_options(mesh="dp=2,tp=4", num_videos=2), node_options(mesh="sp=8", dtype="bfloat16")
     embeds = {name: [[ROWS["text"], {}]] for name in ("prompt_embeds", "negative_prompt_embeds")}
     common = {"model_id": "demo", "options": seed_layout}

@@ -145,7 +145,10 @@ def test_stages_hand_the_images_on(command: list[str]) -> None:
 def test_images_that_the_command_refuses(command: list[str], capsys: Any) -> None:
     for more, message in [
         (["--image", "0.png", "--last-image", "1.png"], "--last-image is for videos; leave it out"),
-        (["--image", "0.png", "--strength", "0.5"], "give --image too, and a model such as Flux.1"),
+        (
+            ["--image", "0.png", "--strength", "0.5"],
+            "--strength 0.5 is for an image or a video that denoising starts from",
+        ),
         (["--image", "0.png"] * 5, "--image is given 5 times"),
     ]:
         assert cli.main(["generate", PROMPT, *command, *more]) == 1

@@ -278,7 +278,7 @@ def test_the_package_of_a_card_is_its_own(register: Any) -> None:
     [
         ({}, None),
         ({"transformer_count": 2}, "says transformer_count: 2, outside.model 1; make them the same"),
-        ({"image": None}, "says an image input: False, outside.model True"),
+        ({"image": None}, "says an image or a video as input: False, outside.model True"),
         ({"image": ImageInput("initial")}, "says an image to start from: True, outside.model False"),
         ({"limits": dataclasses.replace(LTX_VIDEO.limits, schedulers=("euler",))}, "has the schedulers euler, unipc"),
     ],

@@ -24,7 +24,18 @@ TEXT_TOKENS = {
     *("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"),
 }
 """HunyuanVideo-1.5 has 2,000 tokens of text and images beside 48,000 of a video (480p, 121 frames)."""
-LEFT_IN_FULL = {"HunyuanVideo-1.5": ONE_ROW | TEXT_TOKENS, "HunyuanVideo-1.5 image-to-video": ONE_ROW | TEXT_TOKENS}
+_PARTS = ("to_q", "to_k", "to_v", "to_out.0")
+SOUND = {
+    *(f"{name}.{part}" for name in ("audio_attn1", "audio_attn2") for part in _PARTS),
+    *(f"{name}.{part}" for name in ("audio_to_video_attn", "video_to_audio_attn") for part in _PARTS),
+    *("audio_ff.net.0.proj", "audio_ff.net.2"),
+}
+"""LTX-2 has 126 tokens of sound beside 6,144 of a video, and half as many features in what joins the two."""
+LEFT_IN_FULL = {
+    "HunyuanVideo-1.5": ONE_ROW | TEXT_TOKENS,
+    "HunyuanVideo-1.5 image-to-video": ONE_ROW | TEXT_TOKENS,
+    "LTX-2": ONCE | SOUND,
+}
 
 
 @pytest.mark.parametrize("family", load_families(), ids=lambda family: family.name)

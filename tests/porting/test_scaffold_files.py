@@ -14,7 +14,7 @@ import comfy_tpu
 from comfy_tpu.cli.main import main
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from comfy_tpu.families import registry
-from comfy_tpu.porting.scaffold import destination, pipelines
+from comfy_tpu.porting.scaffold import destination, pipelines, small_pipeline
 from comfy_tpu.porting.scaffold.destination import Checkout, add_to_registry, check_name, find_checkout
 from comfy_tpu.porting.scaffold.facts import SIZE_MIN, check_sizes
 from comfy_tpu.porting.scaffold.files import check_writable, write
@@ -54,10 +54,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("mine", "--from", "CogVideoXFunControlPipeline"),
             "has no attribute 'size'); it may want control_video, and `port new` knows only",
         ),
-        "an optional transformer": (
-            ("mine", "--from", "WanVACEPipeline", "--model-id", "a/b"),
-            "no small WanVACEPipeline could be made (ValueError: VACE layers",
-        ),
         "taken": (
             ("wan", "--from", "PixArtSigmaPipeline"),
             "NAME wan is taken by the family Wan (comfy_tpu.families.wan)",
@@ -80,6 +76,18 @@ def test_refusals_are_one_sentence(arguments: tuple[str, ...], said: str, capsys
     *_, sentence = refused(capsys, *arguments).splitlines()  # before it the libraries may have logged something
     assert sentence.startswith("comfy-tpu: ")
     assert said in sentence
+
+
+def test_a_pipeline_that_its_small_parts_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*arguments: Any) -> None:
+        raise ValueError("VACE layers [30] exceed the number of layers")
+
+    monkeypatch.setattr(small_pipeline, "build_pipeline", build)
+    source = find_source("WanVACEPipeline")
+    with pytest.raises(
+        UnsupportedError, match=r"no small WanVACEPipeline could be made \(ValueError: VACE .*; its sizes do not"
+    ):
+        small_pipeline.build_small_pipeline(source, {})
 
 
 def test_a_directory_without_a_checkout(

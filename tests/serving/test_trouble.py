@@ -143,12 +143,16 @@ def test_a_worker_that_dies_ends_the_server(tmp_path: Path, monkeypatch: pytest.
 def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.serving.test_api import png
 
-    def fail(self: Path, content: bytes) -> int:
-        raise OSError(28, "No space left on device", str(self))
+    def fail(self: Path, mode: str = "r", **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(28, "No space left on device", str(self))
+        return opened(self, mode, **options)
+
+    opened = Path.open
 
     with running(tmp_path, "demo-image") as (client, service, _):
         until(lambda: service.is_ready)
-        monkeypatch.setattr(Path, "write_bytes", fail)
+        monkeypatch.setattr(Path, "open", fail)
         answer = client.post("/v1/videos", data={"prompt": "a"}, files={"input_reference": ("a.png", png(8, 8))})
         monkeypatch.undo()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")

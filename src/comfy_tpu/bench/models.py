@@ -69,7 +69,9 @@ class BenchModel:
 
     def settings(self, size: str, **chosen: Any) -> GenerationSettings:
         # Whole, whatever their length: a forward is measured, not a way to make long videos.
-        return parse_size(size, self.family.card, self.defaults, {"context": "none", **chosen})
+        card = self.family.card
+        whole = {} if card.limits.segment_overlaps else {"context": "none"}
+        return parse_size(size, card, self.defaults, {**whole, **chosen})
 
     def forward_settings(self, size: str, batch: int) -> GenerationSettings:
         """Settings of a step whose batch is so many videos, each without a negative prompt."""
@@ -162,7 +164,7 @@ def _small_model(family: FamilyCard) -> BenchModel:
     step = max(limits.size_multiple, limits.size_min)
     # Three latent frames: every program of a VAE that decodes frame by frame.
     frames = 1 if model.family.card.makes_images else 2 * scale + 1
-    tokens = min(model.defaults.max_sequence_length, _SMALL_TOKENS)
+    tokens = min(model.defaults.max_sequence_length, max(_SMALL_TOKENS, limits.tokens_multiple))
     defaults = dataclasses.replace(model.defaults, max_sequence_length=tokens)
     size = f"{6 * step}x{4 * step}x{frames}"
     return dataclasses.replace(
