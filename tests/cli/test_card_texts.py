@@ -51,7 +51,7 @@ def test_texts(monkeypatch):
     known = ("wan", "flux", "flux2", "hunyuan_video", "ltx_video")
     cards = [card for card in registry.family_cards() if card.name in known]
     monkeypatch.setattr(card_texts, "family_cards", lambda: cards)
-    assert card_texts.frame_counts() == "4n+1 for Wan, HunyuanVideo-1.5; 8n+1 for LTX-Video"
+    assert card_texts.frame_counts() == "4n+1 or any for Wan; 4n+1 for HunyuanVideo-1.5; 8n+1 for LTX-Video"
     assert card_texts.size_names() == (
         "480P, 720P for Wan, HunyuanVideo-1.5; 512, 768, 1024 for Flux.1, Flux.2; 480P, 512P for LTX-Video"
     )

@@ -55,6 +55,7 @@ def run(kind: str) -> dict[str, str]:
     given = {
         "Wan21TextEncoder": {"prompt": "a red circle", "negative_prompt": ""},
         "Wan21ImageEncoder": {"image": image, "height": 64, "width": 64, "num_frames": 17},
+        "Wan21VideoEncoder": {"video": image.expand(17, -1, -1, -1), "height": 64, "width": 64, "num_frames": 17},
         "Wan21TPUSampler": SAMPLING | embeds,
         "Wan21TPUVAEDecoder": {"latents": latents, "fps": 8},
         "Wan21TPUPipeline": SAMPLING | {"prompt": "a red circle", "fps": 8},

@@ -29,6 +29,7 @@ def test_every_node_refuses_to_hand_out_a_tensor_of_another_device(outcomes):
     assert outcomes["meta"] == {
         "Wan21TextEncoder": f"output 0[0][0] {ON_META}",
         "Wan21ImageEncoder": f"output 0['condition'] {ON_META}",
+        "Wan21VideoEncoder": f"output 0['condition'] {ON_META}",
         "Wan21TPUSampler": f"output 0['samples'] {ON_META}",
         "Wan21TPUVAEDecoder": f"output 0 {ON_META}",
         "Wan21TPUPipeline": f"output 0 {ON_META}",
@@ -36,6 +37,7 @@ def test_every_node_refuses_to_hand_out_a_tensor_of_another_device(outcomes):
 
 
 def test_a_jax_array_is_refused(outcomes):
-    refused = outcomes["jax"]["Wan21ImageEncoder"]
-    assert refused.startswith("output 0['condition'] is a jaxlib.")
-    assert refused.endswith("expected host data; use to_host()")
+    for node in ("Wan21ImageEncoder", "Wan21VideoEncoder"):
+        refused = outcomes["jax"][node]
+        assert refused.startswith("output 0['condition'] is a jaxlib.")
+        assert refused.endswith("expected host data; use to_host()")

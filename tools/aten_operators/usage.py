@@ -20,9 +20,22 @@ from comfy_tpu.bridge.environment import DeviceTensor, TraceEnvironment
 from comfy_tpu.compiler.program import DeviceProgram
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.families.registry import BUILT_IN, family_cards
+from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.bridge import test_operators, test_views
-from tests.families import small_flux, small_flux2, small_hunyuan, small_ltx, test_hunyuan_image, wan_pipelines
+from tests.families import (
+    small_animate,
+    small_flux,
+    small_flux2,
+    small_hunyuan,
+    small_ltx,
+    small_ltx2,
+    small_qwen_image,
+    small_vace,
+    small_z_image,
+    test_hunyuan_image,
+    wan_pipelines,
+)
 from tests.pipeline import small_pipeline
 
 
@@ -31,24 +44,40 @@ class SmallFamily:
     directory: Callable[..., Path]
     variant: str | None = None
     image_count: int = 0
+    given: Callable[[], GivenMedia] | None = None
+    """Instead of images."""
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _VIDEO = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 4.0}
 _IMAGE = {"height": 48, "width": 80, "num_inference_steps": 2, "guidance_scale": 4.0, "max_sequence_length": 40}
 _HUNYUAN = {**_VIDEO, "max_sequence_length": small_hunyuan.TEXT_TOKENS}
+_LTX2 = {**_VIDEO, "max_sequence_length": small_ltx2.TEXT_TOKENS}
+_ANIMATE = {**_VIDEO, "context_frames": 5, "context_overlap": 1}
+
+
+def _control() -> GivenMedia:
+    return small_vace.given("everything")
+
+
+def _motion() -> GivenMedia:
+    return small_animate.given(9, replace=True)
+
 
 SMALL: dict[str, tuple[SmallFamily, ...]] = {
     "Wan 2.1": (
         SmallFamily(small_pipeline.directory, changes=_VIDEO),
-        SmallFamily(wan_pipelines.directory, "2.1 image", 1, _VIDEO),
-        SmallFamily(wan_pipelines.directory, "2.1 first and last", 2, _VIDEO),
+        SmallFamily(wan_pipelines.directory, "2.1 image", 1, changes=_VIDEO),
+        SmallFamily(wan_pipelines.directory, "2.1 first and last", 2, changes=_VIDEO),
+        SmallFamily(small_vace.directory, "2.1", given=_control, changes=_VIDEO),
     ),
     "Wan 2.2": (
         SmallFamily(wan_pipelines.directory, "2.2", changes=_VIDEO),
-        SmallFamily(wan_pipelines.directory, "2.2 image", 2, _VIDEO),
+        SmallFamily(wan_pipelines.directory, "2.2 image", 2, changes=_VIDEO),
         SmallFamily(wan_pipelines.directory, "5B", changes=_VIDEO),
-        SmallFamily(wan_pipelines.directory, "5B image", 1, _VIDEO),
+        SmallFamily(wan_pipelines.directory, "5B image", 1, changes=_VIDEO),
+        SmallFamily(small_vace.directory, "2.2", given=_control, changes=_VIDEO),
+        SmallFamily(small_animate.directory, given=_motion, changes=_ANIMATE),
     ),
     "Flux.1": (
         SmallFamily(small_flux.directory, "dev", changes=_IMAGE),
@@ -61,11 +90,21 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
     ),
     "HunyuanVideo-1.5": (
         SmallFamily(small_hunyuan.directory, changes=_HUNYUAN),
-        SmallFamily(test_hunyuan_image.directory, None, 1, _HUNYUAN),
+        SmallFamily(test_hunyuan_image.directory, None, 1, changes=_HUNYUAN),
     ),
     "LTX-Video": (
         SmallFamily(small_ltx.directory, changes=_VIDEO),
-        SmallFamily(small_ltx.directory, None, 1, _VIDEO),
+        SmallFamily(small_ltx.directory, None, 1, changes=_VIDEO),
+    ),
+    "LTX-2": (SmallFamily(small_ltx2.directory, changes=_LTX2),),
+    "Z-Image": (
+        SmallFamily(small_z_image.directory, "turbo", changes=_IMAGE),
+        SmallFamily(small_z_image.directory, "base", changes=_IMAGE),
+    ),
+    "Qwen-Image": (
+        SmallFamily(small_qwen_image.directory, "image", changes=_IMAGE),
+        SmallFamily(small_qwen_image.directory, "edit", 1, changes=_IMAGE),
+        SmallFamily(small_qwen_image.directory, "plus", 2, changes=_IMAGE),
     ),
 }
 """Small models by their column on the page."""
@@ -81,8 +120,9 @@ def find_used(column: str) -> set[Row]:
     with _record_dispatches() as rows, replace_attribute(DeviceProgram, "__call__", _trace_call):
         for small in SMALL[column]:
             pipeline = _open(small)
-            images = [wan_pipelines.picture(seed) for seed in range(small.image_count)]
-            for _ in pipeline.generate("a red circle moving left", pipeline.settings(**small.changes), images):
+            images = tuple(wan_pipelines.picture(seed) for seed in range(small.image_count))
+            given = GivenMedia(images) if small.given is None else small.given()
+            for _ in pipeline.generate("a red circle moving left", pipeline.settings(**small.changes), given):
                 pass
     return rows
 
