@@ -153,7 +153,7 @@ def test_a_full_disk_is_marked(home, capsys, monkeypatch):
 
 
 def test_what_fits_is_said_by_the_formulas_of_the_plan(home, capsys):
-    status, out, _ = run(capsys, "models", "1.3B", "--fits", "v6e-8", "--json")
+    status, out, _ = run(capsys, "models", "T2V-1.3B", "--fits", "v6e-8", "--json")
     assert status == 0
     document = json.loads(out)
     assert document["machine"] == {"name": "v6e-8", "usable_bytes": int(0.9 * 32_000_000_000)}
