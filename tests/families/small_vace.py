@@ -79,22 +79,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def given(case: str, seed: int = 0) -> GivenMedia:
+def given(case: str, seed: int = 0, size: tuple[int, int] = (150, 100)) -> GivenMedia:
+    """`size`: of the video and its mask, width and height."""
     facts = CASES[case]
-    videos = {"video": Frames(clip(seed))} if facts.get("video") else {}
+    videos = {"video": Frames(clip(seed, size=size))} if facts.get("video") else {}
     if facts.get("mask"):
-        videos["mask"] = Frames(np.repeat(mask()[..., None], 3, axis=3))
+        videos["mask"] = Frames(np.repeat(mask(size=size)[..., None], 3, axis=3))
     references = tuple(pictures(facts.get("references", 0)))
     return GivenMedia(references=references, videos=videos, control_strength=facts.get("strength"))
 
 
-def diffusers_inputs(case: str) -> dict[str, Any]:
+def diffusers_inputs(case: str, size: tuple[int, int] = (150, 100)) -> dict[str, Any]:
     facts = CASES[case]
     inputs: dict[str, Any] = {}
     if facts.get("video"):
-        inputs["video"] = [Image.fromarray(frame) for frame in clip()]
+        inputs["video"] = [Image.fromarray(frame) for frame in clip(size=size)]
     if facts.get("mask"):
-        inputs["mask"] = [Image.fromarray(frame) for frame in mask()]
+        inputs["mask"] = [Image.fromarray(frame) for frame in mask(size=size)]
     if facts.get("references"):
         inputs["reference_images"] = pictures(facts["references"])
     strengths = facts.get("strength", (1.0,))
