@@ -5,7 +5,7 @@ from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.flux import model as flux_model
-from comfy_tpu.families.shared.published_configs import T5_XXL
+from comfy_tpu.families.shared.published_configs import IMAGE_VAE, T5_XXL
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step
 
@@ -19,17 +19,6 @@ CLIP = {
     "max_position_embeddings": 77,
     "eos_token_id": 2,
     "projection_dim": 768,
-}
-VAE = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
 }
 PLACEMENT = abstract_placement(MeshSizes(sp=2, tp=4), platform="tpu", chip="v6e")
 
@@ -45,7 +34,7 @@ def lower_programs(width: int, height: int) -> dict[str, Any]:
         programs[encoder.encode.__name__] = made.program(encoder.encode).export(
             "tpu", made.abstract_weights(), input_ids=tokens, attention_mask=tokens
         )
-    vae = component(FAMILY.vae.component, VAE, PLACEMENT)
+    vae = component(FAMILY.vae.component, IMAGE_VAE, PLACEMENT)
     axes = (None, None, None, None, MESH_AXES)
     programs["decode_frame"] = vae.program(FAMILY.vae.decode_frame, input_axes={"latent": axes}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None

@@ -25,7 +25,7 @@ from tests.families import small_animate
 from tests.families.meshes import MESHES
 from tests.families.small_animate import given
 from tests.families.small_vace import clip
-from tests.pipeline.clips import picture, write_video
+from tests.pipeline.clips import picture, write_odd_videos
 from tests.pipeline.test_video import PROMPT
 
 CHOSEN: dict[str, Any] = {
@@ -213,10 +213,7 @@ def test_what_is_refused_before_a_weight_is_loaded(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_video(tmp_path / "clip.mp4", range(0, 360, 40))
-    write_video(tmp_path / "short.mp4", range(0, 160, 40))
-    write_video(tmp_path / "song.mp4", [], sound=True)
-    write_video(tmp_path / "empty.mkv", [], sound=True, empty_track=True)
+    write_odd_videos(tmp_path)
     picture(3, (96, 32)).save(tmp_path / "wide.png")
     picture(4, (48, 64)).save(tmp_path / "person.png")
     model = str(small_animate.directory())

@@ -27,7 +27,7 @@ from tests.families import small_vace
 from tests.families.meshes import MESHES
 from tests.families.pieces import component
 from tests.families.small_vace import CASES, KINDS, clip, given, mask
-from tests.pipeline.clips import picture, write_images, write_video
+from tests.pipeline.clips import picture, write_images, write_odd_videos
 from tests.pipeline.test_video import PROMPT
 from tests.tracing import relative_error
 
@@ -238,10 +238,7 @@ def test_what_is_refused_before_a_weight_is_loaded(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_video(tmp_path / "clip.mp4", range(0, 360, 40))
-    write_video(tmp_path / "short.mp4", range(0, 160, 40))
-    write_video(tmp_path / "song.mp4", [], sound=True)
-    write_video(tmp_path / "empty.mkv", [], sound=True, empty_track=True)
+    write_odd_videos(tmp_path)
     write_images(tmp_path / "x", 3)
     picture(3, (96, 32)).save(tmp_path / "wide.png")
     (tmp_path / "wide.txt").write_text("no video")

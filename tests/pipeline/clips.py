@@ -88,3 +88,11 @@ def _write_matrix(path: Path, matrix: tuple[int, int, int, int]) -> None:
     a, b, c, d = (each * 65536 for each in matrix)
     struct.pack_into(">9i", content, begin, a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(content)
+
+
+def write_odd_videos(directory: Path) -> None:
+    """A clip of nine frames, one of four, a file with sound only, and one whose video has no frames."""
+    write_video(directory / "clip.mp4", range(0, 360, 40))
+    write_video(directory / "short.mp4", range(0, 160, 40))
+    write_video(directory / "song.mp4", [], sound=True)
+    write_video(directory / "empty.mkv", [], sound=True, empty_track=True)

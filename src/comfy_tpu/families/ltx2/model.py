@@ -7,7 +7,7 @@ from comfy_tpu.families.ltx2.image import fit_frame
 from comfy_tpu.families.ltx2.lora import lora_names
 from comfy_tpu.families.ltx2.sound import SOUND
 from comfy_tpu.families.media import first_frame_clips
-from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding, Tiles, Vae
+from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding
 from comfy_tpu.families.shared import all_frames_vae, first_frame
 from comfy_tpu.families.shared import terminal_shift_schedulers as schedulers
 
@@ -24,14 +24,7 @@ LTX2 = ModelFamily(
         guide=guidance.guide,
         lora_names=lora_names,
     ),
-    Vae(
-        component=vae.VAE,
-        decode_frame=all_frames_vae.decode_frame,
-        latent_channels=all_frames_vae.latent_channels,
-        latent_statistics=all_frames_vae.latent_statistics,
-        decodes_all_frames=True,
-        tiles=Tiles(side=16, overlap=4, frames=33, frame_overlap=4),  # 512 pixels, 257 frames
-    ),
+    all_frames_vae.make_vae(vae.VAE),
     Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
     MediaEncoding(
         all_frames_vae.encode_frames,

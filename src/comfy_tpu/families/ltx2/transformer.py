@@ -22,6 +22,7 @@ from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
+from comfy_tpu.families.shared.rotary import join_axes
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -355,16 +356,7 @@ def _video_tables(rope: Any, times: torch.Tensor, sizes: tuple[int, int, int], h
     angles = [(place * 2 - 1).unsqueeze(-1) * rates for place in (times / rope.base_num_frames, down, across)]
 
     def table(function: Callable[[torch.Tensor], torch.Tensor], padding: float) -> torch.Tensor:
-        in_time, in_rows, in_columns = (function(x) for x in angles)
-        every = torch.stack(
-            (
-                in_time[:, None, None].expand(*sizes, -1),
-                in_rows[None, :, None].expand(*sizes, -1),
-                in_columns[None, None].expand(*sizes, -1),
-            ),
-            dim=-1,
-        ).reshape(1, sizes[0] * height * width, -1)
-        return _by_heads(every, rope.dim // 2, heads, padding)
+        return _by_heads(join_axes(*(function(x) for x in angles)), rope.dim // 2, heads, padding)
 
     return table(torch.cos, 1.0), table(torch.sin, 0.0)
 

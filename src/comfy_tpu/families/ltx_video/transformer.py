@@ -18,6 +18,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
+from comfy_tpu.families.shared.rotary import join_axes
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
 
@@ -207,15 +208,7 @@ def rope_tables(
     angles = [rates * (place * 2 - 1).unsqueeze(-1) for place in places]
 
     def table(function: Callable[[torch.Tensor], torch.Tensor], padding: float) -> torch.Tensor:
-        time, down, across = (function(x) for x in angles)
-        every = torch.stack(
-            (
-                time[:, None, None].expand(*sizes, -1),
-                down[None, :, None].expand(*sizes, -1),
-                across[None, None].expand(*sizes, -1),
-            ),
-            dim=-1,
-        ).reshape(1, -1, 3 * count)
+        every = join_axes(*(function(x) for x in angles))
         # Features that three does not divide are not rotated, and come first. All features are on every device of tp
         # until heads split them: split earlier, each device would need one feature of its neighbour.
         padded = constrain(F.pad(every, (rope.dim // 2 - 3 * count, 0), value=padding), None, "sp", None)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.model_family import Cache
+from comfy_tpu.families.model_family import Cache, Tiles, Vae
 
 SPATIAL_SCALE = 32
 TEMPORAL_SCALE = 8
@@ -59,3 +60,14 @@ def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tup
 def _statistics(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     mean, deviation = (x.float().view(1, -1, 1, 1, 1) for x in (module.latents_mean, module.latents_std))
     return mean, deviation
+
+
+def make_vae(component: ComponentSpec) -> Vae:
+    return Vae(
+        component=component,
+        decode_frame=decode_frame,
+        latent_channels=latent_channels,
+        latent_statistics=latent_statistics,
+        decodes_all_frames=True,
+        tiles=Tiles(side=16, overlap=4, frames=33, frame_overlap=4),  # 512 pixels, 257 frames
+    )
