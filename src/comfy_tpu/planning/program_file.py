@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,13 @@ from comfy_tpu.planning.program import ProgramFacts, StepProgram
 
 _FORMAT = "comfy-tpu program 3"
 _HEADER, _PROGRAM = "plan.json", "program.jax-export"
+_BYTES_MAX = {_HEADER: 2**24, _PROGRAM: 2**30}
+"""A few kilobytes compressed may be gigabytes. The program of a 14B model's step is a few megabytes."""
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError),
+    *(KeyError, ValueError, TypeError, AttributeError),  # of a header that is no object
+    *(NotImplementedError, RuntimeError),  # of methods that the library does not know, and of passwords
+)
 
 
 def write_program(path: Path, program: StepProgram) -> None:
@@ -46,10 +55,10 @@ def read_program(path: Path) -> StepProgram:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            header = parse_json(archive.read(_HEADER))
-            serialized = archive.read(_PROGRAM)
+            header = parse_json(_read_member(archive, _HEADER))
+            serialized = _read_member(archive, _PROGRAM)
         found = header.pop("format")
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:
+    except _ZIP_ERRORS as error:
         raise CheckpointError(
             f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again",
             field="from",
@@ -86,6 +95,14 @@ def read_program(path: Path) -> StepProgram:
             field="from",
         )
     return StepProgram(facts, serialized)
+
+
+def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The library reads no more of a member than the size that its entry names."""
+    size, most = archive.getinfo(name).file_size, _BYTES_MAX[name]
+    if size > most:
+        raise ValueError(f"{name} has {size} bytes, and {most} are the most")
+    return archive.read(name)
 
 
 def _workload(values: dict[str, Any]) -> Workload:
