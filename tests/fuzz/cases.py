@@ -27,7 +27,17 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _TORCH_PLACE = str(Path(tempfile.gettempdir()) / "torchinductor_")
 """Made by torch when it is imported for diffusers."""
 _CHANGES = frozenset(
-    ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "shutil.move")
+    (
+        "os.remove",
+        "os.rename",
+        "os.mkdir",
+        "os.rmdir",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.chmod",
+        "shutil.move",
+    )
 )
 
 

@@ -28,12 +28,23 @@ from tests.fuzz.hostile_bytes import changed_value, documents, dump, files, leav
 from tests.fuzz.model_readers import write
 from tests.fuzz.reader import Case, named, reader
 
-LINE = {"prompt": "a red circle", "seed": 1, "height": 64, "num-frames": 17, "lora": ["x.safetensors:0.5"], "fast": True}
+LINE = {
+    "prompt": "a red circle",
+    "seed": 1,
+    "height": 64,
+    "num-frames": 17,
+    "lora": ["x.safetensors:0.5"],
+    "fast": True,
+}
 
 
 def _job_files() -> st.SearchStrategy[Case]:
-    names = st.sampled_from((*LINE, "width", "image", "output", "model", "strength", "reuse", "json", "mesh", "context"))
-    objects = st.one_of(changed_value(LINE), st.dictionaries(names, leaves, max_size=3).map(lambda more: {**LINE, **more}))
+    names = st.sampled_from(
+        (*LINE, "width", "image", "output", "model", "strength", "reuse", "json", "mesh", "context")
+    )
+    objects = st.one_of(
+        changed_value(LINE), st.dictionaries(names, leaves, max_size=3).map(lambda more: {**LINE, **more})
+    )
     lines = st.lists(objects.map(dump), min_size=1, max_size=3).map(b"\n".join)
     csv = b'prompt,seed,height\n"a, red ""circle""",1,64\n"two\nlines",2,64\n'
     jobs = named("jobs.jsonl", st.one_of(lines, lines, files(dump(LINE) + b"\n")))
@@ -141,13 +152,18 @@ WORKFLOW = {
     "1": {"class_type": "Wan21TextEncoder", "inputs": {"prompt": "x", "model_id": "demo"}},
     "2": {"class_type": "Wan21TPUSampler", "inputs": {"prompt_embeds": ["1", 0], "seed": 1}},
 }
-SAVED_WORKFLOW = {"nodes": [{"id": 1, "type": "Wan21TextEncoder", "widgets_values": ["x"]}], "links": [], "version": 0.4}
+SAVED_WORKFLOW = {
+    "nodes": [{"id": 1, "type": "Wan21TextEncoder", "widgets_values": ["x"]}],
+    "links": [],
+    "version": 0.4,
+}
 
 
 @reader(
     "comfyui_api.workflow",
     cases=lambda: named(
-        "workflow.json", st.one_of(documents(WORKFLOW, {"prompt": WORKFLOW}, SAVED_WORKFLOW), files(b"\x89PNG\r\n\x1a\n" * 9))
+        "workflow.json",
+        st.one_of(documents(WORKFLOW, {"prompt": WORKFLOW}, SAVED_WORKFLOW), files(b"\x89PNG\r\n\x1a\n" * 9)),
     ),
 )
 def read_api_workflow(directory: Path, _: Any, case: Case) -> None:
@@ -156,7 +172,9 @@ def read_api_workflow(directory: Path, _: Any, case: Case) -> None:
 
 @reader(
     "remote.keys",
-    cases=lambda: named("server-keys", files(b"https://tpu.example.org=abc\n# x\nhttp://[::1]:80=d\n", b"\xff\xfe=\n", b"a=b")),
+    cases=lambda: named(
+        "server-keys", files(b"https://tpu.example.org=abc\n# x\nhttp://[::1]:80=d\n", b"\xff\xfe=\n", b"a=b")
+    ),
 )
 def read_server_keys(directory: Path, _: Any, case: Case) -> None:
     find_key(parse_address("https://tpu.example.org"), {}, write(directory, case))
@@ -181,7 +199,9 @@ def _answers(*seeds: Any) -> st.SearchStrategy[Case]:
     return named("answer", documents(*seeds))
 
 
-@reader("remote.client", cases=lambda: _answers({"id": "x", "state": "done", "error": {"message": "no", "param": "seed"}}))
+@reader(
+    "remote.client", cases=lambda: _answers({"id": "x", "state": "done", "error": {"message": "no", "param": "seed"}})
+)
 def read_remote_answer(directory: Path, _: Any, case: Case) -> None:
     client = ServerClient(parse_address("http://127.0.0.1:9"), None)
     for status in (200, 400, 401, 404, 503):
@@ -216,7 +236,10 @@ def read_comfyui_answer(directory: Path, _: Any, case: Case) -> None:
             look()
 
 
-@reader("parallel.host_link", cases=lambda: named("message", documents({"kind": "value", "value": 1}, ["x", 1]).map(lambda c: c + b"\n")))
+@reader(
+    "parallel.host_link",
+    cases=lambda: named("message", documents({"kind": "value", "value": 1}, ["x", 1]).map(lambda c: c + b"\n")),
+)
 def read_host_message(directory: Path, _: Any, case: Case) -> None:
     """Between processes of one run."""
     peer = Peer.__new__(Peer)

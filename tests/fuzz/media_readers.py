@@ -63,7 +63,11 @@ def bombs() -> tuple[bytes, ...]:
     text = _chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(70_000_000), 9))
     small = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
     found.append(
-        b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", small) + text + _chunk(b"IDAT", zlib.compress(bytes(4))) + _chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", small)
+        + text
+        + _chunk(b"IDAT", zlib.compress(bytes(4)))
+        + _chunk(b"IEND", b"")
     )
     return tuple(found)
 
@@ -172,7 +176,9 @@ def _described_outputs() -> st.SearchStrategy[Case]:
     good = {kind: _output(kind, dump(_DESCRIBED)) for kind in _OUTPUTS}
     damaged = st.sampled_from(_OUTPUTS).flatmap(lambda kind: named(f"out.{kind}", files(good[kind])))
     comments = st.one_of(changed_value(_DESCRIBED), values).map(dump)
-    said = st.builds(lambda kind, said: Case(_output(kind, said), f"out.{kind}"), st.sampled_from(("png", "gif")), comments)
+    said = st.builds(
+        lambda kind, said: Case(_output(kind, said), f"out.{kind}"), st.sampled_from(("png", "gif")), comments
+    )
     return st.one_of(damaged, said)
 
 

@@ -43,7 +43,9 @@ def write(directory: Path, case: Case, name: str | None = None) -> Path:
 WEIGHT_NAMES = ("weight", "blocks.0.attn1.to_q.weight", "bias", "scaled_fp8", "a.scale_weight", "__metadata__")
 
 
-@reader("compiler.checkpoint", "compiler.single_file", cases=lambda: named("model.safetensors", safetensors(WEIGHT_NAMES)))
+@reader(
+    "compiler.checkpoint", "compiler.single_file", cases=lambda: named("model.safetensors", safetensors(WEIGHT_NAMES))
+)
 def read_checkpoint(directory: Path, _: Any, case: Case) -> None:
     opened = open_single_file(write(directory, case))
     for name in opened.tensors:
@@ -71,7 +73,9 @@ def _write_shards(directory: Path) -> None:
         (directory / f"model-0000{number}-of-00002.safetensors").write_bytes(content)
 
 
-@reader("compiler.checkpoint", cases=lambda: named("model.safetensors.index.json", documents(INDEX)), prepare=_write_shards)
+@reader(
+    "compiler.checkpoint", cases=lambda: named("model.safetensors.index.json", documents(INDEX)), prepare=_write_shards
+)
 def read_checkpoint_index(directory: Path, _: Any, case: Case) -> None:
     write(directory, case)
     Checkpoint.open(directory)
@@ -141,7 +145,7 @@ def _artifact_metadata(stage: str) -> st.SearchStrategy[dict[str, str]]:
     odd = {
         "settings": changed_value(SETTINGS).map(json.dumps),
         "loras": notes.map(json.dumps),
-        **{name: small_texts for name in ("format", "artifact", "cut", "prompt", "model", "quantize", "preset")},
+        **dict.fromkeys(("format", "artifact", "cut", "prompt", "model", "quantize", "preset"), small_texts),
     }
     changes = st.fixed_dictionaries({}, optional=odd)
     absent = st.sets(st.sampled_from(sorted(good)), max_size=1)
@@ -158,7 +162,9 @@ def read_text_artifact(directory: Path, _: Any, case: Case) -> None:
     artifacts.load_text(write(directory, case), Model())
 
 
-@reader("pipeline.artifacts", cases=lambda: named("x.safetensors", safetensors(("latents",), _artifact_metadata("latents"))))
+@reader(
+    "pipeline.artifacts", cases=lambda: named("x.safetensors", safetensors(("latents",), _artifact_metadata("latents")))
+)
 def read_latents_artifact(directory: Path, _: Any, case: Case) -> None:
     _, header = artifacts.load_latents(write(directory, case), Model())
     json.loads(header.loras or "[]")
@@ -299,7 +305,13 @@ def read_tokenizer(_: Path, model: Path, case: Case) -> None:
         replaced.restore()
 
 
-@reader("hub.inventory", "comfy.models", cases=lambda: _config_files(*CONFIGS[:5], *_OPTIONAL), prepare=_copy_demo, share=0.5)
+@reader(
+    "hub.inventory",
+    "comfy.models",
+    cases=lambda: _config_files(*CONFIGS[:5], *_OPTIONAL),
+    prepare=_copy_demo,
+    share=0.5,
+)
 def read_model_list(directory: Path, model: Path, case: Case) -> None:
     """A list of models never fails for one of them."""
     replaced = Replaced.write(model, case)
@@ -372,7 +384,9 @@ class Net(nn.Module):
 """
 
 
-@reader("porting.source", cases=lambda: named("net.py", files(_SOURCE, b"(" * 300, b"-" * 5000 + b"1", b"x = " + b"[" * 90)))
+@reader(
+    "porting.source", cases=lambda: named("net.py", files(_SOURCE, b"(" * 300, b"-" * 5000 + b"1", b"x = " + b"[" * 90))
+)
 def read_ported_source(directory: Path, _: Any, case: Case) -> None:
     """Parsed, and not imported."""
     from comfy_tpu.porting.source import Package

@@ -9,6 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+_SHOWN = 2000
+
 READERS: dict[str, Reader] = {}
 
 
@@ -18,6 +20,13 @@ class Case:
 
     content: bytes
     name: str = "file"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+    def __repr__(self) -> str:
+        more = f"[:{_SHOWN}] of {len(self.content)}" if len(self.content) > _SHOWN else ""
+        return f"Case({self.content[:_SHOWN]!r}{more}, {self.name!r})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ def preview_frames(previewer: Any, latents: torch.Tensor) -> list[Any]:
     """The images of latents [1, channels, frames, height, width], in the form of ComfyUI's previews.
 
     One image of the first frame from a previewer that decodes with a network, on the host, and whatever a previewer of
-    another node pack gives: it has been given all frames.
+    another node pack gives: it has been given all frames. None of them where ComfyUI's colours are of other channels.
     """
     frames = range(latents.shape[2])
     if isinstance(previewer, ColourPreviewer):
@@ -35,4 +35,6 @@ def preview_frames(previewer: Any, latents: torch.Tensor) -> list[Any]:
         return [("JPEG", previewer.decode_latent_to_preview(latents, frame), size) for frame in frames]
     if not isinstance(previewer, latent_preview.Latent2RGBPreviewer):
         return [previewer.decode_latent_to_preview_image("JPEG", latents)]
+    if len(previewer.latent_rgb_factors) != latents.shape[1]:  # a model whose VAE is not its family's own
+        return []
     return [previewer.decode_latent_to_preview_image("JPEG", latents[:, :, frame : frame + 1]) for frame in frames]

@@ -189,7 +189,8 @@ class NodeReport:
             return None
         from comfy_tpu.comfy.previews import preview_frames
 
-        return self._previews.replace(preview_frames(self._previewer, progress.preview()))
+        frames = preview_frames(self._previewer, progress.preview())
+        return self._previews.replace(frames) if frames else None
 
     def _show(self, line: NodeLine, *, immediately: bool) -> None:
         now = time.monotonic()

@@ -233,7 +233,9 @@ def read_embeddings(message: StageMessage) -> PromptEmbeddings:
 
 def _read_timed(branch: str, found: Mapping[int, Tensors], ranges: Mapping[str, Any]) -> tuple[TimedEmbeddings, ...]:
     given = ranges.get(branch, [])
-    numbers = list(range(len(given))) if isinstance(given, list) else []
+    if not isinstance(given, list):
+        raise InvalidValueError(f"ranges of the {branch} prompts are no list", field="ranges")
+    numbers = list(range(len(given)))
     if (numbers or [0]) != sorted(found) and not (not found and not numbers):
         raise InvalidValueError(f"ranges of the {branch} prompts do not fit their number", field="ranges")
     for each in given:

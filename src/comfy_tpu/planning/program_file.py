@@ -78,6 +78,8 @@ def read_program(path: Path) -> StepProgram:
                 "sharding": _sharding_report(header["sharding"]),
             }
         )
+        if not isinstance(facts.slice_name, str):
+            raise TypeError(f"slice_name is {facts.slice_name!r}")
         exported = jax.export.deserialize(bytearray(serialized))
     except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
