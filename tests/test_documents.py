@@ -22,6 +22,7 @@ from tests.native.table import read_tables, with_chinese_tables
 ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
+    ("SECURITY.md", "SECURITY.zh-CN.md"),
     ("deploy/README.md", "deploy/README.zh-CN.md"),
     ("docs/batch.md", "docs/batch.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),

@@ -525,13 +525,15 @@ INTERRUPTS = {
     "Ctrl-C while denoising": ("denoise", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 0),
     "Ctrl-C while writing": ("decode", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 1),
     "kill while writing": ("decode", signal.SIGTERM, 143, b"", 1),
+    "hang-up while writing": ("decode", signal.SIGHUP, 129, b"", 1),
 }
+SLOW_INTERRUPTS = ("Ctrl-C while writing", "hang-up while writing")
 
 
 @pytest.mark.parametrize(
     ("stage", "number", "status", "err", "partial"),
     [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "Ctrl-C while writing" else ())
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW_INTERRUPTS else ())
         for name, case in INTERRUPTS.items()
     ],
 )

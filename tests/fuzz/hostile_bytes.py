@@ -51,7 +51,19 @@ TEXTS = (
     *("../../etc/passwd", "/etc/passwd", "..", ".", "~", "a/b", "a\\b", "%s%n", "{0}", "${HOME}", "$(id)", "é红🔴"),
     *("\ud800", "UNETLoader", "__class__", "__proto__", "F32", "auto", "http://127.0.0.1:1/", "(a+)+$", "[", "a\nb"),
 )
-GOOD_TEXTS = ("auto", "cpu", "float32", "fp8", "demo", "480P", "dp=2", "video", "full", "4x16x16:3x3x3", "2048,2048,1024")
+GOOD_TEXTS = (
+    "auto",
+    "cpu",
+    "float32",
+    "fp8",
+    "demo",
+    "480P",
+    "dp=2",
+    "video",
+    "full",
+    "4x16x16:3x3x3",
+    "2048,2048,1024",
+)
 _DEEP = ("[" * 70 + "]" * 70, '{"a":' * 70 + "1" + "}" * 70, "[" * 100_000)
 
 small_texts = st.one_of(st.sampled_from(TEXTS), st.text(max_size=12))

@@ -8,7 +8,7 @@ import io
 import sqlite3
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 
@@ -192,7 +192,7 @@ class Answer(io.BytesIO):
     """An answer over HTTP."""
 
     status, reason, length = 200, "OK", None
-    headers: dict[str, str] = {}
+    headers: ClassVar[dict[str, str]] = {}
 
 
 def _answers(*seeds: Any) -> st.SearchStrategy[Case]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -58,7 +59,7 @@ def read_weights_fingerprint(directory: Path, _: Any, case: Case) -> None:
     """Of a file that was opened before: its header is one that the library takes."""
     path = write(directory, case)
     Checkpoint.open(path)
-    digest_tensors(path, __import__("hashlib").sha256())
+    digest_tensors(path, hashlib.sha256())
 
 
 INDEX = {

@@ -81,7 +81,24 @@ FILES = (
     *("good.png", "clip", "lora.safetensors", "jobs.jsonl", "workflow.json", "empty", "text.safetensors"),
     *("out.mp4", "out.png", "out.gif", "out", "frames/", "missing/out.mp4", "x.safetensors", "latents.safetensors"),
 )
-GOOD = ("demo", "other", "auto", "none", "1", "2", "9", "32", "64", "0.5", "1.0", "dp=2", "480P", "v6e-8", "cpu", "euler")
+GOOD = (
+    "demo",
+    "other",
+    "auto",
+    "none",
+    "1",
+    "2",
+    "9",
+    "32",
+    "64",
+    "0.5",
+    "1.0",
+    "dp=2",
+    "480P",
+    "v6e-8",
+    "cpu",
+    "euler",
+)
 # Without roots: a path that the user chose may be written.
 WORDS = tuple(text for text in TEXTS if not text.startswith(("/", "~")) and "\0" not in text)
 
@@ -160,12 +177,12 @@ def run_line(line: list[str], place: Path, capsys: pytest.CaptureFixture[str]) -
             status = cli.main(line)
         except SystemExit as ended:  # of argparse
             if not isinstance(ended.code, int):
-                print(ended.code, file=sys.stderr)
+                sys.stderr.write(f"{ended.code}\n")
             status = ended.code if isinstance(ended.code, int) else 1
     out, error = capsys.readouterr()
     assert status in STATUSES, f"status {status}: {error}"
     assert "Traceback" not in out + error, error
-    if status == 2 or status == 1 and "--json" not in line:
+    if status == 2 or (status == 1 and "--json" not in line):
         assert error.strip() or out.strip(), "failed without a word"
     if status == 0 and line[0] in ("generate", "decode") and "--json" not in line:
         check_outputs(out)

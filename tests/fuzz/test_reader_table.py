@@ -11,7 +11,16 @@ from tests.fuzz.test_readers import READERS
 PACKAGE = Path(comfy_tpu.__file__).parent
 READING_CALLS = frozenset(
     (
-        *("json.load", "json.loads", "read_json", "parse_json", "safe_open", "load_file", "tomllib.loads", "csv.reader"),
+        *(
+            "json.load",
+            "json.loads",
+            "read_json",
+            "parse_json",
+            "safe_open",
+            "load_file",
+            "tomllib.loads",
+            "csv.reader",
+        ),
         *("Image.open", "open_image_file", "av.open", "zipfile.ZipFile", "sqlite3.connect", "np.load", "np.memmap"),
         *("Tokenizer.from_file", "jax.export.deserialize", "ast.parse", "check_header"),
     )

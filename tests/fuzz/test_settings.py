@@ -1,4 +1,4 @@
-"""Settings and configurations by their fields, with values of every kind: refused in one sentence, or in their range."""
+"""Settings and configurations by their fields, with values of every kind: refused in a sentence, or in their range."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def fuzz_texts(cases: int, place: Path) -> None:
     axes = st.sampled_from((*MESH_AXES, "x", "", "DP"))
     numbers = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(FLOATS), small_texts)
     meshes = st.lists(st.builds(lambda axis, number: f"{axis}={number}", axes, numbers), max_size=4).map(",".join)
-    slices = st.builds(lambda head, number: f"{head}-{number}", st.sampled_from(("v6e", "2xv5e", "v9", "", "x")), numbers)
+    slices = st.builds(
+        lambda head, number: f"{head}-{number}", st.sampled_from(("v6e", "2xv5e", "v9", "", "x")), numbers
+    )
 
     @seed(2025)
     @run_settings(cases)

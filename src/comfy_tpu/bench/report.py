@@ -167,8 +167,8 @@ def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InvalidValueError(
-            f"{', '.join(map(str, files))}: a run in there cannot be shown ({reason}); give files that `comfy-tpu bench "
-            "--json` wrote"
+            f"{', '.join(map(str, files))}: a run in there cannot be shown ({reason}); give files that "
+            "`comfy-tpu bench --json` wrote"
         ) from error
     write_texts(written)
     return list(written)

@@ -9,7 +9,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax.export
 
@@ -78,8 +78,7 @@ def read_program(path: Path) -> StepProgram:
                 "sharding": _sharding_report(header["sharding"]),
             }
         )
-        if not isinstance(facts.slice_name, str):
-            raise TypeError(f"slice_name is {facts.slice_name!r}")
+        _check_types(facts, ProgramFacts, "plan.json")
         exported = jax.export.deserialize(bytearray(serialized))
     except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -105,6 +104,23 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     if size > most:
         raise ValueError(f"{name} has {size} bytes, and {most} are the most")
     return archive.read(name)
+
+
+def _check_types(value: Any, hint: Any, name: str) -> None:
+    """Raises TypeError where a field of a dataclass, or of one in it, is not of its type."""
+    kind, inside = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        for field in dataclasses.fields(value):
+            _check_types(getattr(value, field.name), hints[field.name], field.name)
+    elif kind is tuple and isinstance(value, tuple):
+        for each in value:
+            _check_types(each, inside[0], name)
+    elif kind is Literal:
+        if value not in inside:
+            raise TypeError(f"{name} is {value!r}")
+    elif kind is tuple or type(value) is not hint or (hint is int and not 0 <= value < 2**63):
+        raise TypeError(f"{name} is {value!r}")
 
 
 def _workload(values: dict[str, Any]) -> Workload:
