@@ -361,7 +361,7 @@ def read_base_directory(_: Path, model: Path, case: Case) -> None:
         replaced.restore()
 
 
-@reader("porting.targets", cases=lambda: _config_files(*CONFIGS[:3]), prepare=_copy_demo)
+@reader("porting.targets", cases=lambda: _config_files(*CONFIGS[:3]), prepare=_copy_demo, share=0.3)
 def read_ported_directory(_: Path, model: Path, case: Case) -> None:
     replaced = Replaced.write(model, case)
     try:

@@ -222,14 +222,3 @@ def test_flags(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", sorted(command_parsers()))
 def test_many_flags(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fuzz(name, LONG // 10, workplace, capsys)
-
-
-LINES_THAT_BROKE: tuple[list[str], ...] = ()
-
-
-@pytest.mark.parametrize("line", LINES_THAT_BROKE)
-def test_lines_that_broke_a_command(line: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for sink in SINKS.get(line[0], ()):
-            patch.setattr(sink, _stop)
-        run_line(line, workplace, capsys)

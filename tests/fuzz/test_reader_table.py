@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import comfy_tpu
@@ -72,6 +73,7 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
+@functools.cache
 def reading_modules() -> set[str]:
     found = set()
     for path in PACKAGE.rglob("*.py"):
