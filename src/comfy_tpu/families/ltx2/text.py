@@ -112,7 +112,7 @@ def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tens
 def _fold(layers: Any, run: Callable[[Any, Any], tuple[Any, torch.Tensor]], carry: Any) -> tuple[Any, torch.Tensor]:
     """The last carry and all results, of stacked layers, and of plain ones, which a benchmark runs beside ours."""
     if not isinstance(layers, torch.nn.ModuleList):
-        return layers.fold(run, carry)  # type: ignore[no-any-return]
+        return layers.fold(run, carry)
     results = []
     for layer in layers:
         carry, result = run(layer, carry)
