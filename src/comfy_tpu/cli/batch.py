@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from comfy_tpu.jobs.local_worker import LocalWorker
 
 _OF_THE_RUN = (
-    *("json", "verbose", "profile", "dump", "help"),
+    *("json", "verbose", "profile", "dump", "help", "preview"),
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""
@@ -206,6 +206,8 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
         parsed[key.field] = converted if key.is_list else converted[0]
         if parsed[key.field] is None:
             del parsed[key.field]
+    if parsed.get("vae") == [options.TINY]:  # as on a command line
+        parsed["vae_backend"] = parsed.pop("vae")[0]
     if "fast" not in parsed and parsed.get("quantize") == "none":
         del parsed["quantize"]  # the default: with or without it, the same job
     prompt = parsed.get("prompt", "")

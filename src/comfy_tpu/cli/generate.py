@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_video_output(
         parser, f"{VIDEO_OUTPUT} or {IMAGE_OUTPUT}; {VIDEO_OUTPUT.replace('.', '-1.')} and so on if it is taken"
     )
+    options.add_preview(parser)
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")

@@ -36,6 +36,9 @@ from comfy_tpu.parallel.hosts import first_host_value
 
 Name = TypeVar("Name", bound=str)
 
+TINY = "tiny"
+"""The value of --vae and --vae-backend that decodes by --tiny-vae."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -140,6 +143,8 @@ FLAGS = {
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
     "contact_sheet": "--contact-sheet",
     "vae_backend": "--vae-backend",
+    "tiny_vae": "--tiny-vae",
+    "preview": "--preview",
     "text_encoder": "--text-encoder",
     "image_encoder": "--image-encoder",
     "attention_window": "--attention-window",
@@ -227,7 +232,7 @@ def read_media(arguments: argparse.Namespace) -> GivenMedia:
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
     """All input files on the command line."""
-    single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
+    single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents", "tiny_vae")]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
     names = ("image", "reference", *VIDEO_NAMES, "transformer", "text_encoder", "vae", "image_encoder")
     lists = [getattr(arguments, name, []) for name in names]
@@ -291,7 +296,7 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     for flag, count, what in _PART_FLAGS:
         group.add_argument(
             flag,
-            action="append",
+            action=_VaeAction if flag == "--vae" else "append",
             default=[],
             type=path_parser(flag),
             metavar="FILE",
@@ -303,9 +308,21 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
 _PART_FLAGS = (
     ("--transformer", "; twice for two transformers, high noise first", "the transformer"),
     ("--text-encoder", "; as often as the model has one", "a text encoder"),
-    ("--vae", "", "the VAE"),
+    ("--vae", "; or tiny, which decodes by --tiny-vae", "the VAE"),
     ("--image-encoder", "", "the image encoder, for models that need one"),
 )
+
+
+class _VaeAction(argparse._AppendAction):
+    """--vae FILE names a part of the model; --vae tiny is --vae-backend tiny."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if str(values) == TINY:
+            namespace.vae_backend = TINY
+        else:
+            super().__call__(parser, namespace, values, option)
 
 
 def chosen_model(arguments: argparse.Namespace) -> str | SingleFiles | None:
@@ -349,7 +366,19 @@ def add_vae_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vae-backend",
         default=VAE_BACKEND,
-        help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx for {nnx} ({VAE_BACKEND})",
+        help=f"{', '.join(VAE_BACKENDS[:-1])} or {VAE_BACKENDS[-1]}: what runs the VAE; nnx for {nnx}; tiny decodes by "
+        f"--tiny-vae ({VAE_BACKEND})",
+    )
+    add_tiny_vae(parser)
+
+
+def add_tiny_vae(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tiny-vae",
+        type=path_parser("--tiny-vae"),
+        metavar="FILE",
+        help="a tiny decoder, a .safetensors file of TAESD or TAEHV such as taew2_1.safetensors: for previews, and "
+        "with --vae tiny for the result (default: the *tae*.safetensors of the model directory, with --vae tiny)",
     )
 
 
@@ -427,6 +456,15 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         type=path_parser("--contact-sheet"),
         metavar="PNG",
         help="also one image of every second frame",
+    )
+
+
+def add_preview(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preview",
+        type=path_parser("--preview"),
+        metavar="PATH",
+        help="write an image of the video after each step: x.png or x.jpg of its middle, x.gif or x.webp of all of it",
     )
 
 

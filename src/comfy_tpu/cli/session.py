@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.preview_file import PreviewFile, check_preview
 from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
@@ -104,14 +105,17 @@ class Session:
         if INITIAL in embeddings.shared:
             self._init_image_metadata = {"strength": str(read_strength(embeddings.shared))}
 
-    def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
-        """Whether the metadata found are those of the same run; if so, a message is printed. The first host decides."""
-        return bool(first_host_value(lambda: self._is_up_to_date(output, prompt, settings, *found)))
+    def is_up_to_date(
+        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str], tiny_vae: str = ""
+    ) -> bool:
+        """Whether the metadata found are those of the same run; if so, a message is printed. The first host decides.
+        `tiny_vae`: as in `artifacts.describe`."""
+        return bool(first_host_value(lambda: self._is_up_to_date(output, prompt, settings, *found, tiny_vae=tiny_vae)))
 
     def _is_up_to_date(
-        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]
+        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str], tiny_vae: str
     ) -> bool:
-        expected = artifacts.describe(prompt, settings, self.pipeline, **self.made_from)
+        expected = artifacts.describe(prompt, settings, self.pipeline, **self.made_from, tiny_vae=tiny_vae)
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
         print_message(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
@@ -124,7 +128,7 @@ class Session:
         found = [media.find_metadata(path, settings.num_frames) for path in paths]
         if sheet is not None:
             found.append(media.find_metadata(sheet, 1))
-        return self.is_up_to_date(paths[0], prompt, settings, *found)
+        return self.is_up_to_date(paths[0], prompt, settings, *found, tiny_vae=self.pipeline.tiny_vae)
 
     def check_outputs(self, *paths: Path) -> None:
         """Raises where an output would replace another one, or a file that this run reads. --force changes nothing."""
@@ -147,7 +151,9 @@ class Session:
             for _ in self.pipeline.decode(latents, settings):  # the first host writes what all of them compute
                 pass
             return
-        description = artifacts.describe(prompt, settings, self.pipeline, **self.made_from) | self._init_image_metadata
+        description = self._init_image_metadata | artifacts.describe(
+            prompt, settings, self.pipeline, **self.made_from, tiny_vae=self.pipeline.tiny_vae
+        )
         media.write_videos(
             paths,
             self.pipeline.decode(latents, settings),
@@ -218,11 +224,16 @@ def open_session(
     """Opens a model and shows its progress. `name` replaces `model` in messages. `blank`: without its weights."""
     assert model is not None
     options.check_debugging(arguments)
+    path = getattr(arguments, "preview", None)
+    check_preview(path)
     with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
+        previews: list[PreviewFile] = []
 
         def on_progress(progress: Progress) -> None:
             profile(progress)
             display(progress)
+            for preview in previews:
+                preview(progress)
 
         pipeline = video.VideoPipeline.open(
             model,
@@ -234,6 +245,8 @@ def open_session(
             check=lambda files: _check_settings(arguments, files),
             blank=blank,
         )
+        if path is not None:
+            previews.append(PreviewFile(path, pipeline))
         for lora in pipeline.loras.opened:
             print_message(summarize(lora, pipeline.preset.presets))
         if host_names():
@@ -271,9 +284,9 @@ def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> No
 
 
 def _output_fields(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """All outputs with their fields, for errors; the contact sheet is one."""
-    sheet = getattr(arguments, "contact_sheet", None)
-    return [*(("output", path) for path in paths), *([] if sheet is None else [("contact_sheet", sheet)])]
+    """All outputs with their fields, for errors; the contact sheet and the preview are some."""
+    named = ((name, getattr(arguments, name, None)) for name in ("contact_sheet", "preview"))
+    return [*(("output", path) for path in paths), *((name, path) for name, path in named if path is not None)]
 
 
 def read_existing_artifact(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:

@@ -34,7 +34,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.preview_colours import LearnedColours
-from comfy_tpu.pipeline.preview_images import encode_preview, render_frame
+from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews, encode_preview
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.video import VideoPipeline
 
@@ -94,9 +94,8 @@ class Executor:
         call shows the next frame of a video."""
         pipeline = self._pipeline
         assert pipeline is not None
-        learned = self._learned.get(pipeline.model_name)
-        colours = pipeline.files.preview_colours or (learned and learned.colours)
-        if not colours:
+        source = pipeline.previews or self._learned_previews(pipeline.model_name)
+        if source is None:
             return ()
         previews = []
         for row, id_ in enumerate(self.current_jobs):
@@ -104,10 +103,15 @@ class Executor:
                 previews.append(b"")
                 continue
             latents = fetch(row)
-            image = render_frame(latents, colours, self._previews_made % latents.shape[2])
-            previews.append(encode_preview(image))
+            frame = self._previews_made % latents.shape[2]
+            image = next(source.render(latents, range(frame, frame + 1)), None)
+            previews.append(b"" if image is None else encode_preview(image))
         self._previews_made += 1
         return tuple(previews)
+
+    def _learned_previews(self, model: str) -> Previews | None:
+        learned = self._learned.get(model)
+        return None if learned is None or learned.colours is None else ColourPreviews(learned.colours)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Carries out jobs of one shape, the last of them perhaps after it has returned. Outcomes are reported when
@@ -295,6 +299,7 @@ class Executor:
             attention_window=pipeline.attention_window,
             quantization=pipeline.quantization,
             preset=pipeline.preset.name or "",
+            tiny_vae=pipeline.tiny_vae,
         )
         if INITIAL in embeddings.shared:
             description["strength"] = str(read_strength(embeddings.shared))
@@ -351,7 +356,7 @@ class Executor:
     def _learn_colours(
         self, pipeline: VideoPipeline, latents: torch.Tensor, frames: Iterator[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        if not self._learns_colours or pipeline.files.preview_colours is not None:
+        if not self._learns_colours or pipeline.previews is not None:
             return frames
         learned = self._learned.setdefault(pipeline.model_name, LearnedColours())
         return learned.watch(latents, frames) if learned.is_learning else frames

@@ -31,12 +31,12 @@ MEDIA_FIELDS = ("image", "last_image", "reference", *VIDEO_NAMES)
 INPUT_FIELDS = (*MEDIA_FIELDS, "lora")
 """Fields that name input files that are no part of the model."""
 
-FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder")
+FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder", "tiny_vae")
 """Fields that name input files."""
 
 MODEL_FIELDS = (
     *("model", "transformer", "text_encoder", "vae", "image_encoder"),
-    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend"),
+    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "tiny_vae"),
     *("attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Fields that decide which model is opened, and how. A model changes where one of them does."""

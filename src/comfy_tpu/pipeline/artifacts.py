@@ -85,14 +85,17 @@ def describe(
     attention_window: str = "",
     quantization: str = "",
     preset: str = "",
+    tiny_vae: str = "",
 ) -> dict[str, str]:
-    """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
+    """The metadata of an artifact or a video. `tiny_vae`: the fingerprint of the decoder of its frames, where it is not
+    the VAE's. Bytes of a name that are not UTF-8 become question marks."""
     optional = {
         "pictures": images_fingerprint,
         "loras": loras,
         "attention_window": attention_window,
         "quantize": quantization,
         "preset": preset,
+        "tiny_vae": tiny_vae,
     }
     description = {
         "prompt": prompt,
@@ -108,11 +111,15 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions and attention window.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window and
+    decoder.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
-    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize")
+    keys = (
+        *("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize"),
+        "tiny_vae",
+    )
     return all(found.get(key) == expected.get(key) for key in keys)
 
 
