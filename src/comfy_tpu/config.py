@@ -284,6 +284,23 @@ class RemoteServer:
     """How long it is waited for where it does not answer."""
 
 
+UpscaleBy = Literal["latent", "latent-bilinear", "latent-nearest", "pixels"]
+"""How the latents of a second pass are made. latent: resized, bicubic. pixels: decoded, resized by Lanczos, encoded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondPass:
+    """A second pass at a larger size, from the upscaled result of the first."""
+
+    scale: float
+    """The factor of both sides."""
+    strength: float = 0.5
+    """The share of the steps that are run again, counted from the last."""
+    steps: int = 0
+    """The steps of which that share is run. 0: as many as in the first pass."""
+    by: UpscaleBy = "latent"
+
+
 INIT_IMAGE_STRENGTH, INIT_VIDEO_STRENGTH = 0.6, 0.8
 """The default strengths of image-to-image and video-to-video: the share of the image or video that is replaced."""
 CONTROL_STRENGTH = 1.0

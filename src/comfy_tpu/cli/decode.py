@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         latents, header = artifacts.load_latents(arguments.latents, session.pipeline)
         session.loras, session.images_fingerprint = header.loras, header.images_fingerprint
         session.attention_window, session.quantization = header.attention_window, header.quantization
+        session.second_pass = header.second_pass
         settings = session.settings(header.settings)
         own = arguments.latents.with_suffix(".png" if session.makes_images else ".mp4")
         paths = session.choose_outputs(lambda: own, settings)

@@ -27,10 +27,12 @@ from comfy_tpu.config import (
     Context,
     ContextNoise,
     ContextWeights,
+    SecondPass,
     SingleFiles,
+    UpscaleBy,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import VIDEO_NAMES
+from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.parallel.hosts import first_host_value
 
@@ -145,6 +147,7 @@ FLAGS = {
     "vae_backend": "--vae-backend",
     "tiny_vae": "--tiny-vae",
     "preview": "--preview",
+    **{name: f"--{name.replace('_', '-')}" for name in ("upscale", "upscale_by", "upscale_strength", "upscale_steps")},
     "text_encoder": "--text-encoder",
     "image_encoder": "--image-encoder",
     "attention_window": "--attention-window",
@@ -466,6 +469,48 @@ def add_preview(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="write an image of the video after each step: x.png or x.jpg of its middle, x.gif or x.webp of all of it",
     )
+
+
+def add_second_pass(parser: argparse.ArgumentParser) -> None:
+    defaults, names = SecondPass(0.0), card_texts.models_with(_starts_from_latents)
+    group = parser.add_argument_group(
+        "second pass", f"A result of a larger size, from an upscaled smaller one, with {names}."
+    )
+    add_upscale(group, "--upscale", "--upscale-by")
+    group.add_argument(
+        "--upscale-strength",
+        type=number_parser(float),
+        metavar="X",
+        help=f"share of the steps that are run again, above 0 and up to 1 ({defaults.strength:g})",
+    )
+    group.add_argument(
+        "--upscale-steps",
+        type=number_parser(int),
+        metavar="N",
+        help="steps of which that share is run (default: as many as --steps)",
+    )
+
+
+def add_upscale(parser: argparse._ActionsContainer, scale: str, by: str, *, required: bool = False) -> None:
+    """`scale`, `by`: the flags."""
+    parser.add_argument(
+        scale,
+        dest="upscale",
+        type=number_parser(float),
+        metavar="X",
+        required=required,
+        help="factor of both sides, over 1; 2 makes 832×480 of 416×240",
+    )
+    parser.add_argument(
+        by,
+        dest="upscale_by",
+        metavar="NAME",
+        help=f"{', '.join(get_args(UpscaleBy))}: resize latents, or decode, resize and encode ({SecondPass(0.0).by})",
+    )
+
+
+def _starts_from_latents(model: ModelCard) -> bool:
+    return model.starts_from_image or model.starts_from_video
 
 
 def add_strength(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from comfy_tpu.cli.preview_file import PreviewFile, check_preview
 from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
-from comfy_tpu.config import GenerationSettings, SingleFiles
+from comfy_tpu.config import GenerationSettings, SecondPass, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.families.settings import make_settings
@@ -47,6 +47,7 @@ from comfy_tpu.pipeline.lora_report import summarize
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass
 from comfy_tpu.terminal_text import excerpt
 
 
@@ -63,6 +64,8 @@ class Session:
         """What the latents' transformer computed in 8 bits, as text in artifacts."""
         self.images_fingerprint = ""
         """The fingerprint of the given images."""
+        self.second_pass = ""
+        """What the denoising started from, as JSON in artifacts, where it is latents of an earlier one."""
         self._init_image_metadata: dict[str, str] = {}
 
     @property
@@ -78,6 +81,7 @@ class Session:
             "attention_window": self.attention_window,
             "quantization": self.quantization,
             "preset": self.pipeline.preset.name or "",
+            "second_pass": self.second_pass,
         }
 
     def settings(self, base: GenerationSettings | None = None, given: GivenMedia = NO_MEDIA) -> GenerationSettings:
@@ -99,6 +103,12 @@ class Session:
         """Checks the given media and records their fingerprint."""
         opening.check_last_image(vars(self.arguments), self.pipeline)
         self.images_fingerprint = given.fingerprint
+
+    def set_second_pass(self, settings: GenerationSettings, second: SecondPass | None) -> None:
+        """Checks a second pass after one with these settings, and records it."""
+        if second is not None:
+            check_second_pass(self.pipeline.family.card, self.pipeline.model_name, settings, second)
+            self.second_pass = describe_second_pass(settings, second)
 
     def set_strength(self, embeddings: PromptEmbeddings) -> None:
         """Records how much of an image or video to start from is replaced."""

@@ -36,6 +36,12 @@ from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.preview_colours import LearnedColours
 from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews, encode_preview
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.second_pass import (
+    check_second_pass,
+    denoise_again,
+    describe_second_pass,
+    read_second_pass,
+)
 from comfy_tpu.pipeline.video import VideoPipeline
 
 _TEXTS_MAX = 8
@@ -193,7 +199,9 @@ class Executor:
         card = pipeline.family.card
         samples = card.starts_from_image and "image" in values
         alone = (
-            samples or card.makes_segments or any(name in values for name in ("contact_sheet", "num_videos", "stage"))
+            samples
+            or card.makes_segments
+            or any(name in values for name in ("contact_sheet", "num_videos", "stage", "upscale"))
         )
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
@@ -274,6 +282,8 @@ class Executor:
         settings = pipeline.settings(**opening.add_frames(chosen, given, pipeline.family.card, pipeline.defaults))
         pipeline.warn_of_preset(settings)
         settings = pipeline.settle_context(settings, given.images)
+        if (second := read_second_pass(job.request.values)) is not None:
+            check_second_pass(pipeline.family.card, pipeline.model_name, settings, second)
         if not hosts.is_first_host():
             return settings, ()
         with self._folder.writing() as directory:
@@ -290,6 +300,9 @@ class Executor:
         given: GivenMedia,
     ) -> Row:
         embeddings = self._encode_prompt(pipeline, job, settings, given)
+        second, first = read_second_pass(job.request.values), settings
+        if second is not None:
+            settings = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
         description = artifacts.describe(
             job.request.prompt,
             settings,
@@ -300,10 +313,11 @@ class Executor:
             quantization=pipeline.quantization,
             preset=pipeline.preset.name or "",
             tiny_vae=pipeline.tiny_vae,
+            second_pass="" if second is None else describe_second_pass(first, second),
         )
         if INITIAL in embeddings.shared:
             description["strength"] = str(read_strength(embeddings.shared))
-        return Row(job, settings, paths, embeddings, description)
+        return Row(job, first, paths, embeddings, description)
 
     def _encode_prompt(
         self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, given: GivenMedia
@@ -341,6 +355,8 @@ class Executor:
         embeddings = merge_embeddings([row.embeddings for row in padded])
         latents = pipeline.denoise(embeddings, settings, seeds=seeds)
         compiled.add(count)
+        if (second := read_second_pass(rows[0].job.request.values)) is not None:  # such a job has its steps alone
+            latents, settings = denoise_again(pipeline, embeddings, latents, settings, second)
         for old in list(self._rows_compiled)[:-_SHAPES_MAX]:
             self._rows_compiled.pop(old, None)
         seconds["denoising"] = time.monotonic() - begun

@@ -73,6 +73,8 @@ class Header:
     """What the transformer computed in 8 bits; empty: nothing."""
     preset: str = ""
     """The name of the preset whose settings these are; empty: none."""
+    second_pass: str = ""
+    """JSON of what the denoising started from, where it is latents of an earlier one; empty: it is not."""
 
 
 def describe(
@@ -86,6 +88,7 @@ def describe(
     quantization: str = "",
     preset: str = "",
     tiny_vae: str = "",
+    second_pass: str = "",
 ) -> dict[str, str]:
     """The metadata of an artifact or a video. `tiny_vae`: the fingerprint of the decoder of its frames, where it is not
     the VAE's. Bytes of a name that are not UTF-8 become question marks."""
@@ -96,6 +99,7 @@ def describe(
         "quantize": quantization,
         "preset": preset,
         "tiny_vae": tiny_vae,
+        "second_pass": second_pass,
     }
     description = {
         "prompt": prompt,
@@ -111,14 +115,14 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window and
-    decoder.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window, decoder
+    and second pass.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
     keys = (
         *("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize"),
-        "tiny_vae",
+        *("tiny_vae", "second_pass"),
     )
     return all(found.get(key) == expected.get(key) for key in keys)
 
@@ -314,6 +318,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             metadata.get("attention_window", ""),
             metadata.get("quantize", ""),
             metadata.get("preset", ""),
+            metadata.get("second_pass", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_error(path, repr(error), MAKER[stage]) from error
