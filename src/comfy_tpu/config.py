@@ -284,6 +284,16 @@ class RemoteServer:
     """How long it is waited for where it does not answer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Interpolation:
+    """More frames per second, by a network that makes frames between frames."""
+
+    factor: int
+    """Of the frames per second."""
+    model: Path
+    """A safetensors file of RIFE."""
+
+
 UpscaleBy = Literal["latent", "latent-bilinear", "latent-nearest", "pixels"]
 """How the latents of a second pass are made. latent: resized, bicubic. pixels: decoded, resized by Lanczos, encoded."""
 

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_strength(parser)
     options.add_settings(parser)
     options.add_second_pass(parser)
+    options.add_interpolation(parser)
     options.add_model(parser, default="demo")
     options.add_vae_backend(parser)
     options.add_attention(parser)
@@ -241,7 +242,7 @@ def _preset(name: str, value: Any) -> dict[str, Any] | None:
 _NUMBERS = {option.field for option in options.SETTINGS} - {"negative_prompt", "scheduler"} | {
     "strength",
     "dense_max_tokens",
-    *("upscale", "upscale_strength", "upscale_steps"),
+    *("upscale", "upscale_strength", "upscale_steps", "interpolate"),
 }
 
 

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, f"{VIDEO_OUTPUT} or {IMAGE_OUTPUT}; {VIDEO_OUTPUT.replace('.', '-1.')} and so on if it is taken"
     )
     options.add_preview(parser)
+    options.add_interpolation(parser)
     options.add_report(parser)
     options.add_settings(parser)
     options.add_second_pass(parser)
@@ -41,10 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     sessions.check_video_output(arguments, arguments.num_videos or 1)
     second = second_pass.read_second_pass(vars(arguments))
+    more_frames = sessions.read_interpolation(arguments)
     with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
         settings = session.settings(given=given)
         session.set_media(given)
         session.set_second_pass(settings, second)
+        session.set_interpolation(settings, more_frames)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
         paths = session.choose_outputs(lambda: media.free_output(own, settings.num_videos), settings)
         embeddings = session.pipeline.encode(prompt, settings, given)

@@ -50,6 +50,7 @@ COMMANDS = (
     Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
     Command("upscale", "stage between two denoisings: latents to larger latents", "comfy_tpu.cli.upscale"),
     Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),
+    Command("interpolate", "more frames per second, of a finished video", "comfy_tpu.cli.interpolate"),
     Command("models", "list the models that are known, here, and fit", "comfy_tpu.cli.models"),
     Command("download", "download a model, going on where it was", "comfy_tpu.cli.download", False),
     Command("warm", "compile the programs of a model and a size ahead", "comfy_tpu.cli.warm"),

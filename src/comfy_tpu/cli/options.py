@@ -147,6 +147,8 @@ FLAGS = {
     "vae_backend": "--vae-backend",
     "tiny_vae": "--tiny-vae",
     "preview": "--preview",
+    "interpolate": "--interpolate",
+    "interpolation_model": "--interpolation-model",
     **{name: f"--{name.replace('_', '-')}" for name in ("upscale", "upscale_by", "upscale_strength", "upscale_steps")},
     "text_encoder": "--text-encoder",
     "image_encoder": "--image-encoder",
@@ -235,7 +237,9 @@ def read_media(arguments: argparse.Namespace) -> GivenMedia:
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
     """All input files on the command line."""
-    single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents", "tiny_vae")]
+    single = [
+        getattr(arguments, name, None) for name in ("last_image", "text", "latents", "tiny_vae", "interpolation_model")
+    ]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
     names = ("image", "reference", *VIDEO_NAMES, "transformer", "text_encoder", "vae", "image_encoder")
     lists = [getattr(arguments, name, []) for name in names]
@@ -459,6 +463,26 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
         type=path_parser("--contact-sheet"),
         metavar="PNG",
         help="also one image of every second frame",
+    )
+
+
+def add_interpolation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interpolate",
+        type=number_parser(int),
+        metavar="N",
+        help="N times as many frames per second, from 2 to 8, by --interpolation-model",
+    )
+    add_interpolation_model(parser, "--interpolation-model")
+
+
+def add_interpolation_model(parser: argparse.ArgumentParser, flag: str) -> None:
+    parser.add_argument(
+        flag,
+        dest="interpolation_model",
+        type=path_parser(flag),
+        metavar="FILE",
+        help="the network that makes frames between frames: a .safetensors file of RIFE 4.25 or 4.26",
     )
 
 

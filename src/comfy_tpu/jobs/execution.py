@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, Interpolation
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs import opening
@@ -33,6 +33,7 @@ from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
+from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation, read_interpolation
 from comfy_tpu.pipeline.preview_colours import LearnedColours
 from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews, encode_preview
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
@@ -86,6 +87,7 @@ class Executor:
         self._learned: dict[str, LearnedColours] = {}
         """By the name of the model."""
         self._previews_made = 0
+        self._interpolator: tuple[Interpolation, Interpolator] | None = None
         self._thread = threading.local()
         self._inputs = Inputs()
         self._lanes = Lanes(lambda: Writer(folder, on_outcome))
@@ -284,6 +286,7 @@ class Executor:
         settings = pipeline.settle_context(settings, given.images)
         if (second := read_second_pass(job.request.values)) is not None:
             check_second_pass(pipeline.family.card, pipeline.model_name, settings, second)
+        self._find_interpolator(pipeline, job, settings)
         if not hosts.is_first_host():
             return settings, ()
         with self._folder.writing() as directory:
@@ -300,6 +303,7 @@ class Executor:
         given: GivenMedia,
     ) -> Row:
         embeddings = self._encode_prompt(pipeline, job, settings, given)
+        between = self._find_interpolator(pipeline, job, settings)
         second, first = read_second_pass(job.request.values), settings
         if second is not None:
             settings = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
@@ -314,10 +318,26 @@ class Executor:
             preset=pipeline.preset.name or "",
             tiny_vae=pipeline.tiny_vae,
             second_pass="" if second is None else describe_second_pass(first, second),
+            interpolation="" if between is None else between.fingerprint,
         )
         if INITIAL in embeddings.shared:
             description["strength"] = str(read_strength(embeddings.shared))
-        return Row(job, first, paths, embeddings, description)
+        return Row(job, first, paths, embeddings, description, 1 if between is None else between.factor)
+
+    def _find_interpolator(
+        self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings
+    ) -> Interpolator | None:
+        """What makes frames between those of a job; None: nothing does. The last one is kept."""
+        values = job.request.values
+        chosen = read_interpolation(values.get("interpolate"), values.get("interpolation_model"))
+        limits = pipeline.limits
+        check_interpolation(chosen, makes_images=limits.frames_max == 1, fps=settings.fps, fps_max=limits.fps_max)
+        if chosen is None:
+            return None
+        if self._interpolator is None or self._interpolator[0] != chosen:
+            runtime = pipeline.running.runtime
+            self._interpolator = chosen, Interpolator(chosen, runtime.platform, runtime.cache)
+        return self._interpolator[1]
 
     def _encode_prompt(
         self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, given: GivenMedia
@@ -364,6 +384,8 @@ class Executor:
         frames = self._learn_colours(
             pipeline, latents[:, :, : pipeline.family.card.latent_frames(settings)], pipeline.decode(latents, settings)
         )
+        if (between := self._find_interpolator(pipeline, rows[0].job, settings)) is not None:
+            frames = between.interpolate(frames)
         writer.write(rows, frames, started=started, seconds=seconds, sound=sound)
         self._warm_shape = shape_key
         for row in rows:

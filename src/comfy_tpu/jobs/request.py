@@ -31,7 +31,7 @@ MEDIA_FIELDS = ("image", "last_image", "reference", *VIDEO_NAMES)
 INPUT_FIELDS = (*MEDIA_FIELDS, "lora")
 """Fields that name input files that are no part of the model."""
 
-FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder", "tiny_vae")
+FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder", "tiny_vae", "interpolation_model")
 """Fields that name input files."""
 
 MODEL_FIELDS = (

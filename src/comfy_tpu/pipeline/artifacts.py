@@ -89,9 +89,11 @@ def describe(
     preset: str = "",
     tiny_vae: str = "",
     second_pass: str = "",
+    interpolation: str = "",
 ) -> dict[str, str]:
     """The metadata of an artifact or a video. `tiny_vae`: the fingerprint of the decoder of its frames, where it is not
-    the VAE's. Bytes of a name that are not UTF-8 become question marks."""
+    the VAE's; `interpolation`: that of the network that made frames between them. Bytes of a name that are not UTF-8
+    become question marks."""
     optional = {
         "pictures": images_fingerprint,
         "loras": loras,
@@ -100,6 +102,7 @@ def describe(
         "preset": preset,
         "tiny_vae": tiny_vae,
         "second_pass": second_pass,
+        "interpolation": interpolation,
     }
     description = {
         "prompt": prompt,
@@ -115,14 +118,14 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window, decoder
-    and second pass.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window, decoder,
+    second pass and interpolation.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
     keys = (
         *("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize"),
-        *("tiny_vae", "second_pass"),
+        *("tiny_vae", "second_pass", "interpolation"),
     )
     return all(found.get(key) == expected.get(key) for key in keys)
 
