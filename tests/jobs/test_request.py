@@ -134,4 +134,7 @@ def test_tiny_is_no_file_of_the_model() -> None:
     other = parse_values({"prompt": "a", "vae": "tiny", "tiny_vae": "u.safetensors"}, {})
     assert request.model_key != other.model_key
     assert request.identity("m", lambda name: name) != other.identity("m", lambda name: name)
-    assert request.identity("m", lambda name: "x") != parse_values({"prompt": "a"}, {}).identity("m", lambda name: "x")
+    plain = parse_values({"prompt": "a"}, {}).identity("m", lambda name: "x")
+    assert request.identity("m", lambda name: "x") != plain
+    previews = parse_values({"prompt": "a", "tiny_vae": "t.safetensors"}, {})
+    assert previews.identity("m", lambda name: "x") == plain, "it shows the same"

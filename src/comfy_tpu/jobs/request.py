@@ -79,14 +79,17 @@ class Request:
 
     def identity(self, model_fingerprint: str, file_fingerprint: Fingerprint) -> str:
         """Equal for requests whose videos are the same."""
-        decisive = {name: value for name, value in self.values.items() if _is_decisive(name, value)}
+        values = dict(self.values)
+        if values.get("vae_backend") != "tiny":
+            values.pop("tiny_vae", None)  # previews alone show it
+        decisive = {name: value for name, value in values.items() if _is_decisive(name, value)}
         files: dict[str, list[Any]] = {
-            name: [file_fingerprint(each) for each in _as_list(self.values[name])]
+            name: [file_fingerprint(each) for each in _as_list(values[name])]
             for name in FILE_FIELDS
-            if name in self.values and name != "lora"
+            if name in values and name != "lora"
         }
-        if "lora" in self.values:
-            parts = [split_lora(each) for each in _as_list(self.values["lora"])]
+        if "lora" in values:
+            parts = [split_lora(each) for each in _as_list(values["lora"])]
             files["lora"] = [[file_fingerprint(address), chosen] for address, chosen in parts]
         return _digest({**decisive, **files, "model": model_fingerprint, "version": RESULT_VERSION})
 
