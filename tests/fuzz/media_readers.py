@@ -16,6 +16,7 @@ from PIL import Image
 
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import PIXELS_MAX, read_image
+from comfy_tpu.pipeline.sound_files import read_sound
 from comfy_tpu.pipeline.video_files import open_video
 from tests.fuzz.hostile_bytes import changed_value, dump, files, values
 from tests.fuzz.model_readers import write
@@ -114,6 +115,32 @@ def read_video(directory: Path, _: Any, case: Case) -> None:
         if number > 8:
             break
     video.digest()
+
+
+@functools.cache
+def sounds() -> tuple[bytes, ...]:
+    """A second of silence in two containers."""
+    found = []
+    for container, codec in (("mp4", "aac"), ("matroska", "aac")):
+        content = io.BytesIO()
+        with av.open(content, "w", format=container) as opened:
+            stream = opened.add_stream(codec, rate=8000)
+            for number in range(4):
+                frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+                frame.sample_rate, frame.pts = 8000, 1024 * number
+                opened.mux(stream.encode(frame))
+            opened.mux(stream.encode(None))
+        found.append(content.getvalue())
+    return tuple(found)
+
+
+_PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/passwd\n"
+
+
+@reader("pipeline.sound_files", cases=lambda: named("clip.mp4", files(*sounds(), *clips(), _PLAYLIST)), share=0.5)
+def read_sound_track(directory: Path, _: Any, case: Case) -> None:
+    sound = read_sound(write(directory, case), "video")
+    assert sound is None or sound.samples.isfinite().all()
 
 
 def _frame_names() -> st.SearchStrategy[Case]:

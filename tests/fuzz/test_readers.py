@@ -69,6 +69,7 @@ MESSAGES: dict[str, str | None] = {
     "results/request-list": None,
     "schedule_directory/not-utf8": "libtpu writes the slots of a schedule in a form that is not known",
     "server_keys/not-utf8": r"cannot be read as a list of keys \(it is not UTF-8 text\); write ADDRESS=KEY",
+    "sound_track/playlist": "has a sound that cannot be read",
     "stage_message/ranges-null": None,
     "stored_program/no-name": None,
     "stored_program/no-object": None,

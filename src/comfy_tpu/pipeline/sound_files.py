@@ -11,6 +11,7 @@ import torch
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.sound import Waveform
+from comfy_tpu.pipeline.video_files import DEMUXERS, is_image_file
 
 
 def read_sound(path: Path, field: str) -> Waveform | None:
@@ -18,10 +19,12 @@ def read_sound(path: Path, field: str) -> Waveform | None:
 
     It is in memory as a whole: 23 MB a minute of two channels.
     """
-    if not path.is_file():
+    if not path.is_file() or is_image_file(path):
         return None
     try:
-        with av.open(str(path)) as container:
+        # A file object and a list of containers, as of videos: no playlist can name another file or address.
+        options = {"format_whitelist": DEMUXERS}
+        with path.open("rb") as file, av.open(file, "r", options=options) as container:
             if not container.streams.audio:
                 return None
             stream = container.streams.audio[0]
@@ -33,7 +36,7 @@ def read_sound(path: Path, field: str) -> Waveform | None:
                 for part in resampler.resample(frame)
             ]
             rate = int(stream.rate)
-    except (av.error.FFmpegError, ValueError) as error:
+    except (av.error.FFmpegError, ArithmeticError, AttributeError, OSError, TypeError, ValueError) as error:
         raise InvalidValueError(
             f"{field}={path} has a sound that cannot be read ({error}); give the video without it", field=field
         ) from error

@@ -31,7 +31,7 @@ from comfy_tpu.pipeline.image_files import FORMATS as IMAGE_FORMATS
 from comfy_tpu.pipeline.image_files import IMAGE_ERRORS, open_image_file, quiet_images
 from comfy_tpu.pipeline.images import PIXELS_MAX, SIDE_MAX, as_rgb, read_image
 
-_DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,ogg,flv,asf"
+DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,ogg,flv,asf"
 """The containers that are read. Playlists (HLS, DASH, concat) are not among them: they name other files."""
 _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"))
 _SAME_RATE = 0.01
@@ -94,7 +94,7 @@ def open_video(path: Path, field: str, *, animations: bool = True) -> VideoSourc
             f"{field}={path} is not a file; give a video such as clip.mp4, or a directory of numbered images",
             field=field,
         )
-    if _is_image(path):
+    if is_image_file(path):
         return _open_image(path, field, animations)
     return VideoFile.open(path, field)
 
@@ -286,7 +286,7 @@ def _repeat(pictures: Iterator[Image.Image], picks: Sequence[int]) -> Iterator[I
         yield current
 
 
-def _is_image(path: Path) -> bool:
+def is_image_file(path: Path) -> bool:
     try:
         with open_image_file(path):
             return True
@@ -317,7 +317,7 @@ def _open_image(path: Path, field: str, animations: bool) -> VideoSource:
 @contextlib.contextmanager
 def _open_container(path: Path, field: str) -> Iterator[Any]:
     # A file object: no protocol of FFmpeg's is ever used, whatever the content says.
-    options = {"format_whitelist": _DEMUXERS}
+    options = {"format_whitelist": DEMUXERS}
     with path.open("rb") as file:
         try:
             container = av.open(file, "r", options=options)
