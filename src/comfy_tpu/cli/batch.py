@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from comfy_tpu.jobs.local_worker import LocalWorker
 
 _OF_THE_RUN = (
-    *("json", "verbose", "profile", "dump", "help"),
+    *("json", "verbose", "profile", "dump", "help", "checkpoint_every"),
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""

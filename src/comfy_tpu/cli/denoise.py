@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", type=options.path_parser("TEXT"), help="what `comfy-tpu encode` made")
     options.add_artifact_output(parser, f"{OUTPUT} beside TEXT")
     options.add_force(parser)
+    options.add_checkpoint(parser)
     options.add_report(parser)
     options.add_settings(parser, without=options.TEXT_SETTINGS, from_input="TEXT")
     options.add_model(parser, default=None)
@@ -39,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         session.images_fingerprint = header.images_fingerprint
         artifacts.check_seed(arguments.text, embeddings, header.settings, settings, session.pipeline.family.card)
         skipped = session.is_up_to_date(output, header.prompt, settings, there)
+        checkpoint = session.open_checkpoint([output])
         if not skipped:
-            latents = session.pipeline.denoise(embeddings, settings)
+            latents = session.pipeline.denoise(embeddings, settings, checkpoint=checkpoint)
         if not skipped and is_first_host():
             artifacts.save_latents(
                 output,
@@ -51,4 +53,5 @@ def run(arguments: argparse.Namespace) -> int:
                 cut=header.cut,
                 **session.made_from,
             )
+        session.remove_checkpoint()
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_video_output(
         parser, f"{VIDEO_OUTPUT} or {IMAGE_OUTPUT}; {VIDEO_OUTPUT.replace('.', '-1.')} and so on if it is taken"
     )
+    options.add_checkpoint(parser)
     options.add_report(parser)
     options.add_settings(parser)
     options.add_model(parser, default="demo")
@@ -43,9 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         session.set_media(given)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
         paths = session.choose_outputs(lambda: media.free_output(own, settings.num_videos), settings)
+        checkpoint = session.open_checkpoint(paths)
         embeddings = session.pipeline.encode(prompt, settings, given)
         session.set_strength(embeddings)
         sessions.warn_of_cut(embeddings.cut)
-        latents = session.pipeline.denoise(embeddings, settings)
+        latents = session.pipeline.denoise(embeddings, settings, checkpoint=checkpoint)
         session.write_videos(latents, prompt, settings, paths)
+        session.remove_checkpoint()
     return session.report(paths, prompt, settings, cut=embeddings.cut)
