@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 
 from comfy_tpu.bridge import to_host
@@ -33,6 +33,7 @@ from comfy_tpu.parallel.hosts import first_host_value, host_names, is_first_host
 from comfy_tpu.pipeline import atomic
 from comfy_tpu.pipeline.deferred_signals import DeferredSignals, deferring
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def _open(path: Path, read: Callable[[Any], Any]) -> Any:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return read(file)
-    except (SafetensorError, OSError) as error:
+    except SAFETENSORS_ERRORS as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
 
 
