@@ -98,8 +98,8 @@ class StepCheckpoint:
         self._warned = False
 
     def check(self) -> None:
-        """Raises InvalidValueError where the file cannot be written, or would replace one of another kind. Before the
-        model is opened."""
+        """Raises InvalidValueError where the file cannot be written, or would replace one of another kind. Before
+        anything is computed."""
         if not is_first_host():
             return
         atomic.check_place(self.path, field="checkpoint")
