@@ -85,6 +85,11 @@ def test_filters(home, capsys):
         "image" in task for model in documents(capsys, "--task", "text-to-image").values() for task in model["tasks"]
     )
     assert set(documents(capsys, "--downloaded")) == {"demo", "demo-image"}
+    assert run(capsys, "models", "flux", "nosuchmodel") == (
+        1,
+        "",
+        "comfy-tpu: no model has 'flux' and 'nosuchmodel' in its name; `comfy-tpu models` lists all\n",
+    )
     assert run(capsys, "models", "--task", "text-to-speech") == (
         1,
         "",

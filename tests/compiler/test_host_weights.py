@@ -108,3 +108,20 @@ def test_a_tied_weight_that_is_no_longer_tied():
     watch = watched(module)
     replace(module, "tied.weight", torch.zeros(4, 4))
     assert watch.find_changed(module) == {"tied.weight"}
+
+
+def test_a_weight_that_was_not_there_before():
+    module = Model()
+    watch = watched(module)
+    module.register_buffer("later", torch.zeros(2))
+    assert watch.find_changed(module) == {"later"}
+
+
+def test_writes_that_torch_does_not_count():
+    """Through `.data`; in every dtype that weights have, of which two bytes of a value are looked at."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64):
+        module = Model()
+        module.kept = torch.full((1000,), 3).to(dtype)
+        watch = watched(module)
+        module.kept.data.copy_(torch.full((1000,), 4).to(dtype))
+        assert watch.find_changed(module) == {"kept"}, dtype

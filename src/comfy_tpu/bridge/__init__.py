@@ -16,6 +16,7 @@ from comfy_tpu.bridge.layers import (
     tensor_content,
 )
 from comfy_tpu.bridge.loops import scan
+from comfy_tpu.bridge.module_parts import named_parts, named_tensors
 from comfy_tpu.bridge.operators import operator
 from comfy_tpu.bridge.rotary import rotary_attention, rotate_pairs
 from comfy_tpu.bridge.rounding import round_to
@@ -37,6 +38,8 @@ __all__ = [
     "is_on_one_gpu",
     "joint_attention",
     "map_layers",
+    "named_parts",
+    "named_tensors",
     "operator",
     "rotary_attention",
     "rotate_pairs",

@@ -64,7 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     cache = model_cache_directory()
-    models = [model for model in list_models(cache, arguments.directory) if _is_wanted(model, arguments)]
+    named = [model for model in list_models(cache, arguments.directory) if _is_named(model, arguments.words)]
+    if not named:
+        raise InvalidValueError(
+            f"no model has {' and '.join(map(repr, arguments.words))} in its name; `comfy-tpu models` lists all",
+            field="words",
+        )
+    models = [model for model in named if _is_wanted(model, arguments)]
     machine, fits = _find_fits(arguments.fits, models) if arguments.fits else (None, {})
     free = find_disk(cache).free_bytes
     if arguments.json:
@@ -84,13 +90,14 @@ def _check(arguments: argparse.Namespace) -> None:
             raise InvalidValueError(f"directory={directory} is not a directory; give one", field="directory")
 
 
-def _is_wanted(model: KnownModel, arguments: argparse.Namespace) -> bool:
+def _is_named(model: KnownModel, words: Sequence[str]) -> bool:
     names = " ".join((model.name, model.family, model.card.name)).lower()
-    return (
-        all(word.lower() in names for word in arguments.words)
-        and (arguments.task is None or arguments.task in model.tasks)
-        and (not arguments.downloaded or (model.local is not None and model.local.is_complete))
-    )
+    return all(word.lower() in names for word in words)
+
+
+def _is_wanted(model: KnownModel, arguments: argparse.Namespace) -> bool:
+    is_for_it = arguments.task is None or arguments.task in model.tasks
+    return is_for_it and (not arguments.downloaded or (model.local is not None and model.local.is_complete))
 
 
 def _find_fits(where: str, models: Sequence[KnownModel]) -> tuple[Machine, dict[str, Fit | None]]:

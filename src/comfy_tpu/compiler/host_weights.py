@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from comfy_tpu.bridge import weight_shapes
+from comfy_tpu.bridge import named_parts, named_tensors, weight_shapes
 from comfy_tpu.bridge.dtypes import check_integer_range
 from comfy_tpu.compiler.checkpoint import TensorInfo
 
@@ -44,20 +45,35 @@ class WeightChangeDetector:
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, list[bytes]]]] = {}
+        self._recorded: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bytes]] | None] = {}
+        """By name, and None for tensors that a checkpoint does not hold."""
 
     def find_changed(self, module: torch.nn.Module) -> set[str]:
         """The names of tensors that changed since the last `record`."""
-        return {name for name, tensor in weight_shapes(module).items() if not self._is_unchanged(name, tensor)}
+        changed = set()
+        for name, tensor in named_tensors(named_parts(module)).items():
+            if name not in self._recorded:
+                return self._compare_all(module)
+            recorded = self._recorded[name]
+            if recorded is not None and not _is_unchanged(recorded, tensor):
+                changed.add(name)
+        return changed
 
-    def record(self, module: torch.nn.Module) -> None:
-        self._recorded = {
-            name: (weakref.ref(tensor), _version(tensor)) for name, tensor in weight_shapes(module).items()
+    def _compare_all(self, module: torch.nn.Module) -> set[str]:
+        """Slower: asks the module itself which tensors a checkpoint holds."""
+        recorded = {name: each for name, each in self._recorded.items() if each is not None}
+        return {
+            name
+            for name, tensor in weight_shapes(module).items()
+            if name not in recorded or not _is_unchanged(recorded[name], tensor)
         }
 
-    def _is_unchanged(self, name: str, tensor: torch.Tensor) -> bool:
-        reference, version = self._recorded.get(name, (None, None))
-        return reference is not None and reference() is tensor and version == _version(tensor)
+    def record(self, module: torch.nn.Module) -> None:
+        weights = weight_shapes(module)
+        self._recorded = {
+            name: (weakref.ref(tensor), _version(tensor)) if name in weights else None
+            for name, tensor in named_tensors(named_parts(module)).items()
+        }
 
 
 def device_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -72,19 +88,28 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_qdata")
 
 
+def _is_unchanged(recorded: tuple[weakref.ref[torch.Tensor], tuple[int, bytes]], tensor: torch.Tensor) -> bool:
+    reference, version = recorded
+    return reference() is tensor and version == _version(tensor)
+
+
 _SAMPLES = 8
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_bytes_type = functools.cache(lambda nbytes: ctypes.c_char * nbytes)  # making such a type takes as long as all the rest
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, list[bytes]]:
-    """torch's count of writes, and a few sampled values.
+def _version(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """torch's count of writes, and two bytes of a few values.
 
     torch does not count writes through `.data`, nor into tensors made in inference mode, as ComfyUI's are. Values are
     read straight from memory, because this runs for a thousand tensors at every step.
     """
     counted = 0 if tensor.is_inference() else tensor._version
-    values: torch.Tensor = getattr(tensor, "_qdata", tensor)
-    if values.device.type != "cpu" or not values.is_contiguous():
-        return counted, []
-    size, start = values.itemsize, values.data_ptr()
-    places = range(0, values.numel() * size, max(1, values.numel() // _SAMPLES) * size)
-    return counted, [ctypes.string_at(start + place, size) for place in places]
+    values: torch.Tensor = tensor if type(tensor) in _PLAIN else getattr(tensor, "_qdata", tensor)
+    if not values.is_cpu or not values.is_contiguous() or not values.numel():
+        return counted, b""
+    size, count = values.itemsize, values.numel()
+    # Of a floating-point number the first two bytes: of a rounded one, the last are zeros whatever it is.
+    place, step = max(0, size - 2) if values.is_floating_point() else 0, max(1, count // _SAMPLES) * size
+    memory = _bytes_type(count * size).from_address(values.data_ptr())
+    return counted, memory[place::step] + memory[place + 1 :: step]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 
 OWN_MARKER = "of_comfy_tpu"
 """An attribute that marks our own patches on a module."""
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
+"""What every module has: nothing that replaces a method."""
 
 
 def loaded_patcher(owner: torch.nn.Module | None) -> Any:
@@ -37,7 +38,9 @@ def find_patcher_problem(owner: torch.nn.Module | None) -> str:
 
 def find_module_problem(module: torch.nn.Module) -> str:
     """Why the module's code differs from that of its classes; empty if it does not."""
-    for name, part in module.named_modules():
+    from comfy_tpu.bridge import named_parts
+
+    for name, part in named_parts(module):
         if reason := _find_part_problem(part):
             return reason.format(".".join(filter(None, (type(module).__name__, name))))
     return ""
@@ -46,10 +49,11 @@ def find_module_problem(module: torch.nn.Module) -> str:
 def _find_part_problem(part: Any) -> str:
     if part._forward_hooks or part._forward_pre_hooks:
         return "another node put a hook on {}"
-    attributes = vars(part)
+    attributes = part.__dict__
     if attributes.get("weight_function") or attributes.get("bias_function"):
         return "another node computes the weights of {} while the model runs"
-    for name, value in attributes.items():
+    for name in attributes.keys() - _MODULE_ATTRIBUTES:
+        value = attributes[name]
         if callable(value) and _replaces(part, name, value):
             return f"another node replaced {{}}.{name}"
     return ""
@@ -66,10 +70,12 @@ def _replaces(part: torch.nn.Module, name: str, value: Any) -> bool:
 
 def module_structure(module: torch.nn.Module) -> Hashable:
     """A key of a module's parts, their code, settings and weight shapes. A program belongs to one structure."""
-    parts = [(name, type(part), _printed_settings(part)) for name, part in module.named_modules()]
+    from comfy_tpu.bridge import named_parts, named_tensors
+
+    named = named_parts(module)
+    parts = [(name, type(part), _printed_settings(part)) for name, part in named]
     code = {function for kind in {kind for _, kind, _ in parts} for function in _functions(kind)}
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    weights = ((name, tuple(tensor.shape)) for name, tensor in tensors)
+    weights = ((name, tensor.shape) for name, tensor in named_tensors(named).items())
     return frozenset(parts), frozenset(code), frozenset(weights)
 
 
