@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
     ("deploy/README.md", "deploy/README.zh-CN.md"),
+    ("docs/after-frames.md", "docs/after-frames.zh-CN.md"),
     ("docs/batch.md", "docs/batch.zh-CN.md"),
     ("docs/checkpoints.md", "docs/checkpoints.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),

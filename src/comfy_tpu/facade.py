@@ -321,6 +321,7 @@ class Pipeline:
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
             preset=self.stages.preset.name or "",
+            tiny_vae=self.stages.tiny_vae,
         )
         videos = []
         for number, each in enumerate(frames):

@@ -14,7 +14,7 @@ from comfy_tpu.bench.models import find_bench_model
 from comfy_tpu.bench.random_modules import float32_copy, random_module
 from comfy_tpu.bench.results import Row
 from comfy_tpu.bench.timing import compile_module, prefer_attention
-from comfy_tpu.bench.transformer import Forward, describe_expectation, measure_ceilings
+from comfy_tpu.bench.transformer import Forward, abstract_step, describe_expectation, measure_ceilings
 from comfy_tpu.bench.vae import VaeStream, vae_inputs
 from comfy_tpu.bridge import to_host
 from comfy_tpu.compiler.program import ProgramEvent
@@ -25,6 +25,7 @@ from comfy_tpu.families.registry import family_cards
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.parallel.mesh import make_placement
+from comfy_tpu.pipeline.step import StepPrograms
 from tests.covering import covering
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ MODELS = ("demo", "demo-image", *(f"small:{card.name}" for card in family_cards(
 def run(part, model, tmp_path, **options):
     """Rows by what and peer."""
     emitted = []
-    chosen = {"size": find_bench_model(model).default_sizes[0], "dtype": "float32", "repeats": 1, "steps": 1}
+    chosen = {"size": find_bench_model(model).default_sizes[0], "dtype": "float32", "repeats": 1, "steps": 2}
     chosen |= {"peers": ("ours", "eager"), **options}
     job = Job(part, model=model, cache_directory=str(tmp_path), **chosen)
     runner.run_part(job, emitted.append)
@@ -65,6 +66,16 @@ def test_every_part_of_every_model(part, model, tmp_path):
         directions = ["vae decode", "vae encode"] if takes_images else ["vae decode"]
         assert {f"{what}, cold" for what in ["transformer", *directions, "text encoder"]} <= whats
         assert not any(row.facts["from_cache"] for row in rows.values())
+
+
+def test_the_program_that_is_compiled_is_that_of_a_step():
+    """By its inputs, which others name: it is traced, and no more."""
+    model = find_bench_model("small:flux")
+    bench = Bench.open(Job("compile", model="small:flux", size=model.default_sizes[0], dtype="float32"), [].append)
+    component = bench.component(model.family.transformer, model.config(model.family.transformer))
+    weights, inputs = abstract_step(bench, component, bench.job.size)
+    samples, _ = StepPrograms(model.family.denoiser, component.program).compute().shapes(weights, **inputs)
+    assert samples[0].shape == inputs["samples"][0].shape
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
+    tiny_vae = ""
     family = types.SimpleNamespace(
         name="Fake",
         card=types.SimpleNamespace(

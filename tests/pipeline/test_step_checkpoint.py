@@ -294,6 +294,37 @@ def test_sigterm_saves_the_running_step(
     assert not saved.exists()
 
 
+@pytest.mark.slow
+def test_the_second_pass_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, upscale = tmp_path / "x.npy", ("--upscale", "2")
+    assert main(command(tmp_path / "whole.npy", *upscale)) == 0
+    show, second = Display.__call__, []
+
+    def kill(display: Display, progress: Progress) -> None:
+        show(display, progress)
+        if progress.stage == "denoising" and progress.preview is not None and progress.size.startswith("64"):
+            second.append(progress.done)
+            if progress.done == 2:
+                raise Killed
+
+    monkeypatch.setattr(Display, "__call__", kill)
+    with pytest.raises(Killed):
+        main(command(output, *upscale, "--checkpoint-every", "1"))
+    monkeypatch.setattr(Display, "__call__", show)
+    capsys.readouterr()
+    assert main(command(output, *upscale, "--checkpoint-every", "1")) == 0
+    resumed = [line for line in capsys.readouterr().err.splitlines() if "resumed" in line]
+    assert [line.partition(", from ")[2] for line in resumed] == [
+        f"{output}.checkpoint.safetensors",
+        f"{output}.second-pass.checkpoint.safetensors",
+    ]
+    assert "resumed after step 1 of" in resumed[1]
+    assert output.read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole.npy", "x.npy"]
+
+
 def test_a_signal_while_weights_are_loaded(tmp_path: Path) -> None:
     """Nothing is computed yet, and nothing waits for the step."""
     run, path = small(), tmp_path / "x.safetensors"

@@ -20,7 +20,8 @@ from comfy_tpu.pipeline.text import tokenize
 def measure_text(job: Job, emit: Emit) -> None:
     bench = Bench.open(job, emit)
     for encoder in bench.model.family.text.encoders:
-        _measure(bench, encoder)
+        if not encoder.takes:  # one that reads another's embeddings has no tokens to be given, and little to do
+            _measure(bench, encoder)
 
 
 def prompt_inputs(bench: Bench, encoder: TextEncoder) -> dict[str, torch.Tensor]:

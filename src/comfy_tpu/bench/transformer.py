@@ -148,7 +148,8 @@ class Forward:
         given = family.denoiser.settings_inputs(self.settings)
         for seed, (name, abstract) in enumerate(abstract_embeddings(family, config, self.settings).items(), start=7):
             if name in given:
-                self.embeddings[name] = given[name].expand(abstract.shape).contiguous().to(bench.device)
+                own = given[name][:1]  # the prompt's; others are of branches, which an unguided forward has not
+                self.embeddings[name] = own.expand(abstract.shape).contiguous().to(bench.device)
             elif name.endswith("mask"):
                 self.embeddings[name] = torch.ones(abstract.shape, device=bench.device, dtype=bench.dtype)
             else:
@@ -233,7 +234,7 @@ def abstract_step(bench: Bench, component: Component, size: str) -> tuple[dict[s
     shapes = StepPrograms(denoiser, component.program).prepare(embeddings).shapes(weights, **embeddings)
     prompt_weights, prepared = split_prepared(place_prepared(component, denoiser, shapes))
     state = abstract_state(latent_shape(model.family, model.latent_channels, settings))
-    return {**weights, **prompt_weights}, {**state, "prepared": prepared, "guided": False}
+    return {**weights, **prompt_weights}, {**state, "prepared": prepared, "branches": 1}
 
 
 def measure_ceilings(bench: Bench) -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from comfy_tpu.jobs.local_worker import LocalWorker
 
 _OF_THE_RUN = (
-    *("json", "verbose", "profile", "dump", "help"),
+    *("json", "verbose", "profile", "dump", "help", "preview"),
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""
@@ -80,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_videos(parser, kind=str)
     options.add_strength(parser)
     options.add_settings(parser)
+    options.add_second_pass(parser)
+    options.add_interpolation(parser)
     options.add_model(parser, default="demo")
     options.add_vae_backend(parser)
     options.add_attention(parser)
@@ -211,6 +213,8 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
         parsed[key.field] = converted if key.is_list else converted[0]
         if parsed[key.field] is None:
             del parsed[key.field]
+    if parsed.get("vae") == [options.TINY]:  # as on a command line
+        parsed["vae_backend"] = parsed.pop("vae")[0]
     if "fast" not in parsed and parsed.get("quantize") == "none":
         del parsed["quantize"]  # the default: with or without it, the same job
     prompt = parsed.get("prompt", "")
@@ -243,6 +247,7 @@ def _preset(name: str, value: Any) -> dict[str, Any] | None:
 _NUMBERS = {option.field for option in options.SETTINGS} - {"negative_prompt", "scheduler"} | {
     "strength",
     "dense_max_tokens",
+    *("upscale", "upscale_strength", "upscale_steps", "interpolate"),
 }
 
 

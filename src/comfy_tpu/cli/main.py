@@ -52,7 +52,9 @@ COMMANDS = (
     Command("serve", "answer requests in the form of OpenAI's images and videos API", "comfy_tpu.cli.serve"),
     Command("encode", "first stage of generate: the prompt to a file of embeddings", "comfy_tpu.cli.encode"),
     Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
+    Command("upscale", "stage between two denoisings: latents to larger latents", "comfy_tpu.cli.upscale"),
     Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),
+    Command("interpolate", "more frames per second, of a finished video", "comfy_tpu.cli.interpolate"),
     Command("models", "list the models that are known, here, and fit", "comfy_tpu.cli.models"),
     Command("download", "download a model, going on where it was", "comfy_tpu.cli.download", False),
     Command("warm", "compile the programs of a model and a size ahead", "comfy_tpu.cli.warm"),
@@ -67,7 +69,7 @@ COMMANDS = (
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
 
-HOSTS_COMMANDS = ("generate", "batch", "encode", "denoise", "decode", "doctor")
+HOSTS_COMMANDS = ("generate", "batch", "encode", "denoise", "upscale", "decode", "doctor")
 """Commands that run on several hosts as one."""
 
 

@@ -109,7 +109,7 @@ class Display:
             form, unit = _BYTES, "B"
         elif progress.stage == "denoising":
             form, unit = _STEPS, "step"
-        elif progress.stage == "decoding":
+        elif progress.stage in ("decoding", "interpolating"):
             form, unit = _STEPS, "frame"
         elif progress.stage == "compiling":
             size = f" at {progress.size}" if progress.size else ""

@@ -74,6 +74,8 @@ class Header:
     """What the transformer computed in 8 bits; empty: nothing."""
     preset: str = ""
     """The name of the preset whose settings these are; empty: none."""
+    second_pass: str = ""
+    """JSON of what the denoising started from, where it is latents of an earlier one; empty: it is not."""
 
 
 def describe(
@@ -86,14 +88,22 @@ def describe(
     attention_window: str = "",
     quantization: str = "",
     preset: str = "",
+    tiny_vae: str = "",
+    second_pass: str = "",
+    interpolation: str = "",
 ) -> dict[str, str]:
-    """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
+    """The metadata of an artifact or a video. `tiny_vae`: the fingerprint of the decoder of its frames, where it is not
+    the VAE's; `interpolation`: that of the network that made frames between them. Bytes of a name that are not UTF-8
+    become question marks."""
     optional = {
         "pictures": images_fingerprint,
         "loras": loras,
         "attention_window": attention_window,
         "quantize": quantization,
         "preset": preset,
+        "tiny_vae": tiny_vae,
+        "second_pass": second_pass,
+        "interpolation": interpolation,
     }
     description = {
         "prompt": prompt,
@@ -109,11 +119,15 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions and attention window.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window, decoder,
+    second pass and interpolation.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
-    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize")
+    keys = (
+        *("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize"),
+        *("tiny_vae", "second_pass", "interpolation"),
+    )
     return all(found.get(key) == expected.get(key) for key in keys)
 
 
@@ -308,6 +322,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             metadata.get("attention_window", ""),
             metadata.get("quantize", ""),
             metadata.get("preset", ""),
+            metadata.get("second_pass", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_error(path, repr(error), MAKER[stage]) from error

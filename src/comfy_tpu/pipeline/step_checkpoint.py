@@ -55,9 +55,9 @@ _NAMES = {
 }
 
 
-def checkpoint_path(output: Path) -> Path:
-    """The place of the checkpoint of a run that writes `output`."""
-    return output.with_name(output.name + SUFFIX)
+def checkpoint_path(output: Path, part: str = "") -> Path:
+    """The place of the checkpoint of a run that writes `output`. `part`: as in `x.mp4.second-pass.checkpoint…`."""
+    return output.with_name(output.name + (f".{part}" if part else "") + SUFFIX)
 
 
 def digest_embeddings(embeddings: PromptEmbeddings) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,7 @@ from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
 from comfy_tpu.pipeline.presets import choose_preset, with_own_lora
 from comfy_tpu.pipeline.preview_colours import PreviewColours
+from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -82,6 +84,8 @@ from comfy_tpu.pipeline.step import batch_rows, count_branches, latent_shape
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, digest_embeddings
 from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import tokenize
+from comfy_tpu.pipeline.tiny_previews import TinyPreviews
+from comfy_tpu.pipeline.tiny_vae import choose_tiny_vae
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
@@ -128,7 +132,9 @@ class VideoPipeline:
         files = open_model(model, name=name)
         check(files)
         check_window(runtime.attention, files)
-        check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(files.family.vae.component))
+        vae = files.family.vae.component
+        check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(vae), takes_tiny=True)
+        tiny = choose_tiny_vae(runtime, files)
         opened = open_loras(with_own_lora(files, loras, preset), files)
         choice = choose_preset(files, opened, preset)
 
@@ -144,7 +150,7 @@ class VideoPipeline:
         placement = place(files.defaults)
         if residency is None:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
-        options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank}
+        options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank, "tiny": tiny}
         running = RunningModel(files, placement, runtime, residency=residency, **options)
         pipeline = cls(running, place if runtime.mesh == "auto" else None)
         pipeline.preset = choice
@@ -177,6 +183,22 @@ class VideoPipeline:
     @property
     def preview_colours(self) -> PreviewColours | None:
         return self.files.preview_colours
+
+    @functools.cached_property
+    def previews(self) -> Previews | None:
+        """What shows latents: a tiny decoder where there is one, else the model's colours; None: nothing does.
+
+        On several hosts, colours: a program of all devices would wait for hosts that make no previews.
+        """
+        if self.running.tiny is not None and jax.process_count() == 1:
+            return TinyPreviews(self.running)
+        return None if self.preview_colours is None else ColourPreviews(self.preview_colours)
+
+    @property
+    def tiny_vae(self) -> str:
+        """The fingerprint of the tiny decoder that makes the frames; empty: the VAE does."""
+        tiny = self.running.tiny
+        return tiny.fingerprint if tiny is not None and self.running.runtime.vae_backend == "tiny" else ""
 
     def warn_of_ignored(self, settings: GenerationSettings) -> None:
         warn_of_ignored(self.family, self.defaults, settings)
@@ -303,7 +325,7 @@ class VideoPipeline:
         if not self._has_placed_steps:
             self._has_placed_steps = True
             running.place_steps(self.choose_placement(settings))
-        running.check_components(*self.family.components)
+        running.check_components(*self.family.components, running.decoder.component)
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
         rows: dict[str, torch.Tensor] = {}
@@ -444,7 +466,7 @@ class VideoPipeline:
         """Yields frames [num_videos, t, height, width, 3], float32 in 0..1 on the host, as they are decoded."""
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
-        self.running.check_components(self.family.vae.component)
+        self.running.check_components(self.running.decoder.component)
         card = self.family.card
         if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
             decode = decode_media_segments if card.makes_segments else decode_continued
@@ -473,8 +495,8 @@ class VideoPipeline:
 
     def part_count(self, latent_frames: int) -> int:
         """The parts in which latents of this many frames are decoded, as progress counts them."""
-        vae = self.family.vae
-        return count_parts(latent_frames, all_frames=vae.decodes_all_frames, tiles=vae.tiles)
+        decoder = self.running.decoder
+        return count_parts(latent_frames, all_frames=decoder.decodes_all_frames, tiles=decoder.tiles)
 
     def decode_segment(
         self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
@@ -487,19 +509,19 @@ class VideoPipeline:
         self, latents: torch.Tensor, settings: GenerationSettings, before: int = 0, total: int = 0
     ) -> Generator[torch.Tensor, None, None]:
         """`before`: parts of the video that are decoded already, of `total`; 0: these latents are the whole video."""
-        running, functions, vae = self.running, self.running.vae, self.family.vae
+        running, decoder = self.running, self.running.decoder
         size = running.size = size_text(settings)
-        axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
-        program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
-        with running.weights(vae.component) as weights:
+        axes = split_columns(decoder.axes, latents.shape[-1], running.placement)
+        program = running.program(decoder.component, decoder.decode_frame, input_axes=axes, donate=("cache",))
+        with running.weights(decoder.component) as weights:
             total = total or self.part_count(latents.shape[2])
             running.report("decoding", "", before, total, size=size)
             frames = decode_frames(
                 lambda latent, cache: program(weights, latent=latent, cache=cache),
                 latents,
-                vae.first_cache,
-                all_frames=vae.decodes_all_frames,
-                tiles=vae.tiles,
+                decoder.first_cache,
+                all_frames=decoder.decodes_all_frames,
+                tiles=decoder.tiles,
             )
             for index, part in enumerate(frames):
                 check_finite("the VAE's decoder", {"frames": part}, self.dtype_name)
@@ -570,7 +592,7 @@ class VideoPipeline:
         """The plan of the steps, after a check of what they need, and with the transformers at their place."""
         plan = self.plan(settings, read_strength(embeddings.shared))
         self.running.place_steps(self.choose_placement(settings))
-        self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
+        self.running.check_components(*self.family.denoiser.transformers, self.running.decoder.component)
         check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)

@@ -3,7 +3,7 @@ and one for the sound."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,8 +105,19 @@ def encode_text(module: Any, input_ids: torch.Tensor, attention_mask: torch.Tens
         after = layer(before, position_embeddings=rotary, attention_mask=visible)
         return (after, number + 1), before
 
-    (hidden, _), layers = module.layers.fold(run, (hidden, torch.zeros((), dtype=torch.int32, device=hidden.device)))
+    (hidden, _), layers = _fold(module.layers, run, (hidden, torch.zeros((), dtype=torch.int32, device=hidden.device)))
     return {"layers": torch.cat((layers, module.norm(hidden).unsqueeze(0)))}
+
+
+def _fold(layers: Any, run: Callable[[Any, Any], tuple[Any, torch.Tensor]], carry: Any) -> tuple[Any, torch.Tensor]:
+    """The last carry and all results, of stacked layers, and of plain ones, which a benchmark runs beside ours."""
+    if not isinstance(layers, torch.nn.ModuleList):
+        return layers.fold(run, carry)
+    results = []
+    for layer in layers:
+        carry, result = run(layer, carry)
+        results.append(result)
+    return carry, torch.stack(results)
 
 
 def _build_connectors(config: Mapping[str, Any]) -> torch.nn.Module:
