@@ -26,6 +26,7 @@ TWINS = [
     ("deploy/README.md", "deploy/README.zh-CN.md"),
     ("docs/after-frames.md", "docs/after-frames.zh-CN.md"),
     ("docs/batch.md", "docs/batch.zh-CN.md"),
+    ("docs/checkpoints.md", "docs/checkpoints.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/control.md", "docs/control.zh-CN.md"),
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),

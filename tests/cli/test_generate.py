@@ -241,7 +241,7 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     document = json.loads(out)
     assert set(document) == {
         *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs"),
-        *("reused", "loras", "preset", "quantize", "profile", "dump"),
+        *("reused", "resumed_after", "loras", "preset", "quantize", "profile", "dump"),
     }
     assert document["reused"] == []
     assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)

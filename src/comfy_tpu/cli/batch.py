@@ -44,6 +44,11 @@ _OF_THE_RUN = (
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""
+_REFUSED_KEYS = {
+    **dict.fromkeys(_OF_THE_RUN, " is of the whole batch"),
+    "checkpoint_every": " is for `comfy-tpu generate`; a batch goes on job by job",
+}
+"""Flags of `generate` that are no keys of a line, with the reasons."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +188,7 @@ def _keys() -> Mapping[str, _Key]:
     generate.add_arguments(parser)
     keys: dict[str, _Key] = {}
     for action in parser._actions:
-        if action.dest in _OF_THE_RUN:
+        if action.dest in _REFUSED_KEYS:
             continue
         names = [action.dest, *(flag.lstrip("-") for flag in action.option_strings if flag.startswith("--"))]
         is_list = isinstance(action, argparse._AppendAction)
@@ -199,7 +204,7 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
     for name, value in values.items():
         key = _keys().get(name.strip().replace("-", "_"))
         if key is None:
-            hint = " is of the whole batch" if name in _OF_THE_RUN else " is no flag of `comfy-tpu generate`"
+            hint = _REFUSED_KEYS.get(name.strip().replace("-", "_"), " is no flag of `comfy-tpu generate`")
             raise InvalidValueError(f"{name}{hint}; leave it out", field=name)
         if value is None:
             continue

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"share of the steps that are run from --latents, above 0 and up to 1 ({SecondPass(0.0).strength:g})",
     )
     options.add_force(parser)
+    options.add_checkpoint(parser)
     options.add_preview(parser)
     options.add_report(parser)
     options.add_settings(parser, without=options.TEXT_SETTINGS, from_input="TEXT")
@@ -67,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         if start is None:
             artifacts.check_seed(arguments.text, embeddings, header.settings, settings, session.pipeline.family.card)
         skipped = session.is_up_to_date(output, header.prompt, settings, there)
+        checkpoint = session.open_checkpoint([output])
         if not skipped:
-            latents = session.pipeline.denoise(embeddings, settings)
+            latents = session.pipeline.denoise(embeddings, settings, checkpoint=checkpoint)
         if not skipped and is_first_host():
             artifacts.save_latents(
                 output,
@@ -79,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
                 cut=header.cut,
                 **session.made_from,
             )
+        session.remove_checkpoint()
     return session.report([output], header.prompt, settings, cut=header.cut, skipped=skipped)
 
 

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_video_output(
         parser, f"{VIDEO_OUTPUT} or {IMAGE_OUTPUT}; {VIDEO_OUTPUT.replace('.', '-1.')} and so on if it is taken"
     )
+    options.add_checkpoint(parser)
     options.add_preview(parser)
     options.add_interpolation(parser)
     options.add_report(parser)
@@ -50,11 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         session.set_interpolation(settings, more_frames)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
         paths = session.choose_outputs(lambda: media.free_output(own, settings.num_videos), settings)
+        checkpoint = session.open_checkpoint(paths)
         embeddings = session.pipeline.encode(prompt, settings, given)
         session.set_strength(embeddings)
         sessions.warn_of_cut(embeddings.cut)
-        latents = session.pipeline.denoise(embeddings, settings)
+        latents = session.pipeline.denoise(embeddings, settings, checkpoint=checkpoint)
         if second is not None:
-            latents, settings = second_pass.denoise_again(session.pipeline, embeddings, latents, settings, second)
+            latents, settings = second_pass.denoise_again(
+                session.pipeline, embeddings, latents, settings, second, session.open_checkpoint(paths, "second-pass")
+            )
         session.write_videos(latents, prompt, settings, paths)
+        session.remove_checkpoint()
     return session.report(paths, prompt, settings, cut=embeddings.cut)

@@ -33,6 +33,10 @@ ADDRESS_SPACE_MIN = 3 * 2**30
 """Bytes with which the demo model runs on a CPU."""
 
 
+_MACHINE_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ESTALE)
+"""Errors of a disk, of a network file system or of limits, which are no bugs wherever they come up."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     name: str
@@ -136,6 +140,9 @@ def _user_message(error: Exception) -> str | None:
         return f"{excerpt(str(error.filename))} cannot be opened ({error.strerror}); give another path"
     if isinstance(error, OSError) and error.filename is None and is_output_broken():
         return f"standard output could not be written: {error.strerror or error}; send it elsewhere"
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+        place = "a file" if error.filename is None else excerpt(str(error.filename))
+        return f"{place} cannot be read or written ({error.strerror}); look at the disk and at the limits (ulimit -n)"
     return None
 
 

@@ -143,6 +143,7 @@ _SAME_AS_FIELD = (
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
+    "checkpoint_every": "--checkpoint-every",
     "contact_sheet": "--contact-sheet",
     "vae_backend": "--vae-backend",
     "tiny_vae": "--tiny-vae",
@@ -552,6 +553,15 @@ def add_strength(parser: argparse.ArgumentParser) -> None:
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "-o", "--output", type=path_parser("--output"), metavar="PATH", help=f"x.safetensors (default: {default})"
+    )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint-every",
+        type=number_parser(int),
+        metavar="N",
+        help="save the steps every N steps, and on SIGTERM, beside the output; the same command goes on from there",
     )
 
 

@@ -118,6 +118,7 @@ class Display:
         # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
         return tqdm(
             total=progress.total,
+            initial=progress.done,  # steps that an earlier run has done are no measure of the speed
             desc=escape_controls(text).replace("\n", r"\n"),
             bar_format=form,
             unit=unit,

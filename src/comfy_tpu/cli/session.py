@@ -15,6 +15,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
     reused      numbers of the steps, from 1, at which the transformer did not run
+    resumed_after   the number of steps that --checkpoint-every had saved, which were not computed again
     profile     the directory of --profile, or null; dump: that of --dump, or null
 """
 
@@ -49,6 +50,7 @@ from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, checkpoint_path
 from comfy_tpu.terminal_text import excerpt
 
 
@@ -69,6 +71,7 @@ class Session:
         """What the denoising started from, as JSON in artifacts, where it is latents of an earlier one."""
         self._interpolator: Interpolator | None = None
         self._init_image_metadata: dict[str, str] = {}
+        self._checkpoints: list[StepCheckpoint] = []
 
     @property
     def makes_images(self) -> bool:
@@ -177,6 +180,25 @@ class Session:
         self.check_outputs(*paths)
         return paths
 
+    def open_checkpoint(self, outputs: Sequence[Path], part: str = "") -> StepCheckpoint | None:
+        """Where the steps are saved, beside the first of the outputs; None without --checkpoint-every. `outputs`: empty
+        on a host that writes nothing. `part`: a name for each denoising but the first."""
+        every = self.arguments.checkpoint_every
+        if every is None:
+            return None
+        path = checkpoint_path(outputs[0], part) if outputs else Path()
+        checkpoint = StepCheckpoint(path, every, report=print_message)
+        checkpoint.check()
+        if is_first_host():
+            check_conflicts([("checkpoint", path)], options.list_input_files(self.arguments))
+        self._checkpoints.append(checkpoint)
+        return checkpoint
+
+    def remove_checkpoint(self) -> None:
+        """After the output is at its place."""
+        for checkpoint in self._checkpoints:
+            checkpoint.remove()
+
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
         sound = self.pipeline.decode_sound(latents, settings)
         if not is_first_host():
@@ -227,6 +249,7 @@ class Session:
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
             "reused": account.reused,
+            "resumed_after": sum(checkpoint.resumed_after for checkpoint in self._checkpoints),
             "profile": _text(getattr(self.arguments, "profile", None)),
             "dump": _text(getattr(self.arguments, "dump", None)),
         }

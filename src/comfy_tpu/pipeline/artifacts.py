@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 
 import comfy_tpu
@@ -31,6 +31,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.initial import INITIAL
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
 from comfy_tpu.pipeline.stage_messages import FORMAT
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 Stage = Literal["text", "latents"]
 
@@ -247,7 +248,7 @@ def read_metadata(path: Path, stage: Stage) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except SAFETENSORS_ERRORS as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors ({error}); it is truncated, damaged or of another format: "
             f"make it again with `comfy-tpu {maker}`"
@@ -294,7 +295,7 @@ def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, tor
         with safe_open(path, framework="pt", device="cpu") as file:
             # Copies: a tensor that stays mapped to the file would change or crash with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except SAFETENSORS_ERRORS as error:
         raise _damaged_error(path, str(error), maker) from error
     return header, tensors
 

@@ -29,6 +29,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from comfy_tpu.families.model_family import LoraNames, Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.json_input import parse_json
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 Part = Literal["down", "up", "alpha", "difference", "bias"]
 
@@ -203,8 +204,13 @@ class LoraFile:
                 "lora_B.weight, or in lora_down.weight and lora_up.weight",
                 field="lora",
             )
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            metadata = opened.metadata() or {}
+        try:
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                metadata = opened.metadata() or {}
+        except SAFETENSORS_ERRORS as error:
+            raise CheckpointError(
+                f"lora={path} cannot be read ({error}); look at the disk, or download it again", field="lora"
+            ) from error
         return cls(path, checkpoint, modules, tuple(others), _adapter(path, metadata), metadata)
 
     def read(self, key: str) -> torch.Tensor:

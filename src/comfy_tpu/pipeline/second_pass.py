@@ -25,6 +25,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.images import as_image
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, initial_embeddings
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames
 
@@ -127,11 +128,14 @@ def denoise_again(
     latents: torch.Tensor,
     first: GenerationSettings,
     second: SecondPass,
+    checkpoint: StepCheckpoint | None = None,
 ) -> tuple[torch.Tensor, GenerationSettings]:
-    """The latents of the second pass, and their settings. `latents`: those of the first pass."""
+    """The latents of the second pass, and their settings. `latents`: those of the first pass. `checkpoint`: as in
+    `VideoPipeline.denoise`, of this pass alone."""
     larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
     upscaled = upscale_latents(pipeline, latents, first, larger, second.by)
-    return pipeline.denoise(start_from(embeddings, upscaled, second.strength), larger), larger
+    begun = start_from(embeddings, upscaled, second.strength)
+    return pipeline.denoise(begun, larger, checkpoint=checkpoint), larger
 
 
 def describe_second_pass(first: GenerationSettings, second: SecondPass) -> str:

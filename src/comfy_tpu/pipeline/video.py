@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -42,6 +43,7 @@ from comfy_tpu.families.settings import (
 from comfy_tpu.families.shared.packed_sound import split_sound
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.checks import (
     check_boundary,
     check_context,
@@ -79,6 +81,7 @@ from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.step import batch_rows, count_branches, latent_shape
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, digest_embeddings
 from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import tokenize
 from comfy_tpu.pipeline.tiny_previews import TinyPreviews
@@ -384,21 +387,42 @@ class VideoPipeline:
             return encode_media(self.running, media, settings, strength)
 
     def denoise(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings, *, seeds: Sequence[int] = ()
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        *,
+        seeds: Sequence[int] = (),
+        checkpoint: StepCheckpoint | None = None,
     ) -> torch.Tensor:
         """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale. The sound's are
         in the last frames (families/shared/packed_sound.py).
 
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
-        (`embeddings.merge_embeddings`).
+        (`embeddings.merge_embeddings`). `checkpoint`: where the steps are saved, and go on from; the caller removes it.
         """
         card, method = self.family.card, self._context_method(settings, embeddings.shared)
+        if checkpoint is not None:
+            plan = self._check_steps(embeddings, settings)
+            described = self._describe_steps(embeddings, settings, seeds)
+            segments = card.segment_count(settings) if method == "continue" else 1
+            checkpoint.begin(described, steps=len(plan), segments=segments)
         if method == "continue":
             denoise = denoise_media_segments if card.makes_segments else denoise_continued
             self._check_steps(embeddings, settings)
-            return denoise(self, card, embeddings, settings, seeds)
-        for samples, _ in self._steps(embeddings, settings, seeds):
-            latents = samples[0]
+            return denoise(self, card, embeddings, settings, seeds, checkpoint)
+        return self.denoise_segment(embeddings, settings, seeds, checkpoint)
+
+    def denoise_segment(
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        seeds: Sequence[int],
+        checkpoint: StepCheckpoint | None,
+    ) -> torch.Tensor:
+        """`denoise` of a video that is made whole or by windows, or of a segment of a longer one."""
+        with contextlib.nullcontext() if checkpoint is None else checkpoint.deferring_signals():
+            for samples, _ in self._steps(embeddings, settings, seeds, checkpoint):
+                latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
         made = made[:, :, made.shape[2] - self.latent_shape(settings)[2] :]  # without reference images
@@ -532,9 +556,37 @@ class VideoPipeline:
         embeddings: PromptEmbeddings,
         settings: GenerationSettings,
         seeds: Sequence[int] = (),
+        checkpoint: StepCheckpoint | None = None,
     ) -> Generator[State, None, None]:
         plan = self._check_steps(embeddings, settings)
-        yield from denoise_steps(self.running, plan, embeddings, settings, seeds)
+        yield from denoise_steps(self.running, plan, embeddings, settings, seeds, checkpoint)
+
+    def _describe_steps(
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings, seeds: Sequence[int]
+    ) -> dict[str, str]:
+        """All that decides the bits of the latents, as far as it is known."""
+        running = self.running
+        described = artifacts.describe(
+            embeddings.prompt,
+            settings,
+            self,
+            images_fingerprint=embeddings.images_fingerprint,
+            loras=self.loras.text,
+            attention_window=self.attention_window,
+            quantization=self.quantization,
+        )
+        del described["model"]  # the name; its fingerprint decides
+        placement = running.step_placement
+        return {
+            **described,
+            "seeds": " ".join(map(str, seeds)),
+            "embeddings": digest_embeddings(embeddings),
+            "devices": f"{placement.platform} {placement.chip}",
+            "mesh": f"{placement.sizes}, VAE {running.placement.sizes}",
+            "attention": str(running.attention),
+            "vae_backend": running.runtime.vae_backend,
+            "jax": jax.__version__,
+        }
 
     def _check_steps(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Plan:
         """The plan of the steps, after a check of what they need, and with the transformers at their place."""
