@@ -26,6 +26,7 @@ from comfy_tpu.pipeline.lora_keys import LoraFile, make_targets
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles, digest_tensors
 from comfy_tpu.pipeline.single_files import _base_card
 from comfy_tpu.pipeline.stage_messages import FORMAT, pack_settings, read_embeddings, read_media, read_message, unpack
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.porting.targets import find_targets
 from tests.fuzz.hostile_bytes import changed_value, documents, files, safetensors, small_texts, values
 from tests.fuzz.reader import Case, named, reader
@@ -169,6 +170,29 @@ def read_text_artifact(directory: Path, _: Any, case: Case) -> None:
 def read_latents_artifact(directory: Path, _: Any, case: Case) -> None:
     _, header = artifacts.load_latents(write(directory, case), Model())
     json.loads(header.loras or "[]")
+
+
+REQUEST = {"prompt": "a red circle", "settings": json.dumps(SETTINGS)}
+_STATE_NAMES = ("samples.0", "outputs.0", "segments.0", "samples.1")
+
+
+def _step_checkpoints() -> st.SearchStrategy[Case]:
+    good = {"artifact": "steps", "format": "1", "segment": "0", "done": "1", **REQUEST}
+    odd = {
+        "settings": changed_value(SETTINGS).map(json.dumps),
+        **dict.fromkeys(("artifact", "segment", "done", "digest", "format"), small_texts),
+    }
+    changes = st.fixed_dictionaries({}, optional=odd)
+    return named("x.mp4.checkpoint.safetensors", safetensors(_STATE_NAMES, changes.map(lambda said: good | said)))
+
+
+@reader("pipeline.step_checkpoint", cases=_step_checkpoints)
+def read_step_checkpoint(directory: Path, _: Any, case: Case) -> None:
+    """A damaged one is replaced: the run begins at its first step."""
+    checkpoint = StepCheckpoint(write(directory, case), 1, report=lambda text: None)
+    checkpoint.check()
+    checkpoint.begin(REQUEST, steps=4)
+    assert checkpoint.restore(torch.zeros(2, 2)) is None, "nothing here has the right digest"
 
 
 _MESSAGE_NAMES = (
