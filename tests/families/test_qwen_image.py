@@ -90,7 +90,7 @@ def test_the_comparison_would_see_another_request() -> None:
         "guidance": picture(pipeline, guidance_scale=3.9),
         "shift": picture(pipeline, flow_shift=1.1),
     }
-    assert_wrong_ones_differ(expected(), SAME - 30, **wrong)
+    assert_wrong_ones_differ(expected(), SAME - 10, **wrong)
 
 
 @pytest.mark.slow

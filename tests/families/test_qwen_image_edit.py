@@ -102,14 +102,14 @@ def test_the_order_of_images_and_several_pictures() -> None:
     pipeline = opened("plus")
     actual = made(pipeline, TWO, num_videos=2)
     assert psnr(actual, expected("plus", TWO, num_videos=2)) >= SAME
-    assert psnr(actual[:1], made(pipeline, TWO[::-1])) < 90, "their order counts"
+    assert psnr(actual[:1], made(pipeline, TWO[::-1])) < SAME - 3, "their order counts"
     assert psnr(actual[:1], actual[1:]) < 40
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["edit", "plus"])
 def test_images_of_a_million_pixels(variant: str) -> None:
-    chosen = {"num_inference_steps": 1, "guidance_scale": 1.0}
+    chosen = {"num_inference_steps": 2, "guidance_scale": 1.0}
     assert psnr(made(opened(variant), ONE, **chosen), expected(variant, ONE, **chosen)) >= SAME
 
 

@@ -152,7 +152,7 @@ def test_the_picture_with_a_limit_on_guidance(mesh: str, limit: float) -> None:
 def test_guidance_that_ends_is_diffusers_truncation(truncation: float) -> None:
     """diffusers' cfg_truncation is a time, from 0, after which steps are not guided."""
     pipeline = opened("base")
-    sigmas = pipeline.plan(pipeline.settings(**CHOSEN, **GUIDED)).steps
+    sigmas = pipeline.plan(pipeline.settings(**(CHOSEN | GUIDED))).steps
     guided = sum(1 - step.sigma <= truncation for step in sigmas)
     assert 0 < guided < 3
     actual = picture(pipeline, **GUIDED, guidance_until=guided / 3)
