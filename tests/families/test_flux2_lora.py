@@ -103,6 +103,7 @@ def test_every_module_is_known_by_its_original_name() -> None:
     assert all(targets.find(f"lora_unet_{name.replace('.', '_')}") for name in names)
 
 
+@pytest.mark.slow  # by default: the weights above, a video in tests/pipeline/test_presets.py
 @pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,tp=4"])
 def test_the_picture_is_that_of_diffusers_with_the_lora(mesh: str, tmp_path: Path) -> None:
     small = {name: (0.1 * up, down) for name, (up, down) in factors().items()}

@@ -165,7 +165,13 @@ def transformer_case(
 PROMPT_AXES = dict.fromkeys(("latents", "text", "text_mask", "glyph", "glyph_mask"), ("dp",))
 
 
-@covering("mesh, scan", [*MESHES, "tp=8", "sp=8"], [True, False], strength=1, always=[("single", False)])
+@covering(
+    "mesh, scan",
+    [*MESHES, "tp=8", "sp=8"],
+    [True, False],
+    strength=0,
+    always=[("single", False), ("dp=2,tp=4", True)],  # sp by default: the whole video
+)
 def test_transformer_with_masks(mesh: str, scan: bool) -> None:
     inputs, answer = transformer_case()
     actual = run(small_hunyuan.transformer(), mesh, forward, scan=scan, input_axes=PROMPT_AXES, **inputs)
@@ -238,6 +244,7 @@ def test_the_template_is_that_of_diffusers() -> None:
     assert reference.tokenizer_2_max_length == hunyuan_text.GLYPH_TOKENS
 
 
+@pytest.mark.slow  # by default: the whole video
 @pytest.mark.parametrize(
     ("mesh", "sides"),
     [

@@ -255,9 +255,9 @@ def test_text_encoders_that_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "chip"),
     [
-        pytest.param("Qwen-Image", "v6e", marks=pytest.mark.slow),
+        ("Qwen-Image", "v6e"),
         pytest.param("Qwen-Image", "v5p", marks=pytest.mark.slow),
-        ("Qwen-Image-Edit", "v6e"),
+        pytest.param("Qwen-Image-Edit", "v6e", marks=pytest.mark.slow),
         pytest.param("Qwen-Image-Edit", "v5p", marks=pytest.mark.slow),
         pytest.param("Qwen-Image-Edit-2511", "v6e", marks=pytest.mark.slow),
         pytest.param("Qwen-Image-Edit-2511", "v5p", marks=pytest.mark.slow),
