@@ -521,6 +521,7 @@ def start(*argv, **more):
     return subprocess.Popen([sys.executable, ROOT / "tests/cli/fake_pipeline.py", *argv], env=environment, **more)
 
 
+# While writing by default: tests/pipeline/test_media.py.
 INTERRUPTS = {
     "Ctrl-C while denoising": ("denoise", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 0),
     "Ctrl-C while writing": ("decode", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 1),
@@ -531,7 +532,7 @@ INTERRUPTS = {
 @pytest.mark.parametrize(
     ("stage", "number", "status", "err", "partial"),
     [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "Ctrl-C while writing" else ())
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name.endswith("writing") else ())
         for name, case in INTERRUPTS.items()
     ],
 )

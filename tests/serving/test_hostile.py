@@ -87,9 +87,9 @@ def test_half_open_connections_end(tmp_path: Path) -> None:
 
 def test_a_second_request_on_a_connection_has_its_time(tmp_path: Path) -> None:
     # Not less: on a busy machine a second may pass between a connection and its first byte.
-    with listening(tmp_path, header_seconds=3.0) as port, connect(port, head(port, "GET /healthz")) as connection:
+    with listening(tmp_path, header_seconds=1.5) as port, connect(port, head(port, "GET /healthz")) as connection:
         assert status_of(connection.recv(65536)) == 200
-        time.sleep(3.5)  # longer than headers may take, but between two requests
+        time.sleep(1.7)  # longer than headers may take, but between two requests
         connection.sendall(head(port, "GET /healthz"))
         assert status_of(connection.recv(65536)) == 200
         connection.sendall(b"GET /hea")
