@@ -160,7 +160,7 @@ def test_sigmas_are_those_of_diffusers() -> None:
 @pytest.mark.parametrize(
     ("mesh", "scan", "text_tokens", "dtype"),
     [
-        ("single", False, 7, torch.float32),
+        pytest.param("single", False, 7, torch.float32, marks=pytest.mark.slow),  # by default: pictures of dev
         ("dp=2,sp=4", True, 7, torch.bfloat16),
         ("sp=2,tp=4", False, 8, torch.float32),
         *(

@@ -174,6 +174,7 @@ def test_freenoise_is_that_of_comfyui() -> None:
         assert not torch.equal(expected, noise)
 
 
+@pytest.mark.slow  # by default: a plain loop on dp=2,sp=4
 @pytest.mark.parametrize(
     "chosen",
     [
